@@ -5,7 +5,6 @@
 - ``einsum-compiled`` leaves votes and sums to ``torch.einsum``, as published code does, under ``torch.compile``.
 - ``blocked-matmul`` makes them by a product for each block of children, whenever needed (``bench/votes.py``).
 - ``folded-matmul`` makes none: where children share matrices, sums over children come first (``bench/folded.py``).
-- ``scaled-dot-product`` is the library's attention, which routing as pooling can be written with.
 
 ``-compiled`` is ``torch.compile`` with static shapes and without graph breaks: of the function that every block runs,
 else of the whole. Each takes a routing's arguments by name, in public layout, and returns a tuple of its results.
@@ -14,10 +13,8 @@ else of the whole. Each takes a routing's arguments by name, in public layout, a
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +25,20 @@ from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload
 from bench.workloads import WORKLOADS
 
-OURS, STORED, BLOCKED, FOLDED, EINSUM, _ATTENTION = (
-    "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "einsum-compiled", "scaled-dot-product",
+OURS, STORED, BLOCKED, FOLDED, EINSUM = (
+    "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "einsum-compiled",
 )  # fmt: skip
+BEFORE = "before"  # this package at another commit (bench/compare.py)
 _SUFFIX = "-compiled"
-ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), EINSUM, _ATTENTION)
+ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), EINSUM)
+
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    STORED: {},
+    BLOCKED: {"block": 2**22},
+    FOLDED: {"axes": "pmice", "folded": True, "block": 2**24},
+    EINSUM.removesuffix(_SUFFIX): {"axes": "pimce"},
+}
+"""How each makes its votes, as :class:`bench.votes.Layout` says it."""
 
 _LARGE = 2**30  # bytes of votes above which nobody stores them in a processor's memory
 _SMALL = 2**23  # bytes of votes that fit the cache as they are
@@ -44,18 +50,18 @@ def is_compiled(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
-def suited(names: Sequence[str], work: Workload, batch: int, on: str = "cpu") -> list[str]:
+def suited(names: Sequence[str], work: Workload, batch: int, on_cpu: bool = True) -> list[str]:
     """Return those of ``names`` that can be the fastest of a workload at a batch.
 
     Where many children share their matrices, folding wins by far over making votes, unless the squares of a Gaussian's
     poses are many more than the numbers of a vote. Elsewhere votes in blocks win over stored ones of some megabytes.
     """
     if not work.routing.makes_votes:
-        return [one for one in names if one.startswith(STORED) or (one == _ATTENTION and work.matrices == 0)]
+        return [one for one in names if one.startswith((STORED, BEFORE))]
     wide = work.routing.subject == "gaussian" and work.columns_in > 4 * work.pose
     folded = work.children >= 32 * work.matrices and not wide
-    found = {FOLDED, FOLDED + _SUFFIX} if folded else {BLOCKED, BLOCKED + _SUFFIX}
-    if (on == "cuda" or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
+    found = {BEFORE, *((FOLDED, FOLDED + _SUFFIX) if folded else (BLOCKED, BLOCKED + _SUFFIX))}
+    if (not on_cpu or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
         found |= {STORED + _SUFFIX, EINSUM}
     if work.votes_bytes(batch) < _SMALL:
         found = found - {BLOCKED} | {STORED}
@@ -67,26 +73,16 @@ def reference(workload: Workload) -> Implementation:
     return fastcaps.backend("reference")(workload.routing.ours(workload))  # type: ignore[operator, no-any-return]
 
 
-def eager(name: str, work: Workload, settings: dict[str, Any] | None = None, batch: int = 64) -> Implementation:
-    """Return the implementation ``name`` of a workload, without the compilation that its name may ask for.
+def axes_of(work: Workload) -> str:
+    """Return the order of the votes' dimensions that was measured to serve stored votes best (:mod:`bench.votes`).
 
-    ``settings`` are those of :class:`bench.votes.Layout`. Raises ValueError for a name that is unknown.
+    Where all children share their matrices they stand last, so that votes are one matmul and every sum runs over
+    neighbours. With positions last nothing is copied, and everything after the votes vectorises: matrix poses on a
+    grid. Else votes are copied once, with children behind parents, so that agreement and sum are a batched matmul each.
     """
-    if name == OURS:
-        return work.routing.ours(work)
-    usual: dict[str, dict[str, Any]] = {
-        STORED: {},
-        BLOCKED: {"block": 2**20},
-        # elementwise products, which are fused; positions last, where there are some
-        BLOCKED + _SUFFIX: {"block": 2**22, "axes": "imecp" if batch * max(1, work.positions) > 8 else "imcep"},
-        EINSUM: {"axes": "pimce", "einsum": True},
-        FOLDED: {"axes": "pmice", "folded": True, "kept": True},
-    }
-    usual |= {STORED + _SUFFIX: usual[STORED], FOLDED + _SUFFIX: usual[FOLDED], _ATTENTION: usual[FOLDED]}
-    if name not in usual:
-        raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
-    layout = Layout(**{"axes": work.routing.axes(work), **usual[name], **(settings or {})})
-    return partial(work.routing.route, work, layout, 1)
+    if work.matrices == 1:
+        return "mecpi"
+    return "imecp" if work.rows > 1 and work.positions > 1 else "pmice"
 
 
 def build(name: str, work: Workload, safe: bool = False, batch: int | None = None) -> Implementation:
@@ -94,39 +90,25 @@ def build(name: str, work: Workload, safe: bool = False, batch: int | None = Non
 
     ``safe`` leaves out the vectorised loop tails of torch.compile's C++ code (torch 2.13), which write past their
     buffers on some of these shapes: gradients are wrong, or the process dies. Elsewhere they gain up to a tenth.
+    Raises ValueError for a name that is unknown.
     """
-    if not is_compiled(name):
-        return eager(name, work)
+    if name == OURS:
+        return work.routing.ours(work)
+    if name not in ALTERNATIVES:
+        raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
+    batch, kind = batch or work.batch, name.removesuffix(_SUFFIX)
+    layout: dict[str, Any] = {"axes": axes_of(work), **_LAYOUTS[kind]}
     options = {"cpp.enable_loop_tail_vec": False} if safe else {}
-    shares = 4 * work.votes(batch or work.batch)
-    if name.startswith(BLOCKED):
-        return eager(name, work, {"compiled": options}, batch or work.batch)
-    if name.startswith(FOLDED) and shares > _WHOLE:
-        return eager(name, work, {"compiled": options, "block": 2**22})
-    return torch.compile(eager(name, work), dynamic=False, fullgraph=True, options=options)
-
-
-def swept(
-    name: str, work: Workload, inputs: Inputs, training: bool, seconds: Callable[[Callable[[], Any]], float]
-) -> dict[str, Any]:
-    """Return the settings that serve a call by blocks best, by the ``seconds`` that it takes: the order of dimensions,
-    the bytes of a block, and whether a training step's backward finds what the forward made."""
-    changes: list[dict[str, Any]] = [{}]
-    if name == BLOCKED:
-        changes += [{"axes": "imecp"}, {"block": 2**18}, {"block": 2**22}, *[{"kept": True}] * training]
-    elif name == FOLDED:
-        changes += [{"block": 2**20}, {"block": 2**22}, {"block": 2**24}, *[{"kept": False}] * training]
-    best: dict[str, Any] = {}
-    least = math.inf
-    for change in changes:
-        one = best | change
-        try:
-            took = seconds(runner(eager(name, work, one), inputs, training))
-        except RuntimeError:  # what is kept may not fit
-            continue
-        if took < least:
-            best, least = one, took
-    return best
+    if is_compiled(name):
+        if kind == BLOCKED:  # elementwise products, which are fused; positions last, where there are some
+            layout["axes"] = "imecp" if batch * max(1, work.positions) > 8 else "imcep"
+        elif kind == FOLDED:
+            layout["block"] = 2**22 if 4 * work.votes(batch) > _WHOLE else 0
+        layout["compiled"] = options if layout.get("block") else None
+    run = work.routing.routed(work, Layout(**layout))
+    if is_compiled(name) and not layout.get("block"):
+        return torch.compile(run, dynamic=False, fullgraph=True, options=options)
+    return run
 
 
 def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], dict[str, Tensor]]:
@@ -139,8 +121,8 @@ def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], 
     arguments, names = inputs.arguments, tuple(inputs.grads)
     if not training:
         return torch.no_grad()(lambda: dict(zip(names, run(**arguments), strict=True)))
-    learned, cotangents = inputs.require_grad().learned, tuple(inputs.grads.values())
-    leaves = tuple(learned.values())
+    learned, cotangents = inputs.learned, tuple(inputs.grads.values())
+    leaves = tuple(tensor.requires_grad_() for tensor in learned.values())
 
     def step() -> dict[str, Tensor]:
         results = run(**arguments)

@@ -49,6 +49,15 @@ def own_bytes(row: Row, name: str) -> float | None:
     return (row.get("memory") or {}).get(name, {}).get("beyond")
 
 
+def by_layer(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Return the last row of each layer and precision, by its name and by its mode."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
+        found.setdefault(name, {})[row["mode"]] = row
+    return found
+
+
 def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
     if panel != "memory":
         return [modes.get(mode, {}).get(panel) for mode in MODES]
@@ -63,11 +72,8 @@ def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str
     """
     from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
 
-    found: dict[str, dict[str, Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["default"], row["batch"])):
-        if not names or row["workload"] in names:
-            name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
-            found.setdefault(name, {})[row["mode"]] = row
+    some = [row for row in rows if not names or row["workload"] in names]
+    found = by_layer(sorted(some, key=lambda row: (row["default"], row["batch"])))
     layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
     drawn = {panel: [_pair(found[name], panel) for name in layers] for panel in panels}
     drawn = {panel: pairs for panel, pairs in drawn.items() if any(any(pair) for pair in pairs)}

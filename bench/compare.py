@@ -4,11 +4,11 @@ python -m bench.compare main                               # this checkout again
 python -m bench.compare main --workload tiny --workload barham  # rows whose names hold one of these words
 python -m bench.compare ../base .                          # two trees that have their libraries: nothing is built
 
-Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
-the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once and
-kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. A row of which
-the newer side's result breaks the rule of :mod:`bench.gate`, or differs from the older one's, has no ratio. The exit
-status is 1 if there is such a row, or if the median over rows is above `--limit`.
+The older side is one more contender of a session: it runs in a process of its own with its own library; inputs, timing,
+rows and the rule for results are this checkout's, so that only the package differs. A commit is built once and kept
+under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. A row of which a
+side's result is wrong has no ratio. The exit status is 1 if there is such a row, or if the median over rows is above
+`--limit`.
 """
 
 from __future__ import annotations
@@ -19,108 +19,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-import fastcaps
-from bench.alternatives import OURS, build, runner
+from bench.alternatives import BEFORE, OURS
 from bench.goals import place
-from bench.process import Remote, WorkerError
 from bench.record import ROOT
-from bench.timing import Contender, Plan, quantiles, take_turns, time_calls
+from bench.session import Session
+from bench.timing import Plan
 from bench.workload import Case
 from bench.workloads import TINY, WORKLOADS
 
-_SECONDS = 300.0  # after which a process is given up
-_AGREE = 1e-3  # the most that results may differ by, as a share of the largest number
-
-
-class Side:
-    """One of the two packages, in a process of its own. The older one may be any that has ``fastcaps.functional``."""
-
-    def __init__(self) -> None:
-        self._ready: Callable[[], Any] = dict
-
-    def package(self) -> Path:
-        return Path(fastcaps.__file__)
-
-    def check(self, case: Case) -> str:
-        """Return what is wrong with this package's result, or an empty string."""
-        from bench.runner import Runner  # here: the rule for results, which an older package may lack
-
-        return str(Runner("cpu").check(case, OURS)["complaint"])
-
-    def prepare(self, case: Case) -> dict[str, Any]:
-        """Make a call ready for :meth:`time`; return some numbers of every result."""
-        self._ready = runner(build(OURS, case.workload), case.workload.inputs(case.batch), case.training)
-        found = {name: tensor.detach().flatten() for name, tensor in self._ready().items()}
-        return {name: tensor[:: 1 + tensor.numel() // 64].numpy() for name, tensor in found.items()}
-
-    def time(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of calls of what was prepared last."""
-        return time_calls(self._ready, calls, warm)
-
-
-@contextmanager
-def sides(trees: Sequence[Path], threads: int) -> Iterator[list[Remote]]:
-    """Start a process for each tree's package; rows and inputs are this checkout's for all of them."""
-    with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
-        (Path(scratch) / "bench").symlink_to(ROOT / "bench")
-        found = [Remote(threads, Side) for _ in trees]
-        before = sys.path[:]
-        try:
-            for tree, side in zip(trees, found, strict=True):
-                sys.path[:] = [scratch, str(tree), *before]  # what a process starts with
-                came = side.call(_SECONDS, "package")
-                if not came.is_relative_to(tree):
-                    raise RuntimeError(f"fastcaps came from {came}, not from {tree}")
-            sys.path[:] = before
-            yield found
-        finally:
-            sys.path[:] = before
-            for side in found:
-                side.close()
-
-
-def disagreement(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return what two sides' results differ in, or an empty string."""
-    if old.keys() != new.keys():
-        return f"results are {sorted(old)} and {sorted(new)}"
-    for name, numbers in old.items():
-        far = np.abs(new[name] - numbers).max() if new[name].shape == numbers.shape else np.inf
-        if not far <= _AGREE * np.abs(numbers).max():  # NaN too
-            return f"{name} differs by {far:.3g}, its largest number is {np.abs(numbers).max():.3g}"
-    return ""
-
-
-def measure(pair: Sequence[Remote], case: Case, plan: Plan) -> dict[str, Any]:
-    """Time one row, old and new in turns; return both medians and their ratio, and the least and most that it may be.
-
-    Those are the ratios of the 20th and 80th percentiles. Of a row whose newer result is wrong, or other than the older
-    one, no time is taken: it is ``refused``.
-    """
-    row: dict[str, Any] = {"workload": case.workload.name, "batch": case.batch, "mode": case.mode}
-    try:
-        wrong = pair[1].call(_SECONDS, "check", case)
-        wrong = wrong or disagreement(*(side.call(_SECONDS, "prepare", case) for side in pair))
-        if wrong:
-            return row | {"refused": wrong}
-        timers = {name: partial(side.call, _SECONDS, "time") for name, side in zip(("old", "new"), pair, strict=True)}
-        contenders = [Contender(name, timer, timer(1, 1)[0]) for name, timer in timers.items()]
-        take_turns(contenders, plan)
-        if failed := "".join(one.error for one in contenders):
-            raise WorkerError(failed)
-    except WorkerError as error:
-        return row | {"failed": str(error)}
-    old, new = (quantiles(one.samples) for one in contenders)
-    spread = {"least": new["p20"] / old["p80"], "most": new["p80"] / old["p20"]}
-    return row | {"old": old["median"], "new": new["median"], "ratio": new["median"] / old["median"]} | spread
+_SHARED = ("_testing", "measure.py")  # of the package: what the benchmark needs, and an older one may lack
 
 
 def tree_of(given: str) -> Path:
@@ -140,10 +52,38 @@ def tree_of(given: str) -> Path:
     return target
 
 
+def linked(tree: Path, folder: Path) -> Path:
+    """Fill a folder with links to a tree's package and this checkout's benchmark, and return it."""
+    (folder / "fastcaps").mkdir(parents=True)
+    (folder / "bench").symlink_to(ROOT / "bench")
+    for path in (tree / "fastcaps").iterdir():
+        if path.name not in _SHARED:
+            (folder / "fastcaps" / path.name).symlink_to(path)
+    for name in _SHARED:
+        (folder / "fastcaps" / name).symlink_to(ROOT / "fastcaps" / name)
+    return folder
+
+
 def rows_of(words: Sequence[str]) -> list[Case]:
     """Return the rows to measure: tiny calls and workloads at all their batches, forward and training."""
     works = [work for work in (*TINY.values(), *WORKLOADS.values()) if any(word in work.name for word in words)]
     return [Case(work, batch, training) for work in works for batch in work.batches for training in (False, True)]
+
+
+def compared(row: dict[str, Any]) -> dict[str, Any]:
+    """Return of a session's row both medians and their ratio, and the least and most that it may be.
+
+    Those are the ratios of the 20th and 80th percentiles. Without a ratio it is ``refused``, if a result was wrong, or
+    ``failed``.
+    """
+    found = {name: row[name] for name in ("workload", "batch", "mode")}
+    old, new = row["alternatives"].get(BEFORE, {}), row.get("fastcaps", {})
+    if "refused" in row:
+        return found | {"refused": row["refused"]}
+    if why := old.get("failed"):
+        return found | {"refused" if why.startswith("wrong") else "failed": f"the older side: {why}"}
+    spread = {"least": new["p20"] / old["p80"], "most": new["p80"] / old["p20"]}
+    return found | {"old": old["median"], "new": new["median"], "ratio": new["median"] / old["median"]} | spread
 
 
 def line(row: dict[str, Any]) -> str:
@@ -188,12 +128,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
         parser.exit(1, f"fastcaps compare: {error}\n")
     said = (lambda *_, **__: None) if given.json else print
     said(f"old {trees[0]}\nnew {trees[1]}\n{'':<52}    old, ms    new, ms  ratio (20th to 80th percentile)", flush=True)
-    plan = Plan(given.rounds, given.seconds / (2 * given.rounds), given.seconds / 2)
+    plan = Plan(given.rounds, given.seconds / (2 * given.rounds), given.seconds / 2, sgemm=256)
     rows = []
-    with sides(trees, given.threads) as pair:
-        for case in wanted:
-            rows.append(measure(pair, case, plan))
-            said(line(rows[-1]), flush=True)
+    with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
+        names = (BEFORE, OURS)
+        folders = {name: linked(tree, Path(scratch, name)) for name, tree in zip(names, trees, strict=True)}
+        session = Session(Path(scratch), [BEFORE], True, given.threads, plan=plan, folders=folders)
+        try:
+            for case in wanted:
+                rows.append(compared(session.run(case)))
+                said(line(rows[-1]), flush=True)
+        finally:
+            session.close()
     lines, passed = summary(rows, given.limit)
     told = {"old": str(trees[0]), "new": str(trees[1]), "passed": passed, "rows": rows}
     print(json.dumps(told, indent=2) if given.json else "\n".join(lines))

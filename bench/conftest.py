@@ -12,7 +12,6 @@ import torch
 from bench import record, report
 from bench.alternatives import ALTERNATIVES, OURS, is_compiled, suited
 from bench.session import Session
-from bench.timing import FULL, QUICK
 from bench.workload import PRECISIONS, Case
 from bench.workloads import cases
 
@@ -77,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         wanted = [
             (case, name)
             for case in metafunc.config.stash[_CASES]
-            for name in (OURS, *suited(names, case.workload, case.batch, on))
+            for name in (OURS, *suited(names, case.workload, case.batch, on == "cpu"))
         ]
         ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
         metafunc.parametrize(("case", "contender"), wanted, ids=ids)
@@ -90,8 +89,8 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     device = option("device")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
-    plan, threads = QUICK if _quick(config) else FULL, option("threads")
-    made = Session(_results(config), _names(config), plan, threads, device, device == "cpu", option("seconds"))
+    how = option("threads"), device, option("seconds")
+    made = Session(_results(config), _names(config), _quick(config), *how)
     config.stash[_SESSION] = made
     yield made
     made.close()

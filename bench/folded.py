@@ -7,14 +7,12 @@ group's mean; they cancel where parents are narrow, and the gate decides whether
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from bench.votes import Blocks, Layout, divisor, summed
+from bench.votes import Blocks, Layout, divisor, moments_about, summed
 
 
 def mix(features: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
@@ -24,28 +22,21 @@ def mix(features: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
 
 
 class Folded:
-    """What :class:`bench.votes.Blocks` returns, without a vote; in the layout ``pmice``."""
+    """What :class:`bench.votes.Blocks` returns, without a vote; in the layout ``pmice``. A bias belongs to a group."""
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        groups, many, _, columns = weight.shape
-        self.layout, self._given, self._sizes = layout, (poses, weight), (poses.shape[0], poses.shape[1], groups, many)
-        if bias is not None and bias.shape[0] > groups:  # coordinates, in the last two columns, as more of a pose
-            place = bias[:, 0, None, :, -2:].expand(-1, poses.shape[1], -1, -1)
-            poses, bias = torch.cat([poses, place], -1), None
-            unit = torch.eye(columns, dtype=weight.dtype, device=weight.device)[-2:]
-            weight = torch.cat([weight, unit.expand(groups, many, -1, -1)], -2)
+        groups, many = weight.shape[:2]
+        self.layout, self._given, self._sizes = layout, (poses, weight), (poses.shape[0], groups, many)
         self._bias, self._weight = bias, weight
         self._poses = poses.unflatten(0, (-1, groups)).permute(2, 1, 0, 3, 4)  # [P, G, N, C, D]
         self._pairs: tuple[Tensor, ...] = ()
 
     def _mix(self, features: Tensor, query: Tensor, gates: Tensor | None = None) -> Tensor:
-        """Run :func:`mix` for all positions and groups ``[P, G, ...]``, in blocks of shares that fit the cache."""
+        """Run :func:`mix` for positions and groups ``[P, G, ...]``; on a CPU in blocks of shares that fit the cache."""
         layout, many = self.layout, query.shape[-1]
         flat = [None if one is None else one.flatten(0, 1) for one in (features, query, gates)]
         step = layout.step(mix)
-        if torch.is_grad_enabled() and not layout.kept:
-            step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
-        if not layout.block:
+        if not layout.block or features.is_cuda:
             return step(*flat).unflatten(0, features.shape[:2])
         places, count = flat[0].shape[:2]
         room = layout.block // (many * features.element_size())
@@ -80,52 +71,44 @@ class Folded:
         self._features = torch.cat([squares, off.flatten(3), torch.ones_like(squares[..., :1])], 3).contiguous()
         twice = torch.where(row == column, 1.0, 2.0).to(off.dtype)
         pairs = self._weight[:, :, row] * self._weight[:, :, column] * twice[:, None]  # [G, M, S, E]
-        shift = torch.einsum("pgcd,gmde->pgmce", middle[:, :, 0], self._weight)
-        self._pairs = pairs, shift if self._bias is None else shift + self._bias
-        gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[2]))
+        shift = torch.einsum("pgcd,gmde->gpmce", middle[:, :, 0], self._weight)
+        self._pairs = pairs, shift if self._bias is None else shift + self._bias[:, None]
+        gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[1]))
         self._gates = gates.transpose(1, 2).unsqueeze(3)  # [P, G, N, 1]
 
     def moments(
         self, gates: Tensor, eps: float, log_weight: Tensor | None = None, worth: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, ...]:
-        many = self._sizes[3]
+        many = self._sizes[2]
         if log_weight is None:
             self._expand(gates)
             total = (self._features * self._gates / many).sum(2).unsqueeze(3).expand(-1, -1, -1, many)
         else:
             pairs, shift = self._pairs
-            half, off = 0.5 / self._variances[:, :, 0], shift - self._means[:, None, :, 0]
+            half, off = 0.5 / self._variances[:, :, 0], shift - self._means[:, :, 0]
             square = torch.einsum("pmce,gmse->pgcsm", half, pairs).flatten(2, 3)
-            first = 2 * torch.einsum("pgmce,gmde->pgcdm", half[:, None] * off, self._weight).flatten(2, 3)
-            constant = (half[:, None] * off.square()).sum((3, 4)) - log_weight[:, None, :, 0, 0, 0]
-            query = torch.cat([square, first, constant.unsqueeze(2)], 2).neg()
+            first = 2 * torch.einsum("gpmce,gmde->pgcdm", half * off, self._weight).flatten(2, 3)
+            constant = (half * off.square()).sum((3, 4)) - log_weight[:, :, 0, 0, 0]
+            query = torch.cat([square, first, constant.transpose(0, 1).unsqueeze(2)], 2).neg()
             total = self._mix(self._features, query, self._gates)
         return self._moments(total, eps, worth)
 
     def _moments(self, total: Tensor, eps: float, worth: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return counts, means, variances and scores from the features' sums ``[P, G, K, M]``."""
         (pairs, shift), (rows, inner) = self._pairs, self._poses.shape[3:]
-        layout, size = self.layout, pairs.shape[2]
-        counts = total[:, :, -1]  # [P, G, M]
-        first = torch.einsum(
-            "pgcdm,gmde->pgmce", total[:, :, rows * size : -1].unflatten(2, (rows, inner)), self._weight
-        )
-        second = torch.einsum("pgcsm,gmse->pmce", total[:, :, : rows * size].unflatten(2, (rows, size)), pairs)
-        each = counts[..., None, None]
-        inverse = 1 / (counts.sum(1)[..., None, None] + eps)
-        means = (first + each * shift).sum(1) * inverse
-        off = shift - means[:, None]
-        about = second + (2 * off * first + each * off.square()).sum(1)
-        self._means, self._variances = (
-            layout.place(one, "pmce") for one in (means, about.clamp(min=0) * inverse + eps)
-        )
-        found = layout.place(counts.sum(1), "pm"), self._means, self._variances
+        layout, size, sums = self.layout, pairs.shape[2], total.transpose(0, 1)
+        counts, by_pose = sums[:, :, -1], sums[:, :, rows * size : -1].unflatten(2, (rows, inner))  # counts: [G, P, M]
+        first = torch.einsum("gpcdm,gmde->gpmce", by_pose, self._weight)
+        second = torch.einsum("gpcsm,gmse->pmce", sums[:, :, : rows * size].unflatten(2, (rows, size)), pairs)
+        moments = moments_about(shift, counts[..., None, None], first, second, eps)
+        self._means, self._variances = (layout.place(one, "pmce") for one in moments)
+        found = layout.place(counts.sum(0), "pm"), self._means, self._variances
         if not worth:
             return found
         # betas belong to groups, or to all children: sums over children are all that they meet
-        use, ignore = (one[:, :, :, 0, 0].expand(-1, -1, counts.shape[1]) for one in worth)  # [1, M, G]
+        use, ignore = (one[:, :, :, 0, 0].expand(-1, -1, len(counts)) for one in worth)  # [1, M, G]
         there = self._gates.sum((2, 3))[:, None]  # [P, 1, G]
-        gated = counts.transpose(1, 2)
+        gated = counts.permute(1, 2, 0)
         score = (use * gated - ignore * (there - gated)).sum(2)
         return (*found, layout.place(score, "pm"))
 

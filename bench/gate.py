@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bench.alternatives import reference, runner
+from bench.alternatives import axes_of, reference, runner
 from bench.routings import AttentionPass
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload, is_batched
@@ -62,7 +62,7 @@ class Gate(Bar):
         self._inputs = inputs
         routing, by = workload.routing, reference(workload)
         if workload.copies > 1:  # each child counts so often
-            by = partial(routing.route, workload, Layout(routing.axes(workload)), workload.copies)
+            by = routing.routed(workload, Layout(axes_of(workload)), workload.copies)
         ways = [by]
         if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
             ways.append(convolution(workload))

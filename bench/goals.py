@@ -39,13 +39,16 @@ def device_seconds(entry: dict[str, Any]) -> float:
     return float(entry.get("graph", {}).get("median", entry["median"]))
 
 
-def goal_of(case: Case, launches: float | None = None) -> dict[str, float]:
+def goal_of(case: Case, quick: bool = False, launches: float | None = None) -> dict[str, float]:
     """Return what a row ought to reach: ``seconds``, ``speedup``, ``latency``, ``memory_share``, or some of them.
 
-    On a CPU it is to be no slower than any alternative, and its memory little beside the votes'. ``launches`` are the
-    seconds of three of a GPU's smallest launches.
+    On a CPU it is to be no slower than any alternative, and its memory little beside the votes'; a quick row is to keep
+    the speed-up of :data:`bench.workloads.QUICK`. ``launches`` are the seconds of three of a GPU's smallest launches.
     """
     work = case.workload
+    if quick:
+        batch, *floors = QUICK.get(work.name, (None,))
+        return {"speedup": floors[case.training]} if case.batch == batch else {}
     if launches is None:
         return {"speedup": 1.0} | ({"memory_share": 0.05} if work.outweighs(case.batch) else {})
     if case.batch != BATCHES[0] and work.copies == 1:
@@ -85,14 +88,9 @@ def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
 def lost(row: dict[str, Any], before: dict[str, Any] | None, quick: bool) -> list[str]:
     """Return a sentence for every goal that was held and is not held any more.
 
-    Of a full row: held by the newest record of it on this machine. Of a quick row: the speed-ups in
-    :data:`bench.workloads.QUICK`, which were held when they were written there.
+    Of a full row: held by the newest record of it on this machine. A quick row's goals were held when they were set.
     """
-    if quick:
-        batch, *floors = QUICK.get(row["workload"], (None,))
-        goal = {"speedup": floors[row["mode"] != "forward"]} if batch == row["batch"] else {}
-        return list(missed(row | {"goal": goal}).values())
-    held = (before.get("goal") or {}).keys() - missed(before).keys() if before else set()
+    held = row["goal"].keys() if quick else (before.get("goal") or {}).keys() - missed(before).keys() if before else ()
     return [why for name, why in missed(row, NOISE).items() if name in held]
 
 

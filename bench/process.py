@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import re
 import resource
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as Late  # Python's own only from 3.11 on
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,11 +56,18 @@ def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str,
 class Remote:
     """An object in a process of its own, started when first needed and again after it died or an error ended it.
 
-    ``memory`` are the bytes that the process may use.
+    ``memory`` are the bytes that the process may use, ``folder`` is where it looks for modules first.
     """
 
-    def __init__(self, threads: int, served: Callable[..., Any], *arguments: Any, memory: float | None = None) -> None:
-        self._start, self._made = (threads, memory), (served, arguments)
+    def __init__(
+        self,
+        threads: int,
+        served: Callable[..., Any],
+        *arguments: Any,
+        memory: float | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._start, self._made, self._folder = (threads, memory), (served, arguments), folder
         self._pool: ProcessPoolExecutor | None = None
         self._answer: Future[Any] = Future()
 
@@ -67,11 +76,16 @@ class Remote:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
+        before = sys.path[:]
+        if self._folder is not None:
+            sys.path.insert(0, str(self._folder))  # a process starts with its parent's path
         try:
             self._answer = self._pool.submit(_answer, *self._made, method, given)
         except BrokenProcessPool as error:
             self._answer = Future()
             self._answer.set_exception(error)
+        finally:
+            sys.path[:] = before
 
     def finish(self, seconds: float) -> Any:
         """Wait at most so many seconds for the answer. Raises WorkerError if there is none; the process then ends."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import charts, record
+from bench.alternatives import OURS, STORED
 from bench.goals import device_seconds, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
@@ -55,8 +56,8 @@ def _milliseconds(entry: Row | None) -> str:
     return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80"))) if entry else ""
 
 
-def _megabytes(count: float) -> str:
-    return number(max(count, 1e4) / 1e6)
+def _megabytes(count: float | None) -> str:
+    return "" if count is None else number(max(count, 1e4) / 1e6)
 
 
 def cells(row: Row) -> dict[str, str]:
@@ -77,14 +78,10 @@ def cells(row: Row) -> dict[str, str]:
     found |= {"GFLOP/s": number(row["gflops"]), "of sgemm": f"{row['sgemm_share']:.0%}"}
     if "peak_share" in row:
         found["of peak"] = f"{row['peak_share']:.0%}"
-    memory = row.get("memory") or {}
-    for title, name in (("own MB (of votes)", "fastcaps"), ("stored, MB", "batched-matmul")):
-        beyond = memory.get(name, {}).get("beyond")
-        found[title] = "" if beyond is None else _megabytes(beyond)
-        if name == "fastcaps" and beyond is not None and beyond < 0.995 * row["votes_bytes"]:
-            found[title] += f" ({beyond / row['votes_bytes']:.1%})"
-    total = memory.get("fastcaps", {}).get("total")
-    return found | {"all tensors, MB": "" if total is None else _megabytes(total)}
+    votes, (own, stored) = row["votes_bytes"], (charts.own_bytes(row, name) for name in (OURS, STORED))
+    share = "" if own is None or own >= 0.995 * votes else f" ({own / votes:.1%})"
+    found |= {"own MB (of votes)": _megabytes(own) + share, "stored, MB": _megabytes(stored)}
+    return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
@@ -103,27 +100,26 @@ def about(rows: Sequence[Row]) -> str:
         f"{row['machine']['date'][:10]}"
         for row in sorted(rows, key=lambda row: row["machine"]["date"])
     )
-    speed = ""
-    for field, what in (
-        ("sgemm_gflops", f"sgemm of {found.get('sgemm_size')}³"),
-        ("peak_gflops", "multiply-adds alone"),
-    ):
-        rates = sorted(row[field] for row in rows if field in row)
-        if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
-            middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-            speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
-    loads = sorted(row["load"] for row in rows if "load" in row)
-    if loads:
-        speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
         speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
-    threads = f", {found['threads']} threads on {found['cores']} cores" if "rates" not in found else ""
+    else:
+        speed = f", {found['threads']} threads on {found['cores']} cores"
+        for field, what in (
+            ("sgemm_gflops", f"sgemm of {found['sgemm_size']}³"),
+            ("peak_gflops", "multiply-adds alone"),
+        ):
+            rates = sorted(row[field] for row in rows if field in row)
+            if rates:  # a wide spread says that something else ran meanwhile
+                middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
+                speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
+        loads = sorted(row["load"] for row in rows)
+        speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
     told = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
-    return f"{found['device']}{threads}{speed}. {versions}, backend {backend}. Commits: {told}."
+    return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
@@ -200,20 +196,15 @@ def html(rows: Sequence[Row]) -> str:
 
 def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return a table with a row for each of some workloads at its default batch, both modes."""
-    by_name: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["default"] and "fastcaps" in row:
-            by_name.setdefault(row["workload"], {})[row["mode"]] = row
+    by_name = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
     lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_OWN]]
     for name in names:
         both = by_name.get(name, {})
         line = [f"`{name}` ({WORKLOADS[name].batch})"]
         for row in map(both.get, charts.MODES):
             line += [number(row["fastcaps"]["median"] * 1e3), _speedup(row)] if row else ["", ""]
-        for way in ("fastcaps", "batched-matmul"):
-            own = charts.own_bytes(both.get("training step", {}), way)
-            line.append("" if own is None else _megabytes(own))
-        lines.append(line)
+        step = both.get("training step", {})
+        lines.append([*line, *(_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))])
     return as_markdown(lines)
 
 

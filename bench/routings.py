@@ -14,18 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.folded import votes_in
-from bench.votes import Layout, as_parents, seen, squash, summed, unpadded
+from bench.votes import Layout, seen, squash, summed, unpadded
 from bench.workload import Draw, Routing, Workload
 from fastcaps import functional
 
 _LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5  # what the public functions use where nothing is said
-
-
-def _gaussian_operations(work: Workload, iterations: int) -> int:
-    """Count operations for a vote: ``2 C D E`` for itself, once; ``6 C E`` an iteration for the moments (weighted sum
-    2, difference from the mean 1, weighted sum of squares 3), ``2 C E`` more in every iteration but the first for the
-    distance, whose squares the iteration before has. Evidence sums are not counted."""
-    return work.pose * (2 * work.columns_in + 6 * iterations + 2 * (iterations - 1))
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,13 @@ class AttentionPass(Routing):
     @property
     def makes_votes(self) -> bool:
         return not self.uniform
+
+    @property
+    def first(self) -> int:
+        """Agreement with the parent, and the share of the sum; a uniform pass is one convolution, which its sum is part
+        of. LayerNorm is not counted. Three times the forward pass, which a training step counts, is exact with parents:
+        the backward takes 2 each for <dS, V> and dQ, 4 for dV, and 2 D each for dP and dW."""
+        return 0 if self.uniform else 4
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
@@ -58,15 +58,6 @@ class AttentionPass(Routing):
     def settings(self, work: Workload) -> dict[str, Any]:
         return {"window": work.window, "normalize": self.normalize}
 
-    def operations(self, work: Workload) -> int:
-        """Count ``2 (C D E + 2 C E)``: the vote itself, its agreement with the parent, and its share of the sum.
-
-        A uniform pass: ``2 C D E``, since it is linear: one convolution, whose inner dimension the sum over children is
-        part of. Softmax and LayerNorm are not counted. Three times the forward pass, which a training step counts, is
-        exact with parents: the backward takes 2 C E each for <dS, V> and dQ, 4 C E for dV, 2 C D E each for dP and dW.
-        """
-        return 2 * work.pose * (work.columns_in if self.uniform else work.columns_in + 2)
-
     def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         """Run the pass; a uniform one as one matmul with the inner dimension I * D."""
         poses, weight = seen(given["children"], work), given["weight"]
@@ -79,13 +70,7 @@ class AttentionPass(Routing):
         if self.normalize:
             affine = given["norm_weight"], given["norm_bias"], _LAYER_NORM_EPS
             sums = F.layer_norm(sums.flatten(2), [work.pose], *affine).view(sums.shape)
-        return (as_parents(sums, work, given["children"].shape[0]),)
-
-    def axes(self, work: Workload) -> str:
-        """With positions last nothing is copied, and everything after the votes vectorises; with children behind
-        parents, votes are copied once and two more batched matmuls do the rest. The first is faster for matrix poses on
-        a grid, the second for sets and for vector poses."""
-        return "imecp" if work.rows > 1 and work.positions > 1 else "pmice"
+        return (sums,)
 
 
 @dataclass(frozen=True)
@@ -95,16 +80,13 @@ class DynamicRouting(Routing):
     iterations: int = 3
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
+    first: ClassVar[int] = 1  # a sum of votes
+    more: ClassVar[int] = 4  # agreement and weighted sum
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
         so that children come to differ in whom they agree with."""
         return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": draw.weight(1.0)}
-
-    def operations(self, work: Workload) -> int:
-        """Count ``2 C D E`` for the vote, once; ``C E`` for the first iteration's sum of votes, and ``4 C E`` for
-        agreement and weighted sum in every other iteration."""
-        return work.pose * (2 * work.columns_in + 1 + 4 * (self.iterations - 1))
 
     def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         votes = votes_in(layout, seen(given["children"], work), given["weight"])
@@ -113,7 +95,7 @@ class DynamicRouting(Routing):
             parents = squash(votes.attend(query), layout.pose)
             if iteration + 1 < self.iterations:
                 query = query + parents
-        return (as_parents(layout.back(parents, "pmce"), work, given["children"].shape[0]),)
+        return (layout.back(parents, "pmce"),)
 
 
 @dataclass(frozen=True)
@@ -127,6 +109,8 @@ class EMRouting(Routing):
     results: ClassVar[tuple[str, ...]] = ("poses", "activations")
     fixed: ClassVar[tuple[str, ...]] = ("bias",)
     subject: ClassVar[str] = "gaussian"
+    first: ClassVar[int] = 6  # weighted sum 2, difference from the mean 1, weighted sum of squares 3
+    more: ClassVar[int] = 8  # 2 besides for the distance, whose squares the iteration before has
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses from N(0, 1), weights that keep that scale, activations between 0 and 1, betas near 1."""
@@ -146,9 +130,6 @@ class EMRouting(Routing):
             made["bias"] = bias.flatten(0, 2)
         return made
 
-    def operations(self, work: Workload) -> int:
-        return _gaussian_operations(work, self.iterations)
-
     def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         """Run the iterations with the customary schedule 0.01 (1 - 0.95^(t + 1))."""
         votes = votes_in(layout, seen(given["children"], work), given["weight"], given.get("bias"))
@@ -161,14 +142,7 @@ class EMRouting(Routing):
             score = 0.01 * (1 - 0.95 ** (iteration + 1)) * (wanted - (work.pose * use + log_sigma) * counts)
             if iteration + 1 < self.iterations:
                 log_weight = F.logsigmoid(score) - log_sigma
-        batch = given["children"].shape[0]
-        found = layout.back(means, "pmce"), layout.back(score.sigmoid(), "pm")
-        return as_parents(found[0], work, batch), as_parents(found[1], work, batch)
-
-    def axes(self, work: Workload) -> str:
-        """Positions and children stand apart where there is a grid; on a set, children come first, which spares a
-        copy."""
-        return "picme" if work.positions > 1 else "imecp"
+        return layout.back(means, "pmce"), layout.back(score.sigmoid(), "pm")
 
 
 @dataclass(frozen=True)
@@ -181,8 +155,10 @@ class HeinsenRouting(Routing):
     layers: int = 0
 
     function: ClassVar[Callable[..., Any]] = functional.heinsen_routing
-    results: ClassVar[tuple[str, ...]] = ("scores", "means", "variances")
+    results: ClassVar[tuple[str, ...]] = ("poses", "scores", "variances")
     subject: ClassVar[str] = "gaussian"
+    first: ClassVar[int] = EMRouting.first  # evidence sums are not counted
+    more: ClassVar[int] = EMRouting.more
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses and scores from N(0, 1), weights that keep that scale, and betas that keep the sum over all
@@ -202,13 +178,6 @@ class HeinsenRouting(Routing):
             "beta_ignore": draw.normal(*betas) * (2 / work.children),
         }
 
-    def unpack(self, found: Any) -> tuple[Tensor, ...]:
-        """Return scores, means and variances, whichever of them comes first."""
-        return tuple(sorted(super().unpack(found), key=lambda tensor: tensor.dim()))  # a stable sort
-
-    def operations(self, work: Workload) -> int:
-        return _gaussian_operations(work, self.iterations)
-
     def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         """All sums over children are linear in the gates, so that a gate ``copies``
         times as large is so many children."""
@@ -220,14 +189,7 @@ class HeinsenRouting(Routing):
             _, means, variances, score = votes.moments(gates, _HEINSEN_EPS, log_weight, (use, ignore))
             if iteration + 1 < self.iterations:
                 log_weight = F.logsigmoid(score) - 0.5 * variances.log().sum(layout.pose, keepdim=True)
-        found = layout.back(score, "pm"), layout.back(means, "pmce"), layout.back(variances, "pmce")
-        batch = given["children"].shape[0]
-        return tuple(as_parents(tensor, work, batch) for tensor in found)
-
-    def axes(self, work: Workload) -> str:
-        """Children stand last where all share their matrices, so that votes are one matmul and every sum runs over
-        neighbours; else they come first."""
-        return "mecpi" if work.matrices == 1 else "imcep"
+        return layout.back(means, "pmce"), layout.back(score, "pm"), layout.back(variances, "pmce")
 
 
 @dataclass(frozen=True)
@@ -240,6 +202,8 @@ class RoutingPool(Routing):
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
     makes_votes: ClassVar[bool] = False
+    first: ClassVar[int] = 8  # a key of length 1 takes 3, the average 1, agreement and weighted sum at the end 4
+    more: ClassVar[int] = 4  # agreement and weighted sum
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""
@@ -248,14 +212,8 @@ class RoutingPool(Routing):
     def settings(self, work: Workload) -> dict[str, Any]:
         return super().settings(work) | {"sharpness": self.sharpness}
 
-    def operations(self, work: Workload) -> int:
-        """Count ``3 C E`` for a key of length 1, ``C E`` for the first iteration's average, and ``4 C E`` for agreement
-        and weighted sum in each further iteration and in the sum that follows."""
-        return work.pose * (4 + 4 * self.iterations)
-
     def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        """Run the iterations by two products each, or by the library's attention: the parent is a query, the children
-        of length 1 are keys, the children are values. No score is added, so no key need be longer."""
+        """Run the iterations by two products each: children of length 1 are keys, the children are values."""
         values = seen(given["children"], work).flatten(2).transpose(0, 1).contiguous()  # [P, I, C * E]
         lengths = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
         keys = values / lengths.masked_fill(lengths == 0, torch.inf)  # F.normalize would give 10^12 times its gradient
@@ -263,10 +221,5 @@ class RoutingPool(Routing):
         query = torch.zeros_like(sums)
         for _ in range(self.iterations):
             query = query + sums / sums.square().sum(-1, keepdim=True).sqrt()
-            if layout.folded:
-                asked = [one[:, None] for one in (query, keys, values)]
-                sums = F.scaled_dot_product_attention(*asked, scale=self.sharpness)[:, 0]
-            else:
-                sums = torch.softmax(query * self.sharpness @ keys.mT, -1) @ values
-        sums = sums.unflatten(-1, (work.rows, work.columns_out))
-        return (as_parents(sums, work, given["children"].shape[0]),)
+            sums = torch.softmax(query * self.sharpness @ keys.mT, -1) @ values
+        return (sums.unflatten(-1, (work.rows, work.columns_out)),)

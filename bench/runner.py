@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import fastcaps
-from bench.alternatives import BLOCKED, FOLDED, OURS, build, eager, is_compiled, runner, swept
+from bench.alternatives import BEFORE, OURS, build, is_compiled, runner
 from bench.gate import SAME, Gate
-from bench.timing import describe, latency, measure, multiply_adds, time_calls
+from bench.timing import describe, measure, multiply_adds, time_calls
 from bench.workload import PRECISIONS, Case, Inputs, size_of
 from fastcaps.measure import give_back, peak_growth, status
 
@@ -34,39 +34,37 @@ def _set_allocator(settings: dict[int, int]) -> None:
 class Runner:
     """Runs, checks and times implementations of cases on one device, in this process.
 
-    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``gates`` is a folder
-    through which processes share float64 results.
+    ``gates`` is a folder through which processes share float64 results.
     """
 
-    def __init__(self, device: str, seconds: float = 0.06, gates: Path | None = None) -> None:
-        self.device, self._seconds, self._gates = torch.device(device), seconds, gates
-        self._judged: tuple[tuple[Any, ...], Gate, Inputs] | None = None  # of the last workload, batch and precision
+    def __init__(self, device: str, gates: Path | None = None) -> None:
+        self.device, self._gates = torch.device(device), gates
         self._ready: Callable[[], Any] = dict
 
     def describe(self) -> dict[str, Any]:
         """Return the device and its own rates; see :mod:`bench.timing`."""
-        return describe(self.device, 5 * self._seconds)
+        return describe(self.device)
 
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
-        Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, the ``seconds`` of a call, and
-        the ``settings`` that serve it best, where it runs in blocks. The call is then ready for :meth:`time` or
-        :meth:`measure`.
+        Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, and the ``seconds`` of a call.
+        The call is then ready for :meth:`time` or :meth:`measure`.
         """
         precision = PRECISIONS[case.precision]
         if is_compiled(name):
             torch._dynamo.reset()
         precision.use()
-        gate, inputs = self._gate(case)
+        self._ready = dict  # what the last call keeps may be large
+        inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
+        file = f"{case.workload.name}-{case.batch}-{case.precision}.pt"
+        shared = None if self._gates is None else self._gates / file
+        gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # tensors of its own
         if self.device.type == "cpu":
             # By default glibc returns every large block to the system, and each call pays for the first touch of its
             # pages: on a virtual machine that took longer than the votes' arithmetic, and differed from call to call.
             _set_allocator({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
-        run, settings = build(OURS if name == TRITON else name, case.workload, safe, case.batch), {}
-        if name in (BLOCKED, FOLDED):
-            settings = swept(name, case.workload, inputs, case.training, self._seconds_of)
-            run = eager(name, case.workload, settings)
+        run = build(OURS if name in (TRITON, BEFORE) else name, case.workload, safe, case.batch)
         call = runner(run, inputs, case.training)
         if name == TRITON:  # the whole step: the backward pass chooses for itself
             call = fastcaps.backend("triton")(call)  # type: ignore[operator]
@@ -80,23 +78,8 @@ class Runner:
         self._ready = call
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process need not keep, others need
-        told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
-        return told | {"seconds": seconds, "settings": settings}
-
-    def _seconds_of(self, call: Callable[[], Any]) -> float:
-        """Return about how long a call takes."""
-        first = latency(self.device, call, 1, 0)
-        return latency(self.device, call, 3, 0) if first < _SHORT else first
-
-    def _gate(self, case: Case) -> tuple[Gate, Inputs]:
-        """Return the gate of a case, and tensors of its own for one call."""
-        key, precision = (case.workload.name, case.batch, case.precision), PRECISIONS[case.precision]
-        if self._judged is None or self._judged[0] != key:
-            self._judged, self._ready = None, dict
-            inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
-            shared = None if self._gates is None else self._gates / f"{'-'.join(map(str, key))}.pt"
-            self._judged = key, Gate(case.workload, inputs, precision.tf32, shared), inputs
-        return self._judged[1], self._judged[2].to(self.device)
+        told = {"errors": verdict.errors, "allowed": verdict.allowed, "seconds": seconds}
+        return told | {"complaint": "; ".join(verdict.complaints)}
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of the case that was checked last."""
@@ -113,7 +96,7 @@ class Runner:
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""
-        return measure(self.device, self._ready, self._seconds, alone=case.batch == 1)
+        return measure(self.device, self._ready, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
         """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,55 +33,58 @@ class LeftOut(Exception):
 class Session:
     """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
-    ``names`` are the alternatives that take part. With ``clock`` contenders are timed in turns by the host's clock, as
-    on a CPU, else one by one by the device's events, in ``slice`` seconds each. No row starts after ``seconds``. The
-    plan ``QUICK`` measures no memory, and has goals of its own.
+    ``names`` are the alternatives that take part. On a CPU contenders are timed in turns by the host's clock, else one
+    by one by the device's events. No row starts after ``seconds``. A quick run measures no memory, and has goals of its
+    own. ``folders`` are where the processes of some contenders look for this package.
     """
 
     def __init__(
         self,
         results: Path,
         names: Sequence[str] = ALTERNATIVES,
-        plan: Plan = FULL,
+        quick: bool = False,
         threads: int = 1,
         device: str = "cpu",
-        clock: bool = True,
         seconds: float = math.inf,
-        slice: float = 0.06,
+        plan: Plan | None = None,
+        folders: Mapping[str, Path] = {},
     ) -> None:
-        self.results, self.names, self.plan, self.clock, self.quick = results, names, plan, clock, plan is QUICK
+        self.results, self.names, self.quick, self._on_cpu = results, names, quick, device == "cpu"
+        self.plan = plan or (QUICK if quick else FULL)
         self.rows: list[dict[str, Any]] = []
         self.file: Path | None = None
-        self._until, self._patience = time.monotonic() + seconds, _PATIENCE if clock else _PATIENCE / 4
+        self.samples: dict[str, list[float]] = {}  # seconds of every contender's calls, of the last row
+        self._case: Case | None = None
+        self._until, self._patience = time.monotonic() + seconds, _PATIENCE if self._on_cpu else _PATIENCE / 4
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
         self._gates = Path(self._scratch.name)
-        self.machine = record.describe(threads) | {"kind": "quick" if self.quick else "full"}
-        limit = _FITS * self.machine["memory"] if clock else None
-        self._remote = partial(Remote, threads, Runner, device, slice, self._gates, memory=limit)
-        self._remotes = {name: self._remote() for name in (OURS, *[TRITON] * (not clock), *names)}
-        if clock:
-            self.machine["sgemm_size"] = plan.sgemm
+        self.machine = record.describe(threads) | {"kind": "quick" if quick else "full"}
+        limit = _FITS * self.machine["memory"] if self._on_cpu else None
+        self._remote = partial(Remote, threads, Runner, device, self._gates, memory=limit)
+        present = (OURS, *[TRITON] * (not self._on_cpu), *names)
+        self._remotes = {name: self._remote(folder=folders.get(name)) for name in present}
+        if self._on_cpu:
+            self.machine["sgemm_size"] = self.plan.sgemm
         else:
             self.machine |= self._remotes[OURS].call(self._patience, "describe")
         self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
-        self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
 
-    def run(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """Check, time and write down one row; return it, and the seconds of every contender's calls.
+    def run(self, case: Case) -> dict[str, Any]:
+        """Check, time and write down one row, and return it; asking for the last one again costs nothing.
 
-        A row whose own result disagrees with the float64 reference is ``refused`` and has no figures. The last row is
-        kept: asking for it again costs nothing. Raises LeftOut if the time of the run is used up.
+        A row whose own result disagrees with the float64 reference is ``refused`` and has no figures. Raises LeftOut if
+        the time of the run is used up.
         """
-        if self._last is None or self._last[0] != case:
+        if self._case != case:
             if time.monotonic() > self._until:
                 raise LeftOut(f"{case}: the time is used up")
-            row, samples = self._measure(case)
-            before = self._before.get(record.key(row))
-            row["lost"] = lost(row, before, quick=self.quick)
+            self.samples = {}
+            row = self._measure(case)
+            row["lost"] = lost(row, self._before.get(record.key(row)), quick=self.quick)
             self.rows.append(row)
             self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
-            self._last = case, row, samples
-        return self._last[1:]
+            self._case = case
+        return self.rows[-1]
 
     def row(self, case: Case) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
@@ -97,36 +100,36 @@ class Session:
             "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
             "operations": work.operations(case.batch, case.training),
-            "goal": None if self.quick else goal_of(case, self.machine.get("three_launches")),
+            "goal": goal_of(case, self.quick, self.machine.get("three_launches")),
             "load": os.getloadavg()[0],
             "alternatives": {},
         }
 
-    def _measure(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        row, entries = self.row(case), {}
+    def _measure(self, case: Case) -> dict[str, Any]:
+        row = self.row(case)
+        entries: dict[str, dict[str, Any]] = {}
         ready = self._check(case, entries)
         if OURS not in ready:
-            return row | {"refused": entries[OURS]["failed"]}, {}
+            return row | {"refused": entries[OURS]["failed"]}
         row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
-        samples: dict[str, list[float]] = {}
         most = None
-        if self.clock:
-            samples = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
-            rate = 2 * self.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
-            if "peak" in samples:
-                most = self.machine["threads"] * MULTIPLY_ADDS / quantiles(samples.pop("peak"))["median"]
+        if self._on_cpu:
+            yardsticks = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
+            rate = 2 * self.plan.sgemm**3 / yardsticks["sgemm"]
+            if "peak" in yardsticks:
+                most = self.machine["threads"] * MULTIPLY_ADDS / yardsticks["peak"]
             memory = self._memory(case)
         else:
             for name in ready:
                 try:
-                    entries[name] = entries.get(name, {}) | self._remotes[name].call(self._patience, "measure", case)
+                    entries[name] |= self._remotes[name].call(self._patience, "measure", case)
                 except WorkerError as error:
                     entries[name] = {"failed": str(error)}
             rate = self.machine["rates"][case.precision]
             memory = {name: entry["memory"] for name, entry in entries.items() if "memory" in entry}
             row["triton"] = entries[TRITON]
         if "median" not in entries[OURS]:
-            return row | {"refused": entries[OURS]["failed"]}, {}
+            return row | {"refused": entries[OURS]["failed"]}
         row["fastcaps"] = entries[OURS]
         row["alternatives"] = {name: entries[name] for name in self.names if name in entries}
         timed = {name: device_seconds(one) for name, one in row["alternatives"].items() if "median" in one}
@@ -137,53 +140,53 @@ class Session:
         if most:
             row |= {"peak_gflops": most / 1e9, "peak_share": reached / most}
         row["doubts"] = doubts(row)
-        return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}, samples
+        return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}
 
     def _check(self, case: Case, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Bring all to where they can be timed; return their verdicts, and add to ``entries`` those that failed."""
+        """Bring all to where they can be timed; return the verdicts on those that are, and add to ``entries``."""
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
-        others = [TRITON] * (TRITON in self._remotes) + suited(
-            self.names, case.workload, case.batch, "cpu" if self.clock else "cuda"
-        )
-        votes = case.workload.votes_bytes(case.batch)
-        together = others if votes < _TOGETHER * self.machine["memory"] else []
-        ready = {}
-        for name in (OURS, *others):
-            if name not in together:
-                self._remotes[name].begin("check", case, name)
-            verdict, complaint = self._verdict(name)
-            if complaint and is_compiled(name) and self.clock:  # a second chance
+        others = [*[TRITON] * (not self._on_cpu), *suited(self.names, case.workload, case.batch, self._on_cpu)]
+        together = case.workload.votes_bytes(case.batch) < _TOGETHER * self.machine["memory"]
+
+        def begin(name: str) -> None:
+            entries[name] = {}
+            self._remotes[name].begin("check", case, name)
+
+        begin(OURS)
+        ready = {OURS: self._verdict(case, OURS, entries[OURS])}
+        if ready[OURS]:
+            for name in others if together else ():  # they find the float64 result that has been made
+                begin(name)
+            for name in others:
+                if not together:
+                    begin(name)
+                ready[name] = self._verdict(case, name, entries[name])
+        return {name: verdict for name, verdict in ready.items() if verdict}
+
+    def _verdict(self, case: Case, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """Wait for a process to check a case; return what it says, nothing if that is wrong, and add to ``entry``."""
+        chances = 1 + (is_compiled(name) and self._on_cpu)
+        for chance in range(chances):
+            try:
+                verdict: dict[str, Any] = self._remotes[name].finish(self._patience)
+                complaint = verdict["complaint"]
+                if complaint and name in self.names:
+                    complaint = f"wrong result: {complaint}"
+            except WorkerError as error:
+                complaint = str(error)
+            if not complaint:
+                return verdict
+            if chance + 1 < chances:
+                entry["note"] = f"{complaint}; run again without vectorised loop tails"
                 self._remotes[name].begin("check", case, name, True)
-                note = f"{complaint}; run again without vectorised loop tails"
-                verdict, complaint = self._verdict(name)
-                entries[name] = {"note": note}
-            if complaint:
-                entries[name] = entries.get(name, {}) | {"failed": complaint}
-            else:
-                ready[name] = verdict
-                if verdict.get("settings"):
-                    entries[name] = {"settings": verdict["settings"]}
-            if name == OURS:
-                if complaint:
-                    break
-                for one in together:  # they find the float64 result that has been made
-                    self._remotes[one].begin("check", case, one)
-        return ready
+        entry["failed"] = complaint
+        return {}
 
-    def _verdict(self, name: str) -> tuple[dict[str, Any], str]:
-        """Wait for a process to check a case; return what it says, and what is wrong."""
-        try:
-            verdict = self._remotes[name].finish(self._patience)
-        except WorkerError as error:
-            return {}, str(error)
-        wrong = verdict["complaint"]
-        return verdict, f"wrong result: {wrong}" if wrong and name in ALTERNATIVES else wrong
-
-    def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, float]:
         """Time all in turns, and with them a large matrix product and, where there is native code, the machine's peak;
-        return the seconds of their calls."""
+        add to ``entries``, and return the median seconds of those two."""
         contenders = []
         yardsticks: dict[str, tuple[Any, ...]] = {"sgemm": ("time_sgemm", self.plan.sgemm)}
         if self.machine["capability"]:
@@ -195,10 +198,11 @@ class Session:
             timer = partial(self._remotes[name].call, self._patience, "time")
             contenders.append(Contender(name, timer, took, rival=name != OURS))
         take_turns(contenders, self.plan)
-        for one in contenders:
-            found = quantiles(one.samples) if one.samples else {"failed": one.error}
-            entries[one.name] = entries.get(one.name, {}) | found
-        return {one.name: one.samples for one in contenders if one.samples}
+        self.samples = {one.name: one.samples for one in contenders if one.name in entries and one.samples}
+        found = {one.name: quantiles(one.samples) if one.samples else {"failed": one.error} for one in contenders}
+        for name in seconds:
+            entries[name] |= found[name]
+        return {name: found[name]["median"] for name in yardsticks}
 
     def _memory(self, case: Case) -> dict[str, Any]:
         """Measure a row's peak memory at the default batch and where votes are large, ours and that of stored votes,

@@ -25,7 +25,7 @@ def test_routing(case: Case, contender: str, session: Any, benchmark: Any, reque
     It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`.
     """
     try:
-        row, samples = session.run(case)
+        row = session.run(case)
     except LeftOut as reason:
         pytest.skip(str(reason))
     if "refused" in row:
@@ -34,7 +34,7 @@ def test_routing(case: Case, contender: str, session: Any, benchmark: Any, reque
     if "median" not in entry:
         pytest.skip(entry["failed"])
     benchmark.group = str(case)
-    seconds = samples.get(contender, [entry["median"]])
+    seconds = session.samples.get(contender, [entry["median"]])
     left = iter(seconds)
     benchmark.pedantic(lambda: _now.__setitem__(0, _now[0] + next(left)), rounds=len(seconds))
     if contender == OURS:

@@ -146,10 +146,11 @@ def multiply_adds(threads: int) -> Call:
 
 
 _SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}  # bytes of the copied tensor, and the matrices' size
+_SLICE = 0.06  # seconds that the timed calls of one measurement on a GPU ought to take together
 _SMALL = 5e-4  # seconds below which a call on a GPU is also timed by graph replay: without the host
 
 
-def timed(device: torch.device, call: Call, seconds: float) -> dict[str, float]:
+def timed(device: torch.device, call: Call, seconds: float = _SLICE) -> dict[str, float]:
     """Return quantiles of single calls, which ought to take so many seconds together: on a GPU each between two events,
     behind a write that pushes its inputs out of the second-level cache."""
     if device.type != "cuda":
@@ -161,19 +162,19 @@ def timed(device: torch.device, call: Call, seconds: float) -> dict[str, float]:
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def replayed(call: Call, seconds: float) -> dict[str, Any]:
+def replayed(call: Call) -> dict[str, Any]:
     """Return quantiles of a call's share of a CUDA graph that holds several, or why it ``failed`` to be captured: what
     small launches take without the host, with warm caches."""
     from triton.testing import do_bench_cudagraph
 
     try:
-        milliseconds = do_bench_cudagraph(call, rep=max(1, int(100 * seconds)), return_mode="all")
+        milliseconds = do_bench_cudagraph(call, rep=int(100 * _SLICE), return_mode="all")
     except RuntimeError as error:
         return {"failed": str(error).partition("\n")[0][:300]}
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def latency(device: torch.device, call: Call, calls: int = 20, warm: int = 3) -> float:
+def latency(device: torch.device, call: Call) -> float:
     """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
 
     def waited() -> None:
@@ -181,7 +182,7 @@ def latency(device: torch.device, call: Call, calls: int = 20, warm: int = 3) ->
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return quantiles(time_calls(waited, calls, warm))["median"]
+    return quantiles(time_calls(waited, 20, 3))["median"]
 
 
 def peak(device: torch.device, call: Call) -> dict[str, int]:
@@ -196,20 +197,20 @@ def peak(device: torch.device, call: Call) -> dict[str, int]:
     return {"peak": growth, "results": results, "beyond": max(0, growth - results)}
 
 
-def measure(device: torch.device, call: Call, seconds: float, alone: bool) -> dict[str, Any]:
+def measure(device: torch.device, call: Call, alone: bool) -> dict[str, Any]:
     """Return a call's quantiles; for one sample ``alone`` its ``latency``; on a GPU its ``memory`` and, if it is short,
     ``graph``: quantiles by graph replay."""
-    found: dict[str, Any] = dict(timed(device, call, seconds))
+    found: dict[str, Any] = dict(timed(device, call))
     if alone:
         found["latency"] = latency(device, call)
     if device.type == "cuda":
         found["memory"] = peak(device, call)
         if found["median"] < _SMALL:
-            found["graph"] = replayed(call, seconds)
+            found["graph"] = replayed(call)
     return found
 
 
-def describe(device: torch.device, seconds: float) -> dict[str, Any]:
+def describe(device: torch.device) -> dict[str, Any]:
     """Return the device, its ``rates``, and the latency of ``three_launches`` of the smallest kernels.
 
     Rates are ``copy`` in bytes a second (read and written), and the operations a second of a product by precision. They
@@ -223,12 +224,12 @@ def describe(device: torch.device, seconds: float) -> dict[str, Any]:
     count, size = _SIZES[device.type]
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)
-    rates = {"copy": 2 * count / timed(device, partial(target.copy_, source), seconds)["median"]}
+    rates = {"copy": 2 * count / timed(device, partial(target.copy_, source), 5 * _SLICE)["median"]}
     del source, target
     for name, precision in PRECISIONS.items():
         left, right = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
         precision.use()
-        took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), seconds)
+        took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), 5 * _SLICE)
         rates[name] = 2 * size**3 / took["median"]
     x = torch.zeros(32, device=device)
     return about | {"rates": rates, "three_launches": latency(device, lambda: x.add_(1).add_(1).add_(1))}

@@ -57,14 +57,22 @@ def divisor(count: int, most: int) -> int:
     return next(size for size in range(max(1, min(count, most)), 0, -1) if count % size == 0)
 
 
+def moments_about(shift: Tensor, counts: Tensor, first: Tensor, second: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return means and variances from the sums of shares, and of what is off a ``shift`` and its squares, weighted with
+    them. Groups of children, each with a shift of its own, come first; ``second`` is of all groups."""
+    total = counts.sum(0) + eps
+    means = (first + counts * shift).sum(0) / total
+    off = shift - means
+    about = second + (2 * off * first + counts * off.square()).sum(0)
+    return means, about.clamp(min=0) / total + eps
+
+
 @dataclass
 class Layout:
     """An order of the votes' dimensions, and a routing's steps in it."""
 
     axes: str  # a permutation of imcep
-    einsum: bool = False  # leave all sums over products to torch.einsum, that is to batched matmuls; pmice does so
     block: int = 0  # bytes of votes (of shares, where votes are folded) that are made at a time; 0: all, and stored
-    kept: bool = False  # of blocks: let the backward find what the forward made
     folded: bool = False  # make no votes (bench/folded.py)
     compiled: dict[str, Any] | None = None  # options of torch.compile for the function that every block runs
     _steps: dict[Any, Any] = field(default_factory=dict)
@@ -72,7 +80,7 @@ class Layout:
     def __post_init__(self) -> None:
         self.child, self.parent = self.axes.index("i"), self.axes.index("m")
         self.pose = (self.axes.index("c"), self.axes.index("e"))
-        self.einsum |= self.axes == "pmice"
+        self.einsum = self.axes in ("pmice", "pimce")  # whose sums over products are batched matmuls
 
     def step(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of a block as it is to be called: compiled, if that was asked for."""
@@ -174,8 +182,8 @@ class Blocks:
     """The votes of one call, and what an iteration asks of them. All tensors have the layout's dimensions.
 
     Blocks are made whenever they are needed, and what an iteration sums over children adds up. Autograd goes through
-    it; a block is a checkpoint, so that the backward makes its votes again and none are kept, unless keeping them is
-    faster. Votes that are stored are one block, made once.
+    it; a block is a checkpoint, so that the backward makes its votes again and none are kept. Votes that are stored are
+    one block, made once.
     """
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -203,7 +211,7 @@ class Blocks:
     def _sums(self, step: Step, each: Sequence[Tensor], *known: Any) -> list[Tensor]:
         """Add up what ``step`` returns of every block; ``each`` has a value of every child, or one for all."""
         layout, total = self.layout, []
-        again = bool(layout.block) and torch.is_grad_enabled() and not layout.kept
+        again = bool(layout.block) and torch.is_grad_enabled()
         run, cut = layout.step(_block), [self._cut(tensor, layout.child) for tensor in each]
         for k, made in enumerate(self._made):
             gates, *worth = [part[k] for part in cut] or [None]
@@ -233,8 +241,5 @@ class Blocks:
         known = () if log_weight is None else (log_weight, self._means, 0.5 / self._variances)
         counts, first, second, *score = self._sums(_moments, [gates, *worth], known)
         before = self._means if known else torch.zeros_like(first)
-        means = (first + counts * before) / (counts + eps)
-        off = means - before
-        variances = ((second - off * (2 * first - counts * off)) / (counts + eps)).clamp(min=0) + eps
-        self._means, self._variances = means, variances
-        return counts, means, variances, *score
+        self._means, self._variances = moments_about(before[None], counts[None], first[None], second, eps)
+        return counts, self._means, self._variances, *score

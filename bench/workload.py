@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.votes import Layout
+from bench.votes import Layout, as_parents
 from fastcaps.functional import Window
 
 Implementation = Callable[..., tuple[Tensor, ...]]
@@ -27,6 +27,10 @@ class Routing(ABC):
     subject: ClassVar[str] = "attention"  # the op: attention, pooling or gaussian
     makes_votes: bool = True  # matrices make them; else they are the poses, or one matmul makes their sum
     iterations: int = 1
+    # useful operations for each number of a vote, a multiplication or an addition each, softmax and recomputation not
+    # counted: of the first iteration, and of each other
+    first: int = 0
+    more: int = 0
 
     @abstractmethod
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
@@ -41,29 +45,29 @@ class Routing(ABC):
         pose, numbers = (work.rows, work.columns_out), {"activations", "scores"}
         return {name: draw.parents(*(() if name in numbers else pose)) for name in self.results}
 
-    @abstractmethod
-    def operations(self, work: Workload) -> int:
-        """Count useful operations for a vote, a multiplication or an addition each; what is only recomputed is not."""
-
     def ours(self, work: Workload) -> Implementation:
         """Return the package's own routing."""
         settings = self.settings(work)
-        return lambda **arguments: self.unpack(type(self).function(**arguments, **settings))
 
-    def unpack(self, found: Any) -> tuple[Tensor, ...]:
-        """Return the results that are named in ``results`` from what the public function returns."""
-        return (found,) if isinstance(found, Tensor) else tuple(found)[: len(self.results)]
+        def run(**arguments: Tensor) -> tuple[Tensor, ...]:
+            found = type(self).function(**arguments, **settings)
+            return (found,) if isinstance(found, Tensor) else tuple(found)
+
+        return run
 
     @abstractmethod
     def route(self, work: Workload, layout: Layout, copies: int, **arguments: Tensor) -> tuple[Tensor, ...]:
-        """Route over votes as a skilled PyTorch user would; every child counts ``copies`` times (Heinsen's)."""
+        """Route over votes as a skilled PyTorch user would, to results ``[P, M, ...]``; every child counts ``copies``
+        times (Heinsen's)."""
 
-    def axes(self, work: Workload) -> str:
-        """Return the order of the votes' dimensions that was measured to serve the batched matmul best.
+    def routed(self, work: Workload, layout: Layout, copies: int = 1) -> Implementation:
+        """Return :meth:`route` with results in public layout."""
 
-        With ``pmice`` votes are copied once, so that agreement and weighted sum are a batched matmul each.
-        """
-        return "pmice"
+        def run(**arguments: Tensor) -> tuple[Tensor, ...]:
+            batch = arguments["children"].shape[0]
+            return tuple(as_parents(one, work, batch) for one in self.route(work, layout, copies, **arguments))
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,11 @@ class Workload:
         return self.votes_bytes(batch) >= 10 * 4 * given
 
     def operations(self, batch: int, training: bool = False) -> int:
-        """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
-        return self.votes(batch) * self.routing.operations(self) * (3 if training else 1)
+        """Count useful operations: a vote ``2 C D E``, once, and what its routing does with it; recomputation is left
+        out. A training step counts three times the forward pass."""
+        routing, made = self.routing, 0 if self.groups == 0 else 2 * self.columns_in
+        each = made + routing.first + (routing.iterations - 1) * routing.more
+        return self.votes(batch) * self.pose * each * (3 if training else 1)
 
     def samples_checked(self, batch: int) -> Sequence[int] | None:
         """Return the samples that are held to the float64 result, spread over the batch; None for all of them."""
@@ -149,9 +156,9 @@ class Workload:
             return None
         return sorted({round(k * (batch - 1) / max(1, self.checked - 1)) for k in range(self.checked)})
 
-    def inputs(self, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Inputs:
-        """Make the inputs of one call: the same seed gives the same numbers in every process and dtype."""
-        draw = Draw(self, batch, seed)
+    def inputs(self, batch: int) -> Inputs:
+        """Make the inputs of one call, in float32: the same numbers in every process."""
+        draw = Draw(self, batch)
         arguments, grads = self.routing.arguments(self, draw), self.routing.grads(self, draw)
         samples = self.samples_checked(batch)
         if samples is not None:
@@ -159,7 +166,7 @@ class Workload:
                 kept = grad[samples].clone()
                 grad.zero_()
                 grad[samples] = kept
-        return Inputs(arguments, grads, self.routing.fixed).to(dtype)
+        return Inputs(arguments, grads, self.routing.fixed)
 
     def miniature(self) -> Workload:
         """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
@@ -208,7 +215,7 @@ class Case:
         return f"{self.workload.name} batch {self.batch} {self.mode}{precision}"
 
 
-_OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "means", "variances"}
+_OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "variances"}
 
 
 def is_batched(name: str) -> bool:
@@ -255,18 +262,12 @@ class Inputs:
         """Return the samples ``part`` of the batch; what has no batch stays whole."""
         return self.each(lambda name, tensor: tensor[part] if is_batched(name) else tensor)
 
-    def require_grad(self) -> Inputs:
-        """Let every argument that is learned require its gradient, in place; return self."""
-        for tensor in self.learned.values():
-            tensor.requires_grad_()
-        return self
-
 
 class Draw:
-    """Draws a workload's tensors: the same seed gives the same numbers in every process and dtype."""
+    """Draws a workload's tensors, the same numbers in every process."""
 
-    def __init__(self, work: Workload, batch: int, seed: int = 0) -> None:
-        self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(seed)
+    def __init__(self, work: Workload, batch: int) -> None:
+        self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
         """Return numbers from N(0, 1)."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import time
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import fastcaps
+from fastcaps.measure import peak
 
 
 def main() -> None:
@@ -52,8 +52,9 @@ def main() -> None:
         optimizer.step()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}, {time.perf_counter() - start:.2f} s")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"process {rank}: {children.shape[1]} children, {own.shape[1]} of them here; {peak:.0f} MB at its peak")
+    print(
+        f"process {rank}: {children.shape[1]} children, {own.shape[1]} of them here; {peak() / 1e6:.0f} MB at its peak"
+    )
     dist.destroy_process_group()
 
 

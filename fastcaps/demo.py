@@ -14,7 +14,7 @@ from rich.table import Table
 
 import fastcaps
 from fastcaps import backends, data, measure, viz
-from fastcaps.training import Data, Network, TrainConfig, TrainResult, train, versions
+from fastcaps.training import TrainConfig, TrainResult, train, versions
 from fastcaps.training.callbacks import Report
 
 EPOCHS = 10
@@ -23,30 +23,16 @@ SHOWN = (0, 2, 3, 4, 7)  # classes of the digits whose maps are drawn; a mistake
 BACKENDS = ("cpu", "reference")
 
 
-def train_digits(out: Path, epochs: int, seed: int, console: Console) -> tuple[TrainResult, data.Splits]:
-    """Train the network ``digits`` on scikit-learn's digits."""
-    splits = data.load("digits")
-    config = TrainConfig(
-        network=Network("digits"),
-        data=Data("digits"),
-        out=str(out),
-        epochs=epochs,
-        seed=seed,
-        accelerator="cpu",
-    )
-    return train(config, overwrite=True, report=Report(console), splits=splits), splits
-
-
 def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
     """Time and memory of every workload on the compiled kernels and on the reference; ``{workload: {backend: …}}``."""
-    here = {entry.name: entry.available for entry in backends.listing()}
-    chosen = [name for name in BACKENDS if here[name]]
     figures: dict[str, dict[str, measure.Figures]] = {name: {} for name in measure.WORKLOADS}
     with console.status("measuring") as status:
         for name, workload in measure.WORKLOADS.items():
-            for backend in chosen:
-                status.update(f"measuring {workload.title} on {backend}, in a fresh process")
-                figures[name][backend] = measure.Figures(**measure.apart("fastcaps.measure", name, backend))
+            for entry in backends.listing():
+                if entry.name in BACKENDS and entry.available:
+                    status.update(f"measuring {workload.title} on {entry.name}, in a fresh process")
+                    measured = measure.apart("fastcaps.measure", name, entry.name)
+                    figures[name][entry.name] = measure.Figures(**measured)
     return figures
 
 
@@ -120,7 +106,9 @@ def run(
     console.print(f"fastcaps {fastcaps.__version__}, {kernels.detail}", highlight=False)
     console.print("\n[bold]1. A capsule network learns handwritten digits[/] (scikit-learn's, 8 × 8 pixels)")
     began = time.perf_counter()
-    result, splits = train_digits(out, epochs, seed, console)
+    splits, digits = data.load("digits"), {"network": "digits", "data": "digits", "accelerator": "cpu"}
+    config = TrainConfig.of(**digits, out=str(out), epochs=epochs, seed=seed)
+    result = train(config, overwrite=True, report=Report(console), splits=splits)
     seconds = time.perf_counter() - began
     console.print(
         f"[bold]test accuracy {100 * result.test_accuracy:.2f} %[/] on {len(splits.test)} digits it had not seen, "

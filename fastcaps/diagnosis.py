@@ -4,8 +4,8 @@ down to each layer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found. It prints as a table, with rich too; ``viz.diagnosis`` draws it.
+    """What :func:`diagnose` found. It prints as a table, with rich too; ``viz.diagnosis`` draws it, and
+    ``dataclasses.asdict`` makes of it what ``json.dumps`` takes.
 
     In the table, "by" is what a parent's strength is measured by, "grad θ" and "grad v" are the lengths of the
     gradients of the layer's parameters and of what it returned.
@@ -52,10 +53,6 @@ class Diagnosis:
     samples: int  # in the batch
     threshold: float  # below it a parent is dead
     loss: float | None = None  # of the batch
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, texts and lists: what ``json.dumps`` takes."""
-        return asdict(self)
 
     @property
     def title(self) -> str:
@@ -83,7 +80,7 @@ def diagnose(
     r"""Look into the capsule layers of ``model`` while it runs a batch.
 
     For parent m (of a type, on a grid, at any place l) of the layer, and children i with gates :math:`g_i` (their
-    activations, the sigmoid of their scores, or 1) and coefficients :math:`r_{im}` of the last turn:
+    activations, the sigmoid of their scores, or 1) and coefficients :math:`r_{im}` of the last iteration:
 
     **Dead capsules.** A parent is dead if it never wakes in this batch,
 
@@ -165,41 +162,38 @@ def diagnose(
         if not seen:
             raise ValueError(f"model must have a capsule layer of fastcaps.nn that runs, got {type(model).__name__}")
         gradients = _gradients(value, seen)
-        layers = [_look(each, threshold, *both) for each, both in zip(seen, gradients, strict=True)]
-    return Diagnosis(tuple(layers), samples, threshold, None if value is None else float(value.detach()))
+        layers = tuple(_look(each, threshold, gradients) for each in seen)
+    return Diagnosis(layers, samples, threshold, None if value is None else float(value.detach()))
 
 
-def _gradients(value: Tensor | None, seen: list[Inside]) -> list[tuple[float | None, float | None]]:
-    """The lengths of the gradients of each layer's parameters and of what it returned."""
+def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]:
+    """The loss's gradients of what the layers learn and of what they returned: 0 where it does not depend on them."""
     if value is None:
-        return [(None, None)] * len(seen)
+        return {}
     if value.numel() != 1:
         raise ValueError(f"loss must return a scalar, got {list(value.shape)}")
-    wanted = [([each for each in one.layer.parameters() if each.requires_grad], one.returned) for one in seen]
-    flat = [tensor for both in wanted for part in both for tensor in part]
-    if not flat or not value.requires_grad:
-        return [(None, None)] * len(seen)
-    left = iter(torch.autograd.grad(value, flat, allow_unused=True))
-    return [(_norm([next(left) for _ in mine]), _norm([next(left) for _ in found])) for mine, found in wanted]
+    wanted = [each for one in seen for each in (*one.layer.parameters(), *one.returned) if each.requires_grad]
+    if not wanted or not value.requires_grad:
+        return {}
+    return dict(zip(wanted, torch.autograd.grad(value, wanted, materialize_grads=True), strict=True))
 
 
-def _norm(gradients: list[Tensor | None]) -> float | None:
-    """The length of several gradients together; None if there are none. What the loss does not depend on has 0."""
-    if not gradients:
-        return None
-    return math.sqrt(sum(float(each.double().square().sum()) for each in gradients if each is not None))
+def _norm(gradients: dict[Tensor, Tensor], tensors: Iterable[Tensor]) -> float | None:
+    """The length of the gradients of several tensors together; None if there are none."""
+    found = [gradients[each].double() for each in tensors if each in gradients]
+    return float(torch.nn.utils.get_total_norm(found)) if found else None
 
 
 @torch.no_grad()
-def _look(
-    one: Inside, threshold: float, weight_gradient: float | None, parent_gradient: float | None
-) -> LayerDiagnosis:
-    shares = one.coefficients().double() if one.routes else None
-    gates = one.gates() if one.routes else None
-    gates = gates if gates is None else gates.double()
-    measured_by, strength = _strength(one, shares, gates)
+def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> LayerDiagnosis:
+    compete, entropy, gated = "", None, None
+    if one.routes:
+        shares, given = one.coefficients().double(), one.gates()
+        gates = (shares.sum(-1) > 0).double() if given is None else given.double().expand(shares.shape[:-1])
+        compete, gated = "children" if one.children_compete else "parents", shares * gates[..., None]
+        entropy = _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False)))
+    measured_by, strength = _strength(one, gated)
     greatest = strength.amax((0, 2)).tolist()
-    compete = "" if shares is None else "children" if one.children_compete else "parents"
     return LayerDiagnosis(
         one.path or "(the model)",
         type(one.layer).__name__,
@@ -207,20 +201,19 @@ def _look(
         tuple(greatest),
         tuple(index for index, each in enumerate(greatest) if each < threshold),
         compete,
-        None if shares is None else _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False))),
-        weight_gradient,
-        parent_gradient,
+        entropy,
+        _norm(gradients, one.layer.parameters()),
+        _norm(gradients, one.returned),
     )
 
 
-def _strength(one: Inside, shares: Tensor | None, gates: Tensor | None) -> tuple[str, Tensor]:
-    """What a parent's strength is measured by, and the strengths ``[B, M, places]``."""
+def _strength(one: Inside, gated: Tensor | None) -> tuple[str, Tensor]:
+    """What a parent's strength is measured by, and the strengths ``[B, M, places]``; gated coefficients if any."""
     if one.activations is not None:
         return "activation", one.activations
     layer = one.layer
     if isinstance(layer, InvertedAttentionRouting) and layer.norm is not None:
-        assert shares is not None
-        gated = shares if gates is None else shares * gates[..., None]
+        assert gated is not None
         there = gated.sum((-2, -1))[..., None].clamp_min(torch.finfo(gated.dtype).tiny)
         return "share", (gated.sum(-2) * gated.shape[-1] / there).flatten(1, 2).transpose(1, 2)
     lengths = one.parents.double().norm(dim=-1)
@@ -230,19 +223,18 @@ def _strength(one: Inside, shares: Tensor | None, gates: Tensor | None) -> tuple
     return "relative length", lengths / lengths.amax().clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
-def _entropy(shares: Tensor, gates: Tensor | None, compete: str, leaky: bool) -> float | None:
+def _entropy(shares: Tensor, gates: Tensor, compete: str, leaky: bool) -> float | None:
     """The mean entropy of the coefficients ``[B, Ho, Wo, I, M]``, as a share of the greatest there can be."""
     if compete == "children":
         choices = (shares > 0).sum(-2)  # [B, Ho, Wo, M]
         entropy = -torch.special.xlogy(shares, shares).sum(-2) / choices.clamp_min(2).log()
         return float(entropy[choices > 1].mean()) if bool((choices > 1).any()) else None
-    there = (shares.sum(-1) > 0).to(shares.dtype) if gates is None else gates.expand(shares.shape[:-1])
     if leaky:
         shares = torch.cat([shares, (1 - shares.sum(-1, keepdim=True)).clamp_min(0)], dim=-1)
-    if shares.shape[-1] == 1 or not bool(there.sum() > 0):
+    if shares.shape[-1] == 1 or not bool(gates.sum() > 0):
         return None
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(shares.shape[-1])
-    return float((entropy * there).sum() / there.sum())
+    return float((entropy * gates).sum() / gates.sum())
 
 
 def _text(number: float | None, form: str) -> str:

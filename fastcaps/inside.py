@@ -21,6 +21,15 @@ def is_capsule_layer(module: nn.Module) -> bool:
     return isinstance(module, (RoutingLayer, RoutingPool2d)) or hasattr(module, "as_poses")
 
 
+def seen(layer: RoutingLayer[Any, Any], children: Tensor, gates: Tensor) -> Tensor:
+    """The gates of the children that each position sees, in the order of its coefficients: ``[B, Ho, Wo, I]``."""
+    call = layer.prepare(children, gates)
+    assert call.activity is not None
+    if call.window is None:
+        return as_grid(call.activity)
+    return windows(to_op(call.activity, call.window), call.window.spec)
+
+
 @dataclass(frozen=True)
 class Inside:
     """The last call of one capsule layer."""
@@ -84,11 +93,7 @@ class Inside:
         children, activity = self.given["children"], self.given.get(self.layer.activity_name)
         if activity is None:
             return None
-        call = self.layer.prepare(children, activity.sigmoid() if self.layer.activity_name == "scores" else activity)
-        assert call.activity is not None
-        if call.window is None:
-            return as_grid(call.activity)
-        return windows(to_op(call.activity, call.window), call.window.spec)
+        return seen(self.layer, children, activity.sigmoid() if self.layer.activity_name == "scores" else activity)
 
     def votes(self) -> Tensor:
         """The votes for the parents of a set, ``[B, I, M, d]``; all places of a whole grid together."""

@@ -45,27 +45,29 @@ def give_back() -> None:
         library.malloc_trim(0)
 
 
+def peak() -> int:
+    """Bytes of the most resident memory that this process has had so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def peak_growth(run: Callable[[], object]) -> int:
     """Bytes by which the resident memory of this process grows at the peak of ``run``, what it returns included.
 
     On Linux the kernel's record of the peak is reset first; elsewhere the growth counts from the highest value so far.
     """
-    import resource
-
-    def highest() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
     give_back()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the present size is the peak so far
     except OSError:
-        before, kept = highest(), run()
-        peak = highest()
+        before, kept = peak(), run()
+        highest = peak()
     else:
         before, kept = status("VmRSS"), run()
-        peak = status("VmHWM")
+        highest = status("VmHWM")
     del kept
-    return max(0, peak - before)
+    return max(0, highest - before)
 
 
 def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:

@@ -41,21 +41,20 @@ def relative(text: str, path: PurePosixPath) -> str:
     return IMPORT.sub(lambda found: f"{found['before']}from {dots}{(found['module'] or '.')[1:]} import ", text)
 
 
-def variant(wheel: Path) -> tuple[str, bool]:
-    """Return the hub's name for what a wheel holds, and whether it holds compiled code."""
+def variant(wheel: Path) -> str:
+    """Return the hub's name for what a wheel holds."""
     *_, platform = wheel.stem.split("-")
     if platform == "any":
-        return "torch-universal", False
+        return "torch-universal"
     machine = re.search(r"(x86_64|aarch64|arm64)", platform)
     if machine is None or "linux" not in platform:
         raise ValueError(f"{wheel.name}: the hub's folder is made of Linux wheels, or of one without compiled code")
-    return f"torch-stable-abi210-cpu-{machine[1]}-linux", True
+    return f"torch-stable-abi210-cpu-{machine[1]}-linux"
 
 
 def write(wheel: Path, out: Path) -> Path:
     """Write the folder; return that of the variant."""
-    name, _ = variant(wheel)
-    root = out / "build" / name
+    root = out / "build" / variant(wheel)
     shutil.rmtree(root, ignore_errors=True)
     with zipfile.ZipFile(wheel) as files:
         version = wheel.name.split("-")[1]

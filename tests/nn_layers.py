@@ -26,6 +26,7 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "rows": ((6, 3, 6, 9), {"pose": 3, "share": True, "bias": True}),
     "grid": ((2, 3, 3, 2), {"pose": "vector", "kernel_size": (3, 2), "stride": 2, "padding": 1, "bias": True}),
     "dilated": ((2, 3, 4, 4), {"kernel_size": 2, "dilation": 2, "share": True, "bias": True}),
+    "identity": ((2, 3, 4, 4), {"matrices": False, "kernel_size": 2, "bias": True}),
     "all": ((2, 3, 4, 4), {"kernel_size": "all", "share": True}),
 }
 

@@ -1,27 +1,33 @@
-"""Published routing layers in our own words, and a network of two of them: eager, votes stored."""
+"""Published routing layers in our own words: eager, votes stored."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
+def keep(module: nn.Module, given: dict[str, Any]) -> None:
+    """Keep the arguments of a constructor under their names, as published layers do."""
+    vars(module).update({name: value for name, value in given.items() if name not in ("self", "dp", "__class__")})
+
+
 class _Plain(nn.Module):
     """Attributes, initialisation and what follows the votes ``[b, i, m, ..., d]``."""
 
-    def prepare(self, lead: tuple[int, ...], sizes: tuple[int, int, int, int], matrix_pose: bool, dp: float) -> None:
-        self.in_n_capsules, self.in_d_capsules, self.out_n_capsules, self.out_d_capsules = sizes
-        self.matrix_pose, self.dropout_rate = matrix_pose, dp
-        _, in_d, out_n, out_d = sizes
-        side = math.isqrt(in_d)
+    def prepare(self, given: dict[str, Any], *lead: int) -> None:
+        keep(self, given)
+        self.dropout_rate = given["dp"]
+        in_d, out_n, out_d = self.in_d_capsules, self.out_n_capsules, self.out_d_capsules
+        side, matrix_pose = math.isqrt(in_d), self.matrix_pose
         inner = side if matrix_pose else in_d
         self.weight_init_const = math.sqrt(out_n / (inner * math.prod(lead)))
         shape = (*lead, side, side, out_n) if matrix_pose else (*lead, in_d, out_n, out_d)
         self.w = nn.Parameter(self.weight_init_const * torch.randn(shape))
         self.nonlinear_act = nn.LayerNorm(out_d)
-        self.drop = nn.Dropout(dp)
+        self.drop = nn.Dropout(self.dropout_rate)
         self.scale = out_d**-0.5
         if matrix_pose:
             self.sqrt_d = side
@@ -44,8 +50,7 @@ class _Plain(nn.Module):
 class CapsuleFC(_Plain):
     def __init__(self, in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp):
         super().__init__()
-        sizes = (in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules)
-        self.prepare((in_n_capsules,), sizes, matrix_pose, dp)
+        self.prepare(locals(), in_n_capsules)
 
     def forward(self, input, num_iter, next_capsule_value=None):
         if input.dim() == 5:
@@ -74,14 +79,11 @@ class CapsuleCONV(_Plain):
         mixed_windows=False,
     ):
         super().__init__()
-        self.first_commit = mixed_windows
-        self.kernel_size, self.stride, self.coordinate_add = kernel_size, stride, coordinate_add
-        sizes = (in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules)
-        self.prepare((kernel_size, kernel_size, in_n_capsules), sizes, matrix_pose, dp)
+        self.prepare(locals(), kernel_size, kernel_size, in_n_capsules)
 
     def forward(self, input, num_iter, next_capsule_value=None):
         seen = input.unfold(2, self.kernel_size, self.stride).unfold(3, self.kernel_size, self.stride)  # b n h w d k l
-        if self.first_commit:  # the first commit of the authors' code has d, h, w in memory, and views it as h, w, d
+        if self.mixed_windows:  # the first commit of the authors' code has d, h, w in memory, and views it as h, w, d
             b, n, h, w, d, k, l = seen.shape
             mixed = seen.permute(0, 1, 5, 6, 4, 2, 3).reshape(b, n, k, l, h, w, d)
             seen = mixed.permute(0, 1, 4, 5, 6, 2, 3)
@@ -91,33 +93,6 @@ class CapsuleCONV(_Plain):
         else:
             votes = torch.einsum("bnhwakl,klnamd->bhwnklmd", seen, self.w)
         return self.settle(votes.flatten(3, 5), next_capsule_value)
-
-
-class Network(nn.Module):
-    """A network as a script of that code builds and runs it: concurrent routing over a ModuleList."""
-
-    def __init__(self, conv=CapsuleCONV, fc=CapsuleFC, num_routing=2, matrix_pose=True, dp=0.0):
-        super().__init__()
-        self.num_routing = num_routing
-        self.pre = nn.Conv2d(1, 4 * 4, 3, stride=2, padding=1)
-        self.capsule_layers = nn.ModuleList(
-            [
-                conv(4, 4, 3, 4, kernel_size=3, stride=2, matrix_pose=matrix_pose, dp=dp, coordinate_add=False),
-                fc(3 * 3 * 3, 4, 6, 4, matrix_pose=matrix_pose, dp=dp),
-                fc(6, 4, 5, 4, matrix_pose=matrix_pose, dp=dp),
-            ]
-        )
-        self.final_fc = nn.Linear(4, 1)
-
-    def forward(self, images):
-        features = self.pre(images).permute(0, 2, 3, 1)
-        values = [features.reshape(*features.shape[:3], 4, 4).permute(0, 3, 1, 2, 4)]
-        for layer in self.capsule_layers:
-            values.append(layer.forward(values[-1], 0))
-        for iteration in range(self.num_routing - 1):
-            news = [layer.forward(values[k], iteration, values[k + 1]) for k, layer in enumerate(self.capsule_layers)]
-            values = [values[0], *news]
-        return self.final_fc(values[-1]).squeeze(-1)
 
 
 def agree(
@@ -140,9 +115,7 @@ class DenseCapsule(nn.Module):
 
     def __init__(self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3):
         super().__init__()
-        self.in_num_caps, self.in_dim_caps = in_num_caps, in_dim_caps
-        self.out_num_caps, self.out_dim_caps = out_num_caps, out_dim_caps
-        self.routings = routings
+        keep(self, locals())
         self.weight = nn.Parameter(0.01 * torch.randn(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,10 +131,8 @@ class GenerativeMatrixRouting(nn.Module):
         return_dict=False,
     ):  # fmt: skip
         super().__init__()
-        self.return_dict = return_dict
+        keep(self, locals())
         rows = max(1, n_inp)
-        self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
-        self.n_iters, self.single_beta, self.p_model, self.eps = n_iters, single_beta, p_model, eps
         self.register_buffer("CONST_one", torch.tensor(1.0))
         self.W = nn.Parameter(torch.randn(rows, n_out, d_inp, d_out) / d_inp)
         self.B = nn.Parameter(torch.zeros(rows, n_out, d_cov, d_out))
@@ -223,8 +194,7 @@ class ConvCaps(nn.Module):
 
     def __init__(self, B, C, K, P, stride, iters=3, coor_add=False, w_shared=False):
         super().__init__()
-        self.B, self.C, self.K, self.P, self.stride, self.iters = B, C, K, P, stride, iters
-        self.coor_add, self.w_shared = coor_add, w_shared
+        keep(self, locals())
         self.beta_u, self.beta_a = nn.Parameter(torch.zeros(C)), nn.Parameter(torch.zeros(C))
         self.weights = nn.Parameter(torch.randn(1, K * K * B, C, P, P))
 
@@ -267,8 +237,7 @@ class RoutingCapsules(DenseCapsule):
 
     def __init__(self, in_dim, in_caps, num_caps, dim_caps, num_routing, device=None):
         super().__init__(in_caps, in_dim, num_caps, dim_caps, num_routing)
-        self.in_dim, self.in_caps, self.num_caps, self.dim_caps = in_dim, in_caps, num_caps, dim_caps
-        self.num_routing, self.device = num_routing, device
+        keep(self, locals())
         del self.weight
         self.W = nn.Parameter(0.01 * torch.randn(1, num_caps, in_caps, dim_caps, in_dim))
 
@@ -304,8 +273,7 @@ class CapsLayer(nn.Module):
 
     def __init__(self, input_caps, input_dim, output_caps, output_dim, routing_module):
         super().__init__()
-        self.input_caps, self.input_dim = input_caps, input_dim
-        self.output_caps, self.output_dim = output_caps, output_dim
+        keep(self, locals())
         self.routing_module = routing_module
         self.weights = nn.Parameter(torch.randn(input_caps, input_dim, output_caps * output_dim))
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastcaps import models
+
 SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
     "mnist": (1, 28, 10),
     "fashion-mnist": (1, 28, 10),
@@ -23,6 +25,27 @@ SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
 }
 SEVERAL = ("multimnist", "diverse-multimnist")
 """Those whose images show several classes."""
+RECIPE = """
+source: {paper: Somebody 2020, section: "1"}
+network: {name: digits, options: {iterations: 2}}
+data: {name: digits, limit: 128}
+loss: {name: cross-entropy}
+optimizer: {name: adam, lr: 1e-3}
+schedule: {name: milestones, at: [1/2, 0.75]}
+epochs: 1
+batch_size: 64
+accelerator: cpu
+"""
+"""A recipe of one's own, of seconds."""
+
+
+def network_of(config: Any) -> torch.nn.Module:
+    """The network of a run, of the size that its data have."""
+    sizes: dict[str, Any] = {}
+    if config.data.name in SHAPES:
+        channels, pixels, classes = SHAPES[config.data.name]
+        sizes = {"in_channels": channels, "image_size": config.data.crop or pixels, "classes": classes}
+    return models.create(config.network.name, **{**sizes, **config.network.options})
 
 
 class Tokens:

@@ -1,4 +1,4 @@
-"""What the benchmark says of what it measured: tables, goals, records, pages, and rows that are refused or left out."""
+"""What the benchmark says of what it measured: rows, goals, records, tables, pages, and two commits side by side."""
 
 from __future__ import annotations
 
@@ -7,117 +7,203 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 from bench import compare, goals, record, report
-from bench.alternatives import ALTERNATIVES, BLOCKED, OURS, STORED
+from bench.alternatives import BEFORE, BLOCKED, OURS, STORED
 from bench.process import WorkerError
 from bench.record import ROOT
 from bench.runner import TRITON
 from bench.session import LeftOut, Session
-from bench.timing import MULTIPLY_ADDS, Plan
+from bench.timing import MULTIPLY_ADDS
 from bench.workload import Case
-from bench.workloads import QUICK, WORKLOADS, cases, find
+from bench.workloads import WORKLOADS, cases, find
 
+CONV1 = find("tsai-c10-conv1")
+COMPILED = f"{STORED}-compiled"
+TOOK = {OURS: 0.005, STORED: 0.3, COMPILED: 0.15, BLOCKED: 0.2, "sgemm": 0.05, "peak": 0.005}
 MACHINE = {
     "device": "Test Processor",
-    "threads": 2,
     "cores": 2,
-    "backend": "cpu",
     "capability": "avx512",
     "date": "2026-01-02T03:04:05+00:00",
     "commit": "abc",
     "modified": False,
-    "versions": {"fastcaps": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-    "kind": "full",
-    "sgemm_size": 2048,
 }
 
 
-def _entry(seconds: float) -> dict[str, Any]:
-    return {"median": seconds, "p20": seconds * 0.9, "p80": seconds * 1.1, "calls": 7}
+class _Served:
+    """Stands in for a process: answers at once. What ``seconds`` do not name fails."""
+
+    seconds: ClassVar[dict[str, float]] = {}  # of a call, by the names of contenders
+    wrong: ClassVar[str] = ""  # the contender whose result is
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._asked: tuple[Any, ...] = ()
+
+    def begin(self, *asked: Any) -> None:
+        self._asked = asked
+
+    def finish(self, seconds: float) -> Any:
+        return self.call(seconds, *self._asked)
+
+    def call(self, seconds: float, method: str, *arguments: Any) -> Any:
+        if method == "describe":
+            rates = {"copy": 4e12, "fp32": 5e13, "tf32": 3e14, "bf16": 7e14}
+            return {"device": "Test Device", "memory": 8e10, "rates": rates, "three_launches": 3e-5}
+        if method == "check":
+            self._name = arguments[1]
+            complaint = "parents errs by 1" if self._name == self.wrong and len(arguments) == 2 else ""
+            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": 0.1}
+        if method == "memory":
+            total = {OURS: 2_500_000, STORED: 700_000_000}[arguments[1]]
+            return {"peak": total, "results": 1_500_000, "beyond": total - 1_500_000, "total": 10 * total}
+        name = method.removeprefix("time_") if method.startswith("time_") else self._name
+        if name not in self.seconds:
+            raise WorkerError("out of memory")
+        median = self.seconds[name]
+        if method != "measure":
+            return [median] * arguments[-2]
+        memory = {"peak": 3_000_000, "results": 1_000_000, "beyond": 2_000_000}
+        entry = {"median": median, "p20": median, "p80": median, "calls": 5, "memory": memory, "latency": 5e-5}
+        return entry | ({"graph": {**entry, "median": 8e-5}} if name == OURS else {})
+
+    def close(self) -> None:
+        pass
 
 
-def _row(**changes: Any) -> dict[str, Any]:
-    row = {
-        "machine": MACHINE,
-        "default": True,
-        "precision": "fp32",
-        "complete": True,
-        "workload": "tsai-c10-conv1",
-        "source": "Tsai et al. 2020, Table 8",
-        "batch": 8,
-        "mode": "forward",
-        "votes_bytes": 231_211_008,
-        "operations": 693_633_024,
-        "goal": {"speedup": 35},
-        "fastcaps": _entry(0.005),
-        "alternatives": {
-            "blocked-matmul": _entry(0.2),
-            "blocked-matmul-compiled": {"failed": "the process died (exit code -6)"},
-            "batched-matmul-compiled": {**_entry(0.15), "note": "it died; run again"},
-        },
-        "fastest": "batched-matmul-compiled",
-        "speedup": 30.0,
-        "gflops": 138.7,
-        "sgemm_gflops": 370.0,
-        "sgemm_share": 0.375,
-        "memory": {
-            "fastcaps": {"peak": 2_500_000, "results": 1_500_000, "beyond": 1_000_000, "total": 12_000_000},
-            "batched-matmul": {"peak": 700_000_000, "results": 1_500_000, "beyond": 698_500_000},
-        },
-    }
-    return row | changes
+def _session(
+    folder: Path, patch: pytest.MonkeyPatch, took: dict[str, float], wrong: str = "", **changes: Any
+) -> Session:
+    patch.setattr("bench.session.Remote", _Served)
+    patch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
+    patch.setattr(_Served, "seconds", took)
+    patch.setattr(_Served, "wrong", wrong)
+    made = Session(folder, **changes)
+    if changes.get("device") != "cuda":
+        made.machine |= MACHINE
+    return made
 
 
-def _file(folder: Path, name: str, *rows: dict[str, Any], **machine: Any) -> Path:
-    """Write a run's file: what it was measured on once, then its rows."""
-    bare = [{key: value for key, value in row.items() if key != "machine"} for row in rows]
-    path = folder / name
-    path.write_text(json.dumps({"machine": MACHINE | machine, "rows": bare}))
-    return path
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Return a session on a CPU that has run a layer forward; a compiled alternative of it needed a second chance."""
+    made = _session(tmp_path, monkeypatch, TOOK, COMPILED, threads=2)
+    made.run(Case(CONV1, 8, False))
+    return made
 
 
-# Tables and goals
+@pytest.fixture
+def row(session: Session) -> dict[str, Any]:
+    """Return that session's row."""
+    return session.rows[0]
 
 
-def test_a_goal_that_was_held_is_lost_and_one_that_was_not_is_not() -> None:
-    held, slower = _row(speedup=40.0), _row(speedup=30.0)
+# Sessions
+
+
+def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
+    session: Session, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (row["fastest"], row["speedup"]) == (COMPILED, pytest.approx(30.0)) and row["complete"]
+    assert row["gflops"] == pytest.approx(CONV1.operations(8) / 0.005 / 1e9)
+    assert row["peak_gflops"] == pytest.approx(2 * MULTIPLY_ADDS / 0.005 / 1e9)
+    assert row["peak_share"] == pytest.approx(row["gflops"] / row["peak_gflops"])
+    assert row["alternatives"]["einsum-compiled"] == {"failed": "out of memory"}
+    assert row["alternatives"][COMPILED]["note"].startswith("wrong result: parents errs by 1; run again")
+    assert session.samples.keys() == {OURS, COMPILED, BLOCKED}
+    assert session.run(Case(CONV1, 8, False)) is row  # measured once
+    monkeypatch.setattr(_Served, "wrong", OURS)
+    refused = session.run(Case(CONV1, 8, True))
+    assert refused["refused"] == "parents errs by 1" and not session.samples
+    monkeypatch.setattr(_Served, "wrong", STORED)
+    session.machine["capability"] = None  # no native code, and votes that no matmul makes
+    pool = session.run(Case(find("zhao-pool"), 1, False))
+    assert "peak_share" not in pool and pool["alternatives"][STORED] == {"failed": "wrong result: parents errs by 1"}
+    assert session.file is not None
+    written = record.load(session.file)
+    assert [("refused" in one, "fastcaps" in one) for one in written] == [(False, True), (True, False), (False, True)]
+    assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
+    assert "refused: parents errs by 1" in report.markdown(session.rows)
+    folder = session.file.parent
+    monkeypatch.setattr(record, "describe", lambda threads: MACHINE)
+    assert record.has(folder, Case(CONV1, 8, False)) and not record.has(folder, Case(CONV1, 8, True))
+
+
+def test_a_session_on_a_device_compares_writes_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = cases(["tsai-c10-conv1"], False, "cuda", [128, 1], ["fp32"])
+    took = {OURS: 1e-4, TRITON: 2e-4, "blocked-matmul-compiled": 2e-3, "einsum-compiled": 3e-3}
+    session = _session(tmp_path, monkeypatch, took, BLOCKED, device="cuda", seconds=1000.0)
+    row = session.run(wanted[0])
+    assert row["fastest"] == "blocked-matmul-compiled" and row["speedup"] == pytest.approx(2e-3 / 8e-5)
+    assert row["alternatives"][COMPILED] == {"failed": "out of memory"}
+    assert row["alternatives"][BLOCKED] == {"failed": "wrong result: parents errs by 1"}
+    assert row["sgemm_share"] == pytest.approx(row["operations"] / 8e-5 / 5e13) and row["complete"]
+    session.run(wanted[2])
+    session._until -= 1001
+    with pytest.raises(LeftOut, match="time is used up"):
+        session.run(wanted[1])
+    assert session.file is not None and len(json.loads(session.file.read_text())["rows"]) == 2
+    text = report.markdown(session.rows)
+    assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | blocked, compiled | 2.00" in text
+    assert "| 0.080 | 0.200 |" in text and "2.00 (0.1%)" in text and "Test Device: copies 4.00 TB/s" in text
+    assert "stored, compiled: out of memory: tsai-c10-conv1 batch 128 forward" in text
+    assert "50.0 us to the end, three smallest launches take 30.0 us" in text
+    assert "0.080 ms, goal" not in " ".join(goals.shortfalls(session.rows))  # of 0.30 ms
+
+
+def test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders(tmp_path: Path) -> None:
+    few = ["--workload", "zhao-pool", "--batch", "2", "--threads", "1", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "bench", "-q", *few, f"--benchmark-json={tmp_path / 'benchmark.json'}"]
+    # a worker of pytest-xdist marks its children as workers too, and pytest-benchmark then measures nothing
+    alone = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=alone)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "benchmark.json").read_text())["benchmarks"]
+    groups = {one["group"] for one in found}
+    assert groups == {"zhao-pool batch 2 forward", "zhao-pool batch 2 training step"} and len(found) == 4
+    (written,) = tmp_path.glob("bench-*.json")
+    row = json.loads(written.read_text())["rows"][0]
+    (ours,) = (one for one in found if one["group"].endswith("forward") and one["name"].endswith("fastcaps]"))
+    assert ours["stats"]["rounds"] == row["fastcaps"]["calls"]
+    assert ours["stats"]["median"] == pytest.approx(row["fastcaps"]["median"], rel=1e-6)
+
+
+# Goals and records
+
+
+def test_a_goal_that_was_held_is_lost_and_one_that_was_not_is_not(row: dict[str, Any]) -> None:
+    held, slower, slightly = (row | {"speedup": value, "goal": {"speedup": 35}} for value in (40.0, 30.0, 33.0))
     assert goals.lost(slower, held, quick=False) == ["30.0× of the fastest alternative, goal 35.0×"]
-    assert goals.lost(_row(speedup=33.0), held, quick=False) == []  # within what two runs differ by
+    assert goals.lost(slightly, held, quick=False) == []  # within what two runs differ by
     assert goals.lost(slower, slower, quick=False) == goals.lost(slower, None, quick=False) == []
     assert goals.lost({**held, "refused": "errs"}, held, quick=False) == ["refused, errs"]
-    assert [len(goals.shortfalls([_row(speedup=value)])) for value in (36.0, 34.0, None)] == [0, 1, 0]
-    batch, forward, training = QUICK["tsai-c10-conv1"]
-    quick = _row(batch=batch, goal=None, speedup=forward - 0.1)
-    assert len(goals.lost(quick, None, quick=True)) == 1
-    assert goals.lost(quick | {"speedup": forward}, None, quick=True) == []
-    assert len(goals.lost(quick | {"mode": "training step", "speedup": training - 0.1}, None, quick=True)) == 1
-    assert goals.lost(quick | {"batch": batch + 1}, None, quick=True) == []
+    assert goals.lost(slower, None, quick=True)  # a quick row's goals were all held
+    assert [len(goals.shortfalls([one])) for one in (held, slower, held | {"speedup": None})] == [0, 1, 0]
+    assert goals.goal_of(Case(find("tsai-c10-fc"), 16, True), quick=True) == {"speedup": 2.0}
+    assert goals.goal_of(Case(find("tsai-c10-fc"), 8, True), quick=True) == {}
 
 
-# Records
+def test_the_newest_complete_row_wins_by_the_date_inside(row: dict[str, Any]) -> None:
+    def made(date: str, kind: str = "full", device: str = "One", **changes: Any) -> dict[str, Any]:
+        return row | changes | {"machine": row["machine"] | {"date": date, "kind": kind, "device": device}}
 
-
-def test_the_newest_complete_row_wins_by_the_date_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    partly = {"complete": False}
-    newest = _file(tmp_path, "a.json", _row(speedup=50.0, **partly), _row(batch=1, **partly), date="2026-03-01")
-    older = _file(tmp_path, "b.json", _row(speedup=40.0), date="2026-02-01")
-    oldest = _file(tmp_path, "c.json", _row(speedup=30.0), _row(mode="training step"), date="2026-01-01")
-    quick = _file(tmp_path, "d.json", _row(speedup=99.0), date="2026-04-01", kind="quick")
-    for order in ([newest, older, oldest, quick], [quick, oldest, older, newest]):
-        merged = {(row["batch"], row["mode"]): row for row in record.merge(record.load(*order))}
-        assert merged[8, "forward"]["speedup"] == 40.0 and merged[8, "forward"]["machine"]["date"] == "2026-02-01"
-        assert not merged[1, "forward"]["complete"] and (8, "training step") in merged
-    _file(tmp_path, "e.json", _row(speedup=40.0), device="Another")  # machines are kept apart
-    assert report.main([str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "Test Processor, 2 threads" in printed and "Another, 2 threads" in printed
+    rows = [
+        made("2026-03-01", complete=False),
+        made("2026-02-01", speedup=40.0),
+        made("2026-01-01", speedup=20.0),
+        made("2026-04-01", "quick", speedup=99.0),
+        made("2026-01-01", complete=False, mode="training step"),
+        made("2026-01-01", device="Another"),  # machines are kept apart
+    ]
+    for order in (rows, rows[::-1]):
+        merged = [(each["machine"]["device"], each["mode"], each["speedup"]) for each in record.merge(order)]
+        assert merged == [("Another", "forward", 30.0), ("One", "forward", 40.0), ("One", "training step", 30.0)]
 
 
 def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
@@ -147,201 +233,57 @@ def test_the_figures_of_a_speed_up_are_typed_nowhere() -> None:
             assert not found, (path.name, found)
 
 
-# Session
-
-
-class _Served:
-    """Stands in for a process: answers at once, as it is told to."""
-
-    seconds: ClassVar[dict[str, float]] = {}  # of a call on a GPU, by the names of implementations
-    wrong = ""  # the implementation whose result is
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._asked: tuple[Any, ...] = ()
-
-    def begin(self, *asked: Any) -> None:
-        self._asked = asked
-
-    def finish(self, seconds: float) -> Any:
-        return self.call(seconds, *self._asked)
-
-    def call(self, seconds: float, method: str, *arguments: Any) -> Any:
-        if method == "describe":
-            rates = {"copy": 4e12, "fp32": 5e13, "tf32": 3e14, "bf16": 7e14}
-            return {"device": "Test Device", "memory": 8e10, "rates": rates, "three_launches": 3e-5}
-        if method == "check":
-            self._name = arguments[1]
-            complaint = "parents errs by 1" if self._name == self.wrong and len(arguments) == 2 else ""
-            settings = {"block": 7} if self._name == BLOCKED else {}
-            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": 0.1, "settings": settings}
-        if method in ("time", "time_sgemm", "time_peak"):
-            return [0.25] * arguments[-2]
-        if method == "memory" or self._name not in self.seconds:
-            raise WorkerError("out of memory")
-        median = self.seconds[self._name]
-        memory = {"peak": 3_000_000, "results": 1_000_000, "beyond": 2_000_000}
-        entry = {"median": median, "p20": median, "p80": median, "calls": 5, "memory": memory, "latency": 5e-5}
-        return entry | ({"graph": {**entry, "median": 8e-5}} if self._name == OURS else {})
-
-    def close(self) -> None:
-        pass
-
-
-def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str = "", **changes: Any) -> Session:
-    monkeypatch.setattr("bench.session.Remote", _Served)
-    monkeypatch.setattr(_Served, "wrong", wrong)
-    return Session(tmp_path, plan=Plan(rounds=2, block=0.001, budget=1.0, sgemm=32), **changes)
-
-
-def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workload = replace(find("tsai-c10-fc"), types=80_000)  # votes that are worth blocks
-    session = _session(tmp_path, monkeypatch, names=ALTERNATIVES[1:3], threads=2)
-    session.machine["capability"] = "avx512"
-    row, samples = session.run(Case(workload, 1, False))
-    assert row["peak_gflops"] == pytest.approx(2 * MULTIPLY_ADDS / 0.25 / 1e9)
-    assert row["peak_share"] == pytest.approx(row["gflops"] / row["peak_gflops"])
-    assert row["alternatives"][BLOCKED] == {"settings": {"block": 7}} | row["alternatives"][f"{STORED}-compiled"]
-    assert row["gflops"] == pytest.approx(workload.operations(1) / 0.25 / 1e9) and not row["complete"]
-    assert row["speedup"] == 1.0 and set(samples) == {OURS, *ALTERNATIVES[1:3]}
-    assert session.run(Case(workload, 1, False))[0] is row  # measured once
-    monkeypatch.setattr(_Served, "wrong", OURS)
-    row, samples = session.run(Case(workload, 1, True))
-    assert row["refused"] == "parents errs by 1" and not samples
-    assert session.file is not None
-    written = record.load(session.file)
-    assert [("refused" in row, "fastcaps" in row) for row in written] == [(False, True), (True, False)]
-    assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
-    assert "refused" in report.markdown(session.rows)
-    monkeypatch.setattr(_Served, "wrong", "")
-    session.machine["capability"] = None  # no native code, and votes that no matmul makes
-    row, samples = session.run(Case(find("zhao-pool"), 1, False))
-    assert BLOCKED not in row["alternatives"] and BLOCKED not in samples
-    assert record.has(tmp_path, Case(workload, 1, False)) and not record.has(tmp_path, Case(workload, 1, True))
-    assert "peak_share" not in row
-    session.close()
-
-
-def test_a_wrong_compiled_result_has_a_second_chance_and_a_wrong_eager_one_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(find("tsai-c10-fc"), 1, False)
-    session = _session(tmp_path, monkeypatch, wrong="batched-matmul-compiled")
-    entry = session.run(case)[0]["alternatives"]["batched-matmul-compiled"]
-    assert entry["median"] == 0.25 and entry["note"].startswith("wrong result: parents errs by 1; run again")
-    session = _session(tmp_path, monkeypatch, wrong="batched-matmul")
-    row = session.run(case)[0]
-    assert row["alternatives"]["batched-matmul"] == {"failed": "wrong result: parents errs by 1"}
-    assert len({entry["calls"] for entry in row["alternatives"].values() if "calls" in entry}) == 1
-
-
-def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = cases(["tsai-c10-conv1"], False, "cuda", [128, 1], ["fp32"])
-    took = {OURS: 1e-4, TRITON: 2e-4, "blocked-matmul-compiled": 2e-3, "einsum-compiled": 3e-3}
-    monkeypatch.setattr(_Served, "seconds", took)
-    session = _session(tmp_path, monkeypatch, BLOCKED, device="cuda", clock=False, seconds=1000.0)
-    row = session.run(rows[0])[0]
-    assert row["fastest"] == "blocked-matmul-compiled" and row["speedup"] == pytest.approx(2e-3 / 8e-5)
-    assert row["alternatives"]["batched-matmul-compiled"] == {"failed": "out of memory"}
-    assert row["alternatives"]["blocked-matmul"] == {"failed": "wrong result: parents errs by 1"}
-    assert row["sgemm_share"] == pytest.approx(row["operations"] / 8e-5 / 5e13) and row["complete"]
-    session.run(rows[2])
-    session._until -= 1001
-    with pytest.raises(LeftOut, match="time is used up"):
-        session.run(rows[1])
-    session.close()
-    assert session.file is not None and len(json.loads(session.file.read_text())["rows"]) == 2
-    text = report.markdown(session.rows)
-    assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | blocked, compiled | 2.00" in text
-    assert "| 0.080 | 0.200 |" in text and "2.00 (0.1%)" in text and "Test Device: copies 4.00 TB/s" in text
-    assert "stored, compiled: out of memory: tsai-c10-conv1 batch 128 forward" in text
-    assert "50.0 us to the end, three smallest launches take 30.0 us" in text
-    assert "0.080 ms, goal" not in " ".join(goals.shortfalls(session.rows))  # of 0.30 ms
-
-
-# The command
-
-
-def test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders(tmp_path: Path) -> None:
-    few = ["--workload", "zhao-pool", "--batch", "2", "--threads", "1", "--results", str(tmp_path)]
-    command = [sys.executable, "-m", "pytest", "bench", "-q", *few, f"--benchmark-json={tmp_path / 'benchmark.json'}"]
-    # a worker of pytest-xdist marks its children as workers too, and pytest-benchmark then measures nothing
-    alone = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=alone)
-    assert done.returncode == 0, done.stdout
-    found = json.loads((tmp_path / "benchmark.json").read_text())["benchmarks"]
-    groups = {one["group"] for one in found}
-    assert groups == {"zhao-pool batch 2 forward", "zhao-pool batch 2 training step"} and len(found) == 6
-    (written,) = tmp_path.glob("bench-*.json")
-    row = json.loads(written.read_text())["rows"][0]
-    (ours,) = (one for one in found if one["group"].endswith("forward") and one["name"].endswith("fastcaps]"))
-    assert ours["stats"]["rounds"] == row["fastcaps"]["calls"]
-    assert ours["stats"]["median"] == pytest.approx(row["fastcaps"]["median"], rel=1e-6)
+def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict[str, Any]) -> None:
+    single = row | {"batch": 1, "default": False, "goal": {"speedup": 35}, "sgemm_gflops": 380.0}
+    text = report.markdown([row, row | {"mode": "training step"}, single])
+    assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 344 GFLOP/s (344 to 380 over the rows)" in text
+    assert "| tsai-c10-conv1 | 8 | 231 | 5.00 (5.00-5.00) | stored, compiled* | 150 (150-150) | 30.0× | 139 |" in text
+    assert "| 139 | 40% | 65% | 1.00 (0.4%) | 698 | 25.0 |" in text
+    assert "batch 1 forward: 30.0× of the fastest alternative, goal 35.0×" in text
+    assert "einsum, compiled: out of memory" in text
+    slower = row | {"mode": "training step", "speedup": 0.52}
+    doubtful = row | {"speedup": 6735.0, "doubts": ["195% of the peak"]}
+    text = report.summary([slower, doubtful])
+    assert text.startswith("An alternative is faster in 1 of 2 rows:\n\n- `tsai-c10-conv1` batch 8, training step: 0.5")
+    assert "| `tsai-c10-conv1` (8) | 5.00 | ~6,735× | 5.00 | 0.520× | 1.00 | 698 |" in text
+    assert "- tsai-c10-conv1 batch 8 forward: 195% of the peak" in report.markdown([doubtful])
+    text = report.html([row, row | {"mode": "training step"}, single | {"speedup": None, "fastest": None}])
+    assert text.count("<svg") == 1 and 'name="viewport"' in text and "<td>30.0×</td>" in text
+    for said in ("30.0×", "40%", "1.00", "698", "tsai-c10-conv1", "stored votes"):
+        assert f">{said}</text>" in text, said
+    assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import url", text)  # nothing from the network
+    text = report.html([row | {"batch": 2, "default": False, "memory": {}}])  # as of a quick run
+    assert ">30.0×</text>" in text and "stored votes</text>" not in text
 
 
 # Two commits
 
 
-def test_a_row_that_is_fast_and_wrong_has_no_ratio() -> None:
-    wrong: list[str] = []
+def test_the_older_side_has_its_own_package_and_this_checkouts_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "old" / "fastcaps").mkdir(parents=True)
+    (tmp_path / "old" / "fastcaps" / "__init__.py").write_text("print('the older one')")
+    folder = compare.linked(tmp_path / "old", tmp_path / "linked")
+    script = "import fastcaps._testing.judge as one, bench.process as other; print(one.__file__, other.__file__)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, tmp_path / "old", ROOT)))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True)
+    files = [str(Path(one).resolve().relative_to(ROOT)) for one in done.stdout.split()[3:]]
+    assert done.stdout.startswith("the older one") and files == ["fastcaps/_testing/judge.py", "bench/process.py"]
+    with pytest.raises(ValueError, match="is neither a tree with fastcaps/ in it nor a commit"):
+        compare.tree_of("no-such-commit")
 
-    class Pretender:
-        """A side that answers at once."""
 
-        def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
-
-        def call(self, _: float, method: str, *given: Any) -> Any:
-            if method == "check":
-                return "".join(wrong)
-            return {} if method == "prepare" else [self.seconds] * given[0]
-
+def test_two_commits_are_judged_by_their_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, *_ = compare.rows_of(["tiny-attention"])
-    pair: Any = [Pretender(4.0), Pretender(1.0)]
-    assert compare.measure(pair, case, Plan(rounds=2))["ratio"] == 0.25
-    wrong.append("parents err by 1")
-    row = compare.measure(pair, case, Plan(rounds=2))
-    assert "ratio" not in row and "refused: parents err by 1" in compare.line(row)
-
-
-def test_a_comparison_is_judged_by_its_medians() -> None:
-    row = {"workload": "barham", "batch": 1, "mode": "forward", "old": 1.0, "new": 1.0, "least": 1.0, "most": 1.0}
-    tiny = row | {"workload": "tiny-em", "ratio": 0.5}
-    lines, passed = compare.summary([row | {"ratio": 1.02}, row | {"ratio": 1.2, "least": 1.1}, tiny], 0.03)
-    assert not passed and "workloads: median ratio 1.110 over 2 rows" in lines
-    assert any(line.startswith("slower: barham batch 1 forward") for line in lines)
-    assert compare.summary([row | {"ratio": 1.02}, tiny], 0.03)[1]
-    differs = {"workload": "barham", "batch": 1, "mode": "forward", "refused": "parents differs by 1"}
-    assert not compare.summary([row | {"ratio": 1.0}, differs], 0.03)[1]
-    same = {"parents": np.array([1.0, 2.0])}
-    assert compare.disagreement(same, same) == ""
-    assert "differs by nan" in compare.disagreement(same, {"parents": np.array([1.0, np.nan])})
-
-
-def test_tables_hold_the_figures_and_what_is_wrong_with_them(tmp_path: Path) -> None:
-    single = _row(batch=1, default=False, goal={"speedup": 1}, sgemm_gflops=380.0, peak_gflops=250.0, peak_share=0.555)
-    text = report.markdown([_row(), _row(mode="training step", goal=None), single])
-    assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 370 GFLOP/s (370 to 380 over the rows)" in text
-    cells = "5.00 (4.50-5.50) | stored, compiled* | 150 (135-165) | 30.0× | 139 | 38% | 1.00 (0.4%) | 698 | 12.0 |"
-    assert f"| tsai-c10-conv1 | 8 | 231 | {cells}" in text
-    assert "30.0× of the fastest alternative, goal 35.0×" in text
-    assert "blocked, compiled: the process died (exit code -6)" in text
-    slower, doubtful = _row(mode="training step", speedup=0.52), _row(speedup=6735.0, doubts=["195% of the peak"])
-    text = report.summary([slower, doubtful])
-    assert text.startswith("An alternative is faster in 1 of 2 rows:\n\n- `tsai-c10-conv1` batch 8, training step: 0.5")
-    assert "| `tsai-c10-conv1` (8) | 5.00 | ~6,735× | 5.00 | 0.520× | 1.00 | 698 |" in text
-    assert "- tsai-c10-conv1 batch 8 forward: 195% of the peak" in report.markdown([doubtful])
-    figures = ("fastcaps", "fastest", "speedup", "gflops", "sgemm_gflops", "sgemm_share", "memory")
-    refused = {name: value for name, value in _row().items() if name not in figures}
-    text = report.markdown([refused | {"refused": "parents errs by 1", "alternatives": {}}])
-    assert "refused: parents errs by 1" in text and "× " not in text
-    rows = [_row(), _row(mode="training step"), _row(batch=1, default=False, speedup=None, fastest=None)]
-    text = report.html(rows)
-    assert text.count("<svg") == 1 and 'name="viewport"' in text and "<td>30.0×</td>" in text
-    for said in ("30.0×", "38%", "1.00", "698", "tsai-c10-conv1", "stored votes"):
-        assert f">{said}</text>" in text, said
-    assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import url", text)  # nothing from the network
-    quick = [_row(batch=2, default=False, memory=None), _row(batch=2, default=False, mode="training step", memory=None)]
-    text = report.html(quick)  # which measures no memory, and draws the batches that it has
-    assert ">30.0×</text>" in text and "stored votes</text>" not in text
+    took = TOOK | {BEFORE: 0.004}
+    found = []
+    for wrong in ("", OURS, BEFORE):
+        session = _session(tmp_path, monkeypatch, took, wrong, names=[BEFORE], quick=True)
+        found.append(compare.compared(session.run(case)))
+    assert found[0]["ratio"] == pytest.approx(1.25) and "ratio" not in found[1] | found[2]
+    assert compare.line(found[1]).endswith("refused: parents errs by 1")
+    assert compare.line(found[2]).endswith("refused: the older side: wrong result: parents errs by 1")
+    assert not compare.summary(found[1:2], 0.03)[1] and not compare.summary(found[2:], 0.03)[1]
+    lines, passed = compare.summary([found[0], found[0] | {"workload": "barham", "ratio": 1.02, "least": 1.0}], 0.03)
+    assert not passed and "workloads: median ratio 1.020 over 1 rows" in lines  # tiny calls are counted apart
+    assert any(line.startswith("slower: tiny-attention batch 1 forward") for line in lines)
+    assert compare.summary([found[0] | {"ratio": 1.02, "least": 1.0}], 0.03)[1]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import RECIPE
 
 import fastcaps
 from fastcaps import cli
@@ -19,12 +20,6 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     status = cli.main(arguments)
     out, err = capsys.readouterr()
     return status, out, err
-
-
-def train_digits(out: Path, *more: str) -> list[str]:
-    """Arguments of a run of seconds."""
-    few = ["--epochs", "1", "--limit", "128", "--accelerator", "cpu"]
-    return ["train", "--network", "digits", "--data", "digits", "--out", str(out), *few, *more]
 
 
 def test_a_plain_import_is_light_and_finds_every_part() -> None:
@@ -39,19 +34,14 @@ def test_a_plain_import_is_light_and_finds_every_part() -> None:
     assert done.stdout.startswith("set()\n") and done.stdout.endswith("\nset() \n") and "sabour-mnist" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--epochs", "many"], "Invalid value for '--epochs': 'many' is not a valid int"),
-        (["trian"], "fastcaps trian: No such command 'trian'."),
-    ],
-)
-def test_wrong_command_lines_exit_with_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2 and message in capsys.readouterr().err
+def test_wrong_command_lines_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, message in (
+        ("train --epochs many", "Invalid value for '--epochs': 'many' is not a valid int"),
+        ("trian", "fastcaps trian: No such command 'trian'."),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(command.split())
+        assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
 # --- info ------------------------------------------------------------------------------------------------------------
@@ -74,7 +64,6 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
     [
         ("train", "missing --network and --data"),
         ("train --network digits", "missing --data, or --recipe (fastcaps train --list"),
-        ("train --network lstm --data digits", "network.name: got 'lstm', want a network of"),
         ("train --network digits --data emnist", "the data set 'emnist' is not in this fastcaps; there are mnist"),
         ("train --network digits --data mnist --data-dir absent-folder", "absent-folder: no such folder"),
         ("train --network mnist --data digits --routing random", "network mnist cannot be built for digits"),
@@ -85,7 +74,6 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
         ("train --network digits --data digits --resume --overwrite", "give one of them"),
         ("train --resume here --out there", "both name the run's folder: give one of them"),
         ("explain nets", "no network is called 'nets'"),
-        ("explain digits --dtype float31", "--dtype float31: not a dtype of torch"),
         ("explain digits --backend gpu", "'gpu'"),
         ("explain digits --set turns=3", "turns"),
         ("explain digits --device abacus", "--device: got abacus, but torch finds no such device here"),
@@ -108,29 +96,37 @@ def test_what_is_wrong_is_told_in_one_line(
 
 
 def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With a recipe of one's own: only a run with the same settings goes on, not the recipe as it stands."""
     pytest.importorskip("lightning")
-    out = tmp_path / "run"
-    status, printed, err = call(capsys, *train_digits(out, "--iterations", "3", "--seed", "5"))
+    mine, out = tmp_path / "mine.yaml", tmp_path / "run"
+    mine.write_text(RECIPE)
+    command = ["train", "--recipe", str(mine), "--out", str(out)]
+    changes = ["--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}", "--seed", "5"]
+    status, printed, err = call(capsys, *command, *changes)
     assert (status, err) == (0, "")
     accuracy = 100 * json.loads((out / "result.json").read_text())["test_accuracy"]
-    assert "epoch 1/1: training loss" in printed
-    assert f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
+    assert "epoch 1/1: training loss" in printed and f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
     kept = json.loads((out / "config.json").read_text())
-    assert kept["network"]["options"] == {"iterations": 3} and kept["seed"] == 5 and kept["epochs"] == 1
-
-    status, printed, _ = call(capsys, "train", "--resume", str(out))
+    assert (kept["seed"], kept["optimizer"]["lr"], kept["recipe"]) == (5, 0.004, str(mine))
+    assert kept["loss"] == {"name": "margin", "upper": 0.8, "lower": 0.1, "down_weight": 0.5, "reconstruction": 0.0}
+    status, printed, _ = call(capsys, "train", "--resume", str(out), "--set", "loss.upper=0.8", "--lr", "0.004")
     assert status == 0 and f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
     assert json.loads((out / "config.json").read_text()) == kept
     for given, named in (
-        (["--seed", "6"], "--seed 6 does not agree with the run"),
-        (["--iterations", "1"], "--iterations 1 does not agree"),
-        (["--set", "data.flip=true"], "--flip does not agree"),
-        (["--set", "optimizer.eps=0.5"], "--set optimizer.eps=0.5 does not agree"),
+        (["--seed", "6"], "holds a run with other settings: seed is 5 there and 6 here; give"),
+        (["--iterations", "1"], "network.options.iterations is 2 there and 1 here"),
+        (["--set", "data.flip=true"], "data.flip is None there and True here"),
+        (["--set", "loss.upper=0.7"], "loss.upper is 0.8 there and 0.7 here"),
+        (
+            ["--recipe", str(mine)],
+            "loss.name is margin there and cross-entropy here and ",
+        ),
+        (["--set", "optimizer.lr"], "--set optimizer.lr: got no value, want FIELD=VALUE"),
     ):
         status, _, err = call(capsys, "train", "--resume", "--out", str(out), *given)
         assert status == 1 and named in err
-    status, printed, err = call(capsys, *train_digits(out, "--overwrite", "--json"))
-    assert status == 0 and json.loads((out / "config.json").read_text())["network"]["options"] == {}
+    status, printed, err = call(capsys, *command, "--overwrite", "--json")
+    assert status == 0 and json.loads((out / "config.json").read_text())["loss"]["name"] == "cross-entropy"
     assert json.loads(printed) == {"out": str(out), **json.loads((out / "result.json").read_text())}
 
 
@@ -147,34 +143,26 @@ def test_recipes_set_the_defaults_and_options_replace_them(monkeypatch: pytest.M
     monkeypatch.setattr(training, "train", stop)
     monkeypatch.chdir(tmp_path)
     for command in (
-        "--recipe tsai-iar-resnet-c10 --lr 0.05 --set schedule.at=[1/2] --data-dir x",
+        "--recipe tsai-iar-resnet-c10 --lr 0.05 --set schedule.at=[1/2]",
         "--network digits --data digits --data-dir here --set loss=margin --no-flip",
     ):
         assert cli.main(["train", *command.split()]) == 1
     paper, quick = seen
-    assert (paper.epochs, paper.optimizer.name, paper.schedule.name) == (350, "sgd", "milestones")
-    assert (paper.optimizer.lr, paper.schedule.at) == (0.05, (0.5,))
-    assert str(paper.folder) == "runs/tsai-iar-resnet-c10"
-    assert (quick.epochs, quick.optimizer.name, quick.loss.name) == (2, "adam", "margin")
-    assert str(quick.folder) == "runs/digits-digits" and quick.data.flip is False
-    assert quick.data.dir == str(tmp_path / "here")  # found again from any folder
+    changes = {"optimizer.lr": 0.05, "schedule.at": (0.5,)}
+    assert paper == training.recipe("tsai-iar-resnet-c10", changes).config
+    data = {"name": "digits", "dir": str(tmp_path / "here"), "flip": False}  # found again from any folder
+    assert quick == training.TrainConfig.of(network="digits", data=data, loss="margin")
+    assert (str(paper.folder), str(quick.folder)) == ("runs/tsai-iar-resnet-c10", "runs/digits-digits")
 
 
-def test_ctrl_c_exits_with_130_and_says_how_to_go_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("lightning")
-    from fastcaps import training
+def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What train and reproduce say besides is in test_training_abuse and test_training_tables."""
 
-    def raising(error: BaseException) -> Any:
-        return lambda *_, **__: (_ for _ in ()).throw(error)
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "train", raising(SystemExit(1)))  # what Lightning makes of Ctrl-C
-    status, _, err = call(capsys, *train_digits(tmp_path / "run"))
-    assert status == 130 and f"stopped; fastcaps train --resume {tmp_path / 'run'} goes on" in err
-    monkeypatch.setattr(fastcaps, "explain", raising(KeyboardInterrupt()))
-    status, _, err = call(capsys, "info")
-    assert (status, err) == (130, "fastcaps info: stopped\n")
+    monkeypatch.setattr(fastcaps, "explain", stop)
+    assert call(capsys, "info") == (130, "", "fastcaps info: stopped\n")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from stand_ins import fake_transformers
-from test_data_readers import cifar_bytes, idx_bytes, refused, without, write, write_mnist
+from test_data_readers import cifar_bytes, idx_bytes, refused, write, write_mnist, write_trees
 
 from fastcaps import data
 from fastcaps.data import (
@@ -29,10 +30,10 @@ from fastcaps.data import (
 
 def test_items_are_normalised_and_padding_is_black() -> None:
     images, labels = np.random.RandomState(2).randint(0, 256, (6, 3, 8, 8)).astype(np.uint8), np.arange(6) % 3
-    mean, std = np.array([0.1, 0.2, 0.3]), np.array([0.5, 0.6, 0.7])
-    dataset = ImageDataset(images, labels, mean=mean.tolist(), std=std.tolist())
+    dataset = ImageDataset(images, labels, mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7])
     image, label = dataset[4]
-    np.testing.assert_allclose(image.numpy(), (images[4] / 255 - mean[:, None, None]) / std[:, None, None], atol=1e-6)
+    wanted = (images[4].transpose(1, 2, 0) / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
+    np.testing.assert_allclose(image.permute(1, 2, 0), wanted, atol=1e-6)
     assert int(label) == labels[4] and len(dataset) == 6
     assert torch.equal(dataset[-1][0], dataset[5][0])
     with pytest.raises(IndexError):
@@ -45,17 +46,7 @@ def test_items_are_normalised_and_padding_is_black() -> None:
     assert values.unique().tolist() == [-1.0, 1.0]  # black is (0 - 0.5) / 0.5, never 0
 
 
-def test_datasets_refuse_what_does_not_fit() -> None:
-    images, labels = np.zeros((6, 3, 8, 8), np.uint8), np.arange(6) % 3
-    for given, mean, std, message in (
-        ((images, labels[:-1]), (0, 0, 0), (1, 1, 1), r"want \[n, c, h, w\] and \[n\]"),
-        ((images, labels), (0,), (1, 1, 1), "got 1 and 3 numbers for 3 channels"),
-        ((images, labels + 0.5), (0, 0, 0), (1, 1, 1), "labels: got float64, want whole"),
-        ((images, labels), (0, 0, 0), (1, 0, 1), "std: got 1, 0, 1, want numbers above 0"),
-        ((images - np.int16(9), labels), (0, 0, 0), (1, 1, 1), "bytes.*got int16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ImageDataset(*given, mean=mean, std=std)
+# --- the order of batches --------------------------------------------------------------------------------------------
 
 
 def test_batches_of_every_epoch_seed_start_and_rank() -> None:
@@ -77,13 +68,10 @@ def test_batches_of_every_epoch_seed_start_and_rank() -> None:
     assert {index for part in parts for batch in part for index in batch} == set(range(23))
 
 
-# --- the order of batches --------------------------------------------------------------------------------------------
-
-
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def test_embeddings_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_embedded_and_mixed_with_their_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDataError, match=r"none: no config.json here; want a folder of a transformer"):
         TextEmbedder(tmp_path / "none")
     fake_transformers(monkeypatch)
@@ -91,40 +79,30 @@ def test_embeddings_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CorruptDataError, match=r"cannot load a model and its tokenizer \(OSError: no model\)"):
         TextEmbedder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    embed = TextEmbedder(tmp_path)
-    embeddings, mask = embed(["a fine film", "dull", "ab"])
-    assert embeddings.shape == (3, 9, 3, 6) and mask.sum(1).tolist() == [9, 4, 2] and not embeddings.requires_grad
-    for row, text in enumerate(("a fine film", "dull", "ab")):
+    embed, phrases = TextEmbedder(tmp_path), Phrases(("a fine film", "dull", "ab"), (4, 0, 3))
+    embeddings, mask = embed(phrases.texts)
+    assert embed.sizes == (3, 6) and embeddings.shape == (3, 9, 3, 6) and not embeddings.requires_grad
+    assert mask.sum(1).tolist() == [9, 4, 2]
+    for row, text in enumerate(phrases.texts):
         alone, _ = embed([text])  # what pads a batch is not seen
         torch.testing.assert_close(embeddings[row, : alone.shape[1]], alone[0])
         assert not embeddings[row, alone.shape[1] :].any()
     with pytest.raises(ValueError, match="texts: got ' ', which has no token"):
         embed(["a", " "])
-    without(monkeypatch, "transformers")
-    with pytest.raises(MissingDataError, match=r"need transformers, which is not .*: pip install 'fastcaps\[text\]'"):
-        TextEmbedder(tmp_path)
-
-
-def test_phrases_are_mixed_with_their_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_transformers(monkeypatch)
-    (tmp_path / "config.json").write_text("{}")
-    phrases, embed = Phrases(("a fine film", "dull", "ab"), (4, 0, 3)), TextEmbedder(tmp_path)
-    assert embed.sizes == (3, 6)
-    plain = TextDataset(phrases, embed)
-    (embeddings, mask), labels = plain.finish(plain.gather([0, 1, 2]))
-    torch.testing.assert_close((embeddings, mask), embed(phrases.texts), rtol=0, atol=0)
+    plain, mixup = TextDataset(phrases, embed), Mixup(5, 0.4)
+    inputs, labels = plain.finish(plain.gather([0, 1, 2]))
+    torch.testing.assert_close(inputs, (embeddings, mask), rtol=0, atol=0)
     assert labels.tolist() == [4, 0, 3] and plain[1] == ("dull", 0) and len(plain) == 3
-    mixup = Mixup(5, 0.4)
     mixed = TextDataset(phrases, embed, mixup)
     torch.manual_seed(1)
-    (made, shares), targets = mixed.finish(mixed.gather([0, 1, 2]))
+    made = mixed.finish(mixed.gather([0, 1, 2]))
     torch.manual_seed(1)
-    draws = Draws.fresh(3)
-    share, order = mixup.shares(draws), draws.uniform().argsort().tolist()
-    assert order != [0, 1, 2]
-    for k, other in enumerate(order):
-        for got, of in ((made, embeddings), (shares, mask.float()), (targets, torch.eye(5)[labels])):
-            torch.testing.assert_close(got[k], share[k] * of[k] + (1 - share[k]) * of[other])
+    wanted = mixup((embeddings, mask.float()), labels, Draws.fresh(3))
+    torch.testing.assert_close(made, wanted, rtol=0, atol=0)
+    assert not torch.equal(made[0][1], mask.float())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingDataError, match=r"need transformers, which is not .*: pip install 'fastcaps\[text\]'"):
+        TextEmbedder(tmp_path)
 
 
 def test_embeddings_of_a_real_transformer(tmp_path: Path) -> None:
@@ -155,11 +133,9 @@ def test_mnist_is_found_in_its_customary_places(tmp_path: Path, folder: str, pac
     np.testing.assert_array_equal(splits.test.images[:, 0].numpy(), held["t10k-images-idx3-ubyte"])
     assert splits.train.augment is None and splits.test.augment is None
     assert len(data.load("mnist", tmp_path, limit=7).train) == 7
-
-
-def test_fashion_does_not_pass_for_mnist(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "fashion-mnist")
-    for where in (tmp_path, tmp_path / "fashion-mnist"):
+    other = tmp_path / "other"
+    write_mnist(other / "fashion-mnist")
+    for where in (other, other / "fashion-mnist"):  # must not pass for MNIST
         assert data.load("fashion-mnist", where).classes[9] == "Ankle boot"
         with pytest.raises(MissingDataError, match=r"MNIST not found under .* Wanted: the four IDX files"):
             data.load("mnist", where)
@@ -167,15 +143,17 @@ def test_fashion_does_not_pass_for_mnist(tmp_path: Path) -> None:
 
 def test_registry_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
+    write_trees(tmp_path / "bank")
     here = ("cifar10", tmp_path)
     for arguments, options, error, message in (
         (("imagenet",), {}, ValueError, "data: got 'imagenet', want one of mnist, fashion-mnist"),
         (("MNIST",), {}, ValueError, r"data: got 'MNIST' \(did you mean mnist"),
         (("cifar10",), {}, MissingDataError, "needs a data directory"),
         (("cifar10", tmp_path / "absent"), {}, MissingDataError, "no such folder; it should hold the archive 'CIFAR-1"),
-        (here, {}, MissingDataError, r"holds: notes.txt\); looked for data_batch_1.bin in .*cifar-10-"),
-        (("digits",), {"limit": 0}, ValueError, "limit: got 0"),
-        (("sst5", tmp_path), {}, MissingDataError, "sst5 needs transformer=path"),
+        (here, {}, MissingDataError, r"holds: bank, notes.txt\); looked for data_batch_1.bin in .*cifar-10-"),
+        (("digits",), {"limit": 0}, ValueError, "limit must be an int >= 1, got 0"),
+        (("sst5", tmp_path / "bank"), {}, MissingDataError, "sst5 needs transformer=path"),
+        (("sst5", tmp_path), {}, MissingDataError, "Stanford Sentiment Treebank not found under .*_PTB.zip"),
         (("mnist",), {"transformer": "x"}, ValueError, "transformer: got 'x' for mnist, which are images"),
         (("sst5",), {"augment": True}, ValueError, "augment, flip: got True, None for sst5, which are texts"),
     ):

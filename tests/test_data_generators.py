@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import affine_transform
+from scipy.stats import chisquare
 from torch.utils.data import DataLoader
 
-from fastcaps.data import AffineDigits, Draws, OverlappingDigits, ShiftedDigits
+from fastcaps.data import AffineDigits, Draws, ImageDataset, OverlappingDigits, ShiftedDigits
 from fastcaps.data.draws import _STEP, _mix
 
 RAW = {"mean": (0.0,), "std": (1.0 / 255,)}
@@ -21,33 +23,18 @@ KINDS: list[tuple[type[ShiftedDigits], dict[str, Any]]] = [
     (OverlappingDigits, {"single": 1 / 6}),
     (AffineDigits, {"size": 16}),
 ]
-every_kind = pytest.mark.parametrize(("kind", "options"), KINDS, ids=["shifted", "multi", "diverse", "affine"])
 
 
-def digits(count: int = 40, size: int = 6, classes: int = 10, first: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Noise that has no two equal pixels in a row, and labels that differ in number."""
-    random = np.random.RandomState(first)
-    images = random.randint(first, 256, (count, 1, size, size)).astype(np.uint8)
-    return images, random.randint(0, classes, count)
+def digits(count: int = 100, size: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Noise without a black pixel, and labels."""
+    random = np.random.RandomState(1)
+    images = random.randint(1, 256, (count, 1, size, size)).astype(np.uint8)
+    return images, random.randint(0, 10, count)
 
 
-def place(image: np.ndarray, top: int, left: int, size: int) -> np.ndarray:
-    """A digit on a black square, pixel by pixel."""
-    made = np.zeros((size, size), int)
-    for y in range(image.shape[0]):
-        for x in range(image.shape[1]):
-            made[top + y, left + x] = image[y, x]
-    return made
-
-
-def found_at(made: np.ndarray, image: np.ndarray) -> tuple[int, int] | None:
-    """Where the digit lies, if it does."""
-    size = made.shape[0]
-    for top in range(size - image.shape[0] + 1):
-        for left in range(size - image.shape[1] + 1):
-            if np.array_equal(made, place(image, top, left, size)):
-                return top, left
-    return None
+def ink(square: np.ndarray) -> np.ndarray:
+    """What a black square shows, cut out."""
+    return square[square.any(1)][:, square.any(0)]
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -69,28 +56,27 @@ def test_draws_are_those_of_splitmix64() -> None:
     outputs = _mix(torch.arange(1, 4) * _STEP)
     assert [int(n) % (1 << 64) for n in outputs] == published
     draws = Draws(11, torch.tensor([0, 5, 2**40]))
+    assert len(draws) == 3
+    whole, shares = draws.integers(1000, 3), draws.uniform(2, 2)
     for row, item in enumerate((0, 5, 2**40)):
-        again = Draws(11, torch.tensor([0, 5, 2**40]))
         numbers = plain(11, item, 7)
-        assert again.integers(1000, 3)[row].tolist() == [(n & ((1 << 63) - 1)) % 1000 for n in numbers[:3]]
-        assert again.uniform(2, 2)[row].flatten().tolist() == [(n >> 40) / 2**24 for n in numbers[3:]]
-    assert draws.uniform().shape == (3,) and len(draws) == 3
+        assert whole[row].tolist() == [(n & ((1 << 63) - 1)) % 1000 for n in numbers[:3]]
+        assert shares[row].flatten().tolist() == [(n >> 40) / 2**24 for n in numbers[3:]]
 
 
 # --- what holds of all of them ---------------------------------------------------------------------------------------
 
 
-@every_kind
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=["shifted", "multi", "diverse", "affine"])
 def test_an_item_follows_from_its_number_alone(kind: type[ShiftedDigits], options: dict[str, Any]) -> None:
-    made = kind(*digits(), seed=4, length=100, **options)
+    made = kind(*digits(), seed=4, **options)
     images, targets = made.batch(range(100))
     back, back_targets = made.batch(list(range(99, -1, -1)))
     assert torch.equal(back.flip(0), images) and torch.equal(back_targets.flip(0), targets)
     assert torch.equal(made[57][0], images[57]) and torch.equal(made[-1][0], images[99])
     loaded = torch.cat([batch[0] for batch in DataLoader(made, batch_size=7, num_workers=0)])
     assert torch.equal(loaded, images) and len(made) == 100
-    assert torch.equal(kind(*digits(), seed=4, length=100, **options).batch(slice(None))[0], images)
-    assert not torch.equal(kind(*digits(), seed=5, length=100, **options).batch(slice(None))[0], images)
+    assert not torch.equal(kind(*digits(), seed=5, **options).batch(slice(None))[0], images)
     made.set_epoch(1)
     assert not torch.equal(made.batch(slice(None))[0], images)
     made.set_epoch(0)
@@ -98,21 +84,26 @@ def test_an_item_follows_from_its_number_alone(kind: type[ShiftedDigits], option
     drawn = kind(*digits(), **options)  # without a seed torch decides
     torch.manual_seed(0)
     first, second = drawn.batch(range(20))[0], drawn.batch(range(20))[0]
-    assert not torch.equal(first, second)
     torch.manual_seed(0)
-    assert torch.equal(drawn.batch(range(20))[0], first)
+    assert torch.equal(drawn.batch(range(20))[0], first) and not torch.equal(first, second)
 
 
-def test_generators_refuse_what_does_not_fit() -> None:
+def test_data_sets_refuse_what_does_not_fit() -> None:
     images, labels = digits()
+    alike = {"mean": 0.5, "std": 0.25}
     for kind, wrong, options, message in (
-        (ShiftedDigits, (images, labels), {"length": 0}, "length: got 0, want 1 or more"),
+        (ImageDataset, (images, labels[:-1]), alike, r"want \[n, c, h, w\] and \[n\]"),
+        (ImageDataset, (images, labels + 0.5), alike, "labels: got float64, want whole"),
+        (ImageDataset, (images - np.int16(9), labels), alike, "bytes.*got int16"),
+        (ImageDataset, (images, labels), {**alike, "mean": (0, 0)}, "mean: got 2 numbers for 1 channels"),
+        (ImageDataset, (images, labels), {**alike, "std": [0]}, r"std: got \[0\], want numbers above 0"),
         (AffineDigits, (images, labels), {"classes": 9}, "labels: got 0 to 9, want 0 to 8"),
-        (ShiftedDigits, (images, labels), {"shift": -1}, "shift: got -1"),
+        (ShiftedDigits, (images, labels), {"shift": -1}, "shift must be an int >= 0, got -1"),
         (OverlappingDigits, (images, labels), {"single": 1.5}, r"single: got 1\.5, want 0 to 1"),
-        (OverlappingDigits, (images, labels), {"overlay": "mean"}, "overlay: got 'mean', want one of sum, max"),
+        (OverlappingDigits, (images, labels), {"overlay": "mean"}, "overlay must be one of 'sum', 'max', got 'mean'"),
         (AffineDigits, (images, labels), {"scale": (1.2, 0.8)}, r"scale: got \(1.2, 0.8\)"),
-        (AffineDigits, (images, labels), {"rotation": -1}, "rotation, shear: got -1"),
+        (AffineDigits, (images, labels), {"scale": (0, 1)}, r"scale: got \(0, 1\), want two numbers above 0"),
+        (AffineDigits, (images, labels), {"rotation": -1}, "rotation must be a finite number >= 0, got -1"),
         (ShiftedDigits, (images[:0], labels[:0]), {}, "labels: got none"),
         (OverlappingDigits, (images, labels * 0), {}, "labels: got digits of class 0 alone"),
         (AffineDigits, (images[:, :, :4], labels), {}, "images: got 4 x 6 pixels, want squares"),
@@ -127,84 +118,62 @@ def test_generators_refuse_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize(("single", "overlay"), [(0.0, "sum"), (1 / 6, "max")], ids=["multi", "diverse"])
 def test_every_pixel_is_that_of_its_shifted_digits(single: float, overlay: str) -> None:
-    images, labels = digits(12, size=5)
-    made = OverlappingDigits(images, labels, single=single, overlay=overlay, shift=4, length=60, seed=2, **RAW)
+    images, labels = digits(60, size=5)
+    made = OverlappingDigits(images, labels, single=single, overlay=overlay, shift=4, seed=2, **RAW)
     seen, targets = made.batch(slice(None))
     layers, names = made.layers(slice(None))
     assert seen.shape == (60, 1, 13, 13) and targets.dtype == torch.bool and targets.shape == (60, 10)
-    for i in range(60):
-        apart = layers[i].numpy().astype(int)
-        base = i % 12
-        at = found_at(apart[0], images[base, 0])
-        assert at is not None and int(names[i, 0]) == labels[base]
-        there = {int(labels[base])}
+    for i, (under, over) in enumerate(layers.numpy().astype(int)):
+        assert np.array_equal(ink(under), images[i, 0]) and int(names[i, 0]) == labels[i]
+        there = {int(labels[i])}
         if names[i, 1] < 0:
-            assert single and not apart[1].any()
+            assert single and not over.any()
         else:
-            tops = [k for k in range(12) if found_at(apart[1], images[k, 0]) is not None]
-            assert len(tops) == 1 and labels[tops[0]] == int(names[i, 1]) != labels[base]
-            there.add(int(labels[tops[0]]))
-        for y in range(13):
-            for x in range(13):
-                both = min(apart[0, y, x] + apart[1, y, x], 255) if overlay == "sum" else max(apart[:, y, x])
-                assert round(float(seen[i, 0, y, x])) == both
+            (top,) = (k for k in range(60) if np.array_equal(ink(over), images[k, 0]))
+            assert labels[top] == int(names[i, 1]) != labels[i]
+            there.add(int(labels[top]))
+        both = np.minimum(under + over, 255) if overlay == "sum" else np.maximum(under, over)
+        np.testing.assert_array_equal(seen[i, 0].round().numpy(), both)
         assert {k for k in range(10) if targets[i, k]} == there
 
 
 def test_proportions_of_a_large_draw() -> None:
-    images, labels = digits(37, size=2, classes=4)
-    labels[:4] = range(4)
-    draw = 60_000
-    made = OverlappingDigits(images, labels, single=1 / 6, shift=4, classes=4, length=draw, seed=1)
+    images, labels = digits(60_000, size=2)
+    labels = np.maximum(labels - 6, 0)  # seven digits of class 0 for each of 1, 2 and 3
+    made = OverlappingDigits(images, labels, single=1 / 6, shift=4, classes=4, seed=1)
     layers, names = made.layers(slice(None))
     alone = int((names[:, 1] < 0).sum())
-    assert abs(alone - draw / 6) < 4 * math.sqrt(draw * 5 / 36)
+    assert abs(alone - 10_000) < 4 * math.sqrt(60_000 * 5 / 36)
     _, present = made.batch(slice(None))
-    assert int(present.sum()) == 2 * draw - alone
-    assert (names[:, 0] != names[:, 1]).all()
-    # every digit of the other classes is as likely: so a class is as likely as it has digits
-    size = np.bincount(labels, minlength=4)
-    for under in range(4):
-        over = names[(names[:, 0] == under) & (names[:, 1] >= 0), 1]
-        for k in range(4):
-            share = 0 if k == under else size[k] / (37 - size[under])
-            assert abs(int((over == k).sum()) - share * len(over)) <= 4.5 * math.sqrt(len(over) * share * (1 - share))
+    assert int(present.sum()) == 120_000 - alone
+    for under in range(4):  # every digit of the other classes is as likely
+        over = names[(names[:, 0] == under) & (names[:, 1] >= 0), 1].bincount(minlength=4)
+        others = np.bincount(labels[labels != under], minlength=4) / (labels != under).sum()
+        there = others > 0
+        assert over[under] == 0 and chisquare(over[there], others[there] * int(over.sum())).pvalue > 1e-4
     # both digits shift alike, each by itself: 9 x 9 places
-    tops = [(layers[:, k] > 0).any(2).to(torch.uint8).argmax(1) for k in (0, 1)]
-    pairs = torch.stack(tops, 1)[names[:, 1] >= 0]
-    counts = torch.bincount(pairs[:, 0] * 9 + pairs[:, 1], minlength=81)
-    assert (counts - len(pairs) / 81).abs().max() < 5 * math.sqrt(len(pairs) / 81)
+    tops = [(layers[names[:, 1] >= 0, k] > 0).any(2).to(torch.uint8).argmax(1) for k in (0, 1)]
+    assert chisquare((tops[0] * 9 + tops[1]).bincount(minlength=81)).pvalue > 1e-4
 
 
 # --- affine maps -----------------------------------------------------------------------------------------------------
 
 
 def sampled(image: np.ndarray, matrix: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """The image under an affine map: each pixel looks back where it came from, and blends the four pixels around."""
-    side = image.shape[0]
-    (a, b), (c, d) = matrix
-    made = np.zeros((size, size))
-    for row in range(size):
-        for column in range(size):
-            x, y = column + 0.5 - size / 2 - place[0], row + 0.5 - size / 2 - place[1]
-            fx = (d * x - b * y) / (a * d - b * c) + side / 2 - 0.5
-            fy = (a * y - c * x) / (a * d - b * c) + side / 2 - 0.5
-            for py in (math.floor(fy), math.floor(fy) + 1):
-                for px in (math.floor(fx), math.floor(fx) + 1):
-                    if 0 <= px < side and 0 <= py < side:
-                        made[row, column] += (1 - abs(fx - px)) * (1 - abs(fy - py)) * image[py, px]
-    return made
+    """The image under an affine map, by SciPy, which looks back from each pixel, and counts rows first."""
+    back = np.linalg.inv(matrix)[::-1, ::-1]
+    offset = (len(image) - 1) / 2 - back @ ((size - 1) / 2 + place[::-1])
+    return affine_transform(image.astype(float), back, offset, (size, size), order=1, mode="grid-constant")
 
 
 def test_affine_digits_are_the_sampled_map() -> None:
-    images, labels = digits(6, size=9)
-    made = AffineDigits(images, labels, size=15, length=12, seed=3, **RAW)
+    images, labels = digits(12, size=9)
+    made = AffineDigits(images, labels, size=15, seed=3, **RAW)
     seen, targets = made.batch(slice(None))
-    items = torch.arange(12)
-    matrix, place = made.maps(made.images[items % 6], Draws(3 * 1_000_003, items))
-    assert seen.shape == (12, 1, 15, 15) and targets.tolist() == [labels[i % 6] for i in range(12)]
+    matrix, place = made.maps(made.images, Draws(3 * 1_000_003, torch.arange(12)))
+    assert seen.shape == (12, 1, 15, 15) and targets.tolist() == labels.tolist()
     for i in range(12):
-        wanted = sampled(images[i % 6, 0], matrix[i].double().numpy(), place[i].double().numpy(), 15)
+        wanted = sampled(images[i, 0], matrix[i].double().numpy(), place[i].double().numpy(), 15)
         np.testing.assert_allclose(seen[i, 0].numpy(), wanted, atol=0.05)
 
 
@@ -231,11 +200,10 @@ def test_affine_maps_are_the_formula_of_their_draws(options: dict[str, Any]) -> 
 
 
 def test_affine_maps_cut_no_ink_off() -> None:
-    images = np.zeros((1, 1, 28, 28), np.uint8)
-    images[0, 0, 4:24, 7:20] = 200
-    made = AffineDigits(images, np.zeros(1, int), length=4000, seed=0, **RAW)
-    items = torch.arange(4000)
-    matrix, place = made.maps(made.images[items * 0], Draws(0, items))
+    images, labels = np.zeros((4000, 1, 28, 28), np.uint8), np.zeros(4000, int)
+    images[:, 0, 4:24, 7:20] = 200
+    made = AffineDigits(images, labels, seed=0, **RAW)
+    matrix, place = made.maps(made.images, Draws(0, torch.arange(4000)))
     seen, _ = made.batch(slice(None))
     torch.testing.assert_close(seen.sum((1, 2, 3)) / 200, 20 * 13 * torch.linalg.det(matrix), rtol=0.04, atol=0)
     # the box around the ink reaches the edges, and never past them
@@ -243,6 +211,6 @@ def test_affine_maps_cut_no_ink_off() -> None:
     corners = torch.einsum("nij,kj->nki", matrix, box) + place[:, None]
     assert corners.abs().max() <= 20 + 1e-4
     assert (corners.amax((0, 1)) > 19.9).all() and (corners.amin((0, 1)) < -19.9).all()
-    wide = AffineDigits(np.full((1, 1, 28, 28), 9, np.uint8), np.zeros(1, int), size=20, seed=0, length=50)
-    assert wide.maps(wide.images[[0] * 50], Draws(0, torch.arange(50)))[1].abs().max() < 1e-5
-    assert not AffineDigits(images * 0, np.zeros(1, int), seed=0, **RAW).batch(slice(None))[0].any()
+    wide = AffineDigits(np.full((50, 1, 28, 28), 9, np.uint8), labels[:50], size=20)
+    assert wide.maps(wide.images, Draws(0, torch.arange(50)))[1].abs().max() < 1e-5
+    assert not AffineDigits(images[:9] * 0, labels[:9], seed=0, **RAW).batch(slice(None))[0].any()

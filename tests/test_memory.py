@@ -20,23 +20,18 @@ pytestmark = [
 STEP = """
 import torch
 from fastcaps import Window, functional
-
-def status(name):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+from fastcaps.measure import peak_growth
 
 {step}
 
 def grown(*sizes):
     inputs, run = step(*sizes)
-    torch.ones(1).add_(1)
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")
-    before = status("VmRSS")
-    found = run()
-    gradients = torch.autograd.grad(found, inputs, [torch.ones_like(one) for one in found])
-    kept = sum(one.numel() * one.element_size() for one in (*found, *gradients)) / 2**20
-    return status("VmHWM") - before - kept
+    kept = []
+    def forward_and_backward():
+        found = run()
+        kept.extend(found)
+        kept.extend(torch.autograd.grad(found, inputs, [torch.ones_like(one) for one in found]))
+    return (peak_growth(forward_and_backward) - sum(one.numel() * one.element_size() for one in kept)) / 2**20
 
 grown(*{few})  # libraries, thread pools, code that is read on first use
 print(grown(*{sizes}))

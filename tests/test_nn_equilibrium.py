@@ -82,24 +82,8 @@ def test_it_stops_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 <= len(counted) < 200
 
 
-def test_compilers_autocast_stacks_and_explanation() -> None:
-    torch._dynamo.reset()
-    layer = EquilibriumRouting(6, 5, 16, 16, activations=True)
-    layer.scale *= 0.5
-    children = torch.randn(2, 6, 16)
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    found, wanted = run(children), layer(children)
-    torch.testing.assert_close(tuple(found), tuple(wanted), rtol=1e-3, atol=1e-3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        halves = layer(children).poses
-    torch.testing.assert_close(halves.float(), wanted.poses, rtol=0.1, atol=0.1)
-    got, exact, half = (
-        torch.autograd.grad(poses.float().pow(3).sum(), layer.weight)[0]
-        for poses in (found.poses, wanted.poses, halves)
-    )
-    torch.testing.assert_close(got, exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
-    assert halves.dtype == torch.bfloat16 and (half - exact).norm() < 0.2 * exact.norm()
-    assert layer(children[:0]).poses.shape == (0, 5, 16)
+def test_stacks_and_explanation() -> None:
+    layer, children = EquilibriumRouting(6, 5, 16, 16), torch.randn(2, 6, 16)
     assert "30 " in str(explain(layer, children))
     options = {"in_capsules": 2, "in_dim": 4, "size": (4, 4), "iterations": 3, "layer": EquilibriumRouting}
     stack = RoutingStack.build([CapsuleSpec(4, kernel_size=2), CapsuleSpec(3)], **options)
@@ -130,14 +114,7 @@ def test_checkpoints_and_what_is_refused_by_name() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_wrong_options() -> None:
-    for message, options in [
-        ("dropout must be 0", {"dropout": 0.1}),
-        ("start must not be 'learned'", {"start": "learned"}),
-        ("tolerance must be a finite number >= 0", {"tolerance": -1}),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            EquilibriumRouting(4, 3, 4, 4, **options)
+def test_parents_are_found_and_not_given() -> None:
     layer, children = EquilibriumRouting(4, 3, 4, 4), torch.ones(1, 4, 4)
     assert layer(children, iterations=1).shape == (1, 3, 4)
     with pytest.raises(TypeError, match="parents"):

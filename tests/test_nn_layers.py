@@ -11,13 +11,14 @@ from functional_cases import at, expect, gradients, seen_by
 from nn_layers import FORMS, LAYERS, SIZE, Row, draw
 
 import fastcaps
+from fastcaps import nn
 from fastcaps.functional import Explanation, Window
 
 every = pytest.mark.parametrize("row", LAYERS, ids=str)
 forms = pytest.mark.parametrize("form", FORMS)
-VARIANTS = [(row, {}, form) for row in LAYERS for form in FORMS]
-VARIANTS += [(row, {"iterations": 1}, "set") for row in LAYERS]
-VARIANTS += [(row, options, "set") for row in LAYERS for options in row.variants.values()]
+VARIANTS = [(row, options, "dilated") for row in LAYERS for options in row.variants.values()]
+FORMED = [(row, {}, form) for row in LAYERS for form in FORMS] + [(row, {"iterations": 1}, "set") for row in LAYERS]
+name_of = lambda value: str(value).split(" at 0x")[0]  # noqa: E731
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -25,7 +26,7 @@ def same(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(("row", "options", "form"), VARIANTS, ids=lambda value: str(value).split(" at 0x")[0])
+@pytest.mark.parametrize(("row", "options", "form"), [*FORMED, *VARIANTS], ids=name_of)
 def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str) -> None:
     layer = row.make(form, **options)
     children, numbers = draw(layer)
@@ -37,7 +38,9 @@ def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str
     rows, columns, _ = layer.pose_shape
     assert r.shape == (2, *grid, (window.positions if window else 1) * layer.in_capsules, layer.out_capsules)
     poses = children.unflatten(-1, (rows, columns))
-    for place, seen in seen_by(window, poses, layer.weight.detach(), layer.bias, numbers):
+    identities = torch.eye(columns, dtype=poses.dtype).expand(1, layer.out_capsules, -1, -1)
+    weight = identities if layer.weight is None else layer.weight
+    for place, seen in seen_by(window, poses, weight, layer.bias, numbers):
         wanted = row.loop(layer, seen, layer.iterations)
         for part, numbers_there in zip(found, wanted, strict=False):
             expect(at(part, layer.window, place).detach(), numbers_there)
@@ -45,10 +48,13 @@ def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str
     same(row.call(layer, children, numbers), found)
 
 
-@every
-@pytest.mark.parametrize("form", ["rows", "grid"])
-def test_gradients(row: Row, form: str) -> None:
-    layer = row.make(form)
+@pytest.mark.parametrize(
+    ("row", "options", "form"),
+    [*((row, {}, "grid") for row in LAYERS), *(each for each in VARIANTS if "detach" not in each[1])],
+    ids=name_of,
+)
+def test_gradients(row: Row, options: dict[str, Any], form: str) -> None:
+    layer = row.make(form, **options)
     children, numbers = draw(layer)
     leaves = [children.requires_grad_(), numbers.requires_grad_(), *layer.parameters()]
     assert torch.autograd.gradcheck(lambda c, n, *_: row.call(layer, c, n), leaves, fast_mode=True)
@@ -112,18 +118,6 @@ def test_any_number_of_children_and_of_parents(row: Row) -> None:
 
 
 @every
-def test_votes_without_matrices_are_those_of_identities(row: Row) -> None:
-    for window in ({}, {"kernel_size": 2}):
-        layer = row.drawn(2, 3, 4, 4, matrices=False, bias=True, share=True, **window)
-        other = row.drawn(2, 3, 4, 4, bias=True, share=True, **window)
-        with torch.no_grad():
-            other.weight.copy_(torch.eye(2, dtype=torch.float64).expand_as(other.weight))
-        other.load_state_dict(layer.state_dict(), strict=False)
-        children = torch.randn(2, 2, *((3, 4) if window else ()), 4, dtype=torch.float64)
-        same(*(row.call(each, children, return_coefficients=True) for each in (layer, other)))
-
-
-@every
 def test_what_a_call_may_change(row: Row) -> None:
     layer, once, other = row.make(iterations=3), row.make(iterations=1), row.make(iterations=3)
     children, numbers = draw(layer)
@@ -150,25 +144,31 @@ def test_arguments_are_shown_and_explained() -> None:
 
 
 WRONG = [
-    ((6, 3, 15, 15), {}, ValueError, "in_dim must be a square number.*15"),
-    ((6, 3, 16, 25), {}, ValueError, "out_dim must be a multiple of the 4 rows.*25"),
-    ((6, 3, 15, 10), {"matrices": False, "pose": 5}, ValueError, "out_dim must equal in_dim with matrices=False"),
-    ((6, 3, 16, 16), {"pose": "tensor"}, ValueError, "pose must be one of 'matrix', 'vector'"),
-    ((None, 3, 4, 4), {"kernel_size": 3}, ValueError, "in_capsules must be an int with a kernel_size"),
-    ((6, True, 16, 16), {}, TypeError, "out_capsules must be an int"),
-    ((6, 3, 16, 16), {"iterations": -1}, ValueError, "iterations must be an int >="),
-    ((6, 3, 16, 16), {"dtype": torch.int32}, TypeError, "dtype must be a floating-point type, got torch.int32"),
-    ((6, 3, 16, 16), {"kernel_size": 3, "padding": 2**62}, ValueError, "padding must be"),
-    ((6, 3, 16, 16), {"kernel_size": "some"}, ValueError, "kernel_size must be .*, 'all' or None, got 'some'"),
-    ((6, 3, 16, 16), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
-    ((6, 3, 16, 16), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
+    (nn.RoutingPool, (6, 3, 15, 15), {}, ValueError, "in_dim must be a square number.*15"),
+    (nn.RoutingPool, (6, 3, 16, 25), {}, ValueError, "out_dim must be a multiple of the 4 rows.*25"),
+    (nn.RoutingPool, (6, 3, 15, 10), {"matrices": False, "pose": 5}, ValueError, "out_dim must equal in_dim with matr"),
+    (nn.RoutingPool, (6, 3, 16, 16), {"pose": "tensor"}, ValueError, "pose must be one of 'matrix', 'vector'"),
+    (nn.RoutingPool, (None, 3, 4, 4), {"kernel_size": 3}, ValueError, "in_capsules must be an int with a kernel_size"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"dtype": torch.int32}, TypeError, "dtype must be a floating-point type, got torch"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": 3, "padding": 2**62}, ValueError, "padding must be"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "some"}, ValueError, "kernel_size must be .*or None, got 'some'"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
+    (nn.DynamicRouting, (6, 3, 4, 4), {"compete": "children", "leaky": True}, ValueError, "leaky must be False with c"),
+    (nn.DynamicRouting, (6, 3, 4, 4), {"prior": True, "leaky": True}, ValueError, "leaky must be False with prior='le"),
+    (nn.EMRouting, (2, 3, 4, 4), {"kernel_size": 3, "coordinates": True}, ValueError, "False without kernel_size='all"),
+    (nn.EMRouting, (6, 3, 4, 4), {"inverse_temperature": [0.1]}, ValueError, "must have a number for each of the 3"),
+    (nn.EMRouting, (3, 1, 4, 4), {"normalize_cost": True}, ValueError, "normalize_cost must be False for one parent"),
+    (nn.InvertedAttentionRouting, (6, 3, 4, 4), {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\)"),
+    (nn.EquilibriumRouting, (4, 3, 4, 4), {"dropout": 0.1}, ValueError, "dropout must be 0"),
+    (nn.EquilibriumRouting, (4, 3, 4, 4), {"start": "learned"}, ValueError, "start must not be 'learned'"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "error", "message"), WRONG)
-def test_wrong_constructor_arguments(sizes: Any, options: Any, error: Any, message: str) -> None:
+@pytest.mark.parametrize(("kind", "sizes", "options", "error", "message"), WRONG)
+def test_wrong_constructor_arguments(kind: Any, sizes: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        fastcaps.RoutingPool(*sizes, **options)
+        kind(*sizes, **options)
 
 
 @every

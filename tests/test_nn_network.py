@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functional_cases import draw
-from nn_layers import LAYERS
 from torch import Tensor, nn
 
-from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, losses, models
+from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models
 from fastcaps.nn import CapsNet, CapsuleSpec, EMRouting, HeinsenRouting
 from fastcaps.nn.capsnet import feature_shape
 from fastcaps.vectors import squash
@@ -79,15 +78,6 @@ def test_primary_capsules_of_every_kind() -> None:
     assert scored.batch_norm is not scored.activation_batch_norm
 
 
-@pytest.mark.parametrize(("size", "channels"), [(12, 1), ((7, 31), 1), ((50, 9), 2)])
-def test_any_image_size_and_channels(size: Any, channels: int) -> None:
-    net = make(channels, size).eval()
-    height, width = net.image_size
-    assert net(torch.randn(3, channels, height, width)).shape == (3, 5)
-    grid = [((n + 1) // 2 - 3) // 2 + 1 for n in (height, width)]
-    assert net.routing.layers[-1].in_capsules == 3 * grid[0] * grid[1]
-
-
 # ---- head and network ------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +122,6 @@ def test_network_is_its_parts() -> None:
 
 
 NETWORKS: dict[str, dict[str, Any]] = {
-    **{row.name: {"layer": row.kind, "head": row.kind.head} for row in LAYERS},
     "heinsen-linear": {"layer": HeinsenRouting, "bias": True},
     "class-layer": {"classes": CapsuleSpec(5, kernel_size="all", share=True, layer=EMRouting), "head": "activations"},
     "active": {"activations": True},
@@ -141,7 +130,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_of_any_layers_learns(name: str, one_thread: None) -> None:
+def test_all_of_a_network_takes_part(name: str) -> None:
+    """As it does where all layers are of one class: test_models trains those."""
     options = {"dtype": torch.float64, "device": "cpu", "primary": {"dilation": 2, "kernel_size": 2}}
     net = make(size=12, hidden=[CapsuleSpec(4, kernel_size=3)], **options, **NETWORKS[name])
     layer = net.routing.layers[0]
@@ -149,16 +139,7 @@ def test_a_network_of_any_layers_learns(name: str, one_thread: None) -> None:
     assert net.primary.scores == (layer.activity_name == "scores")
     images, labels = draw(6, 1, 12, 12), torch.arange(6) % 5
     assert net(images, return_trace=True)[1].poses[-1].shape == (6, 5, 4)
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    history = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        torch.manual_seed(1)  # the same dropout
-        loss = (losses.margin_loss if name == "dynamic" else F.cross_entropy)(net(images), labels)
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    assert history[-1] < history[0]
+    F.cross_entropy(net(images), labels).backward()
     for path, parameter in net.named_parameters():
         # The head's bias moves all logits alike, which cross-entropy does not see: the one gradient that is 0.
         assert path == "head.linear.bias" or parameter.grad.any(), path
@@ -181,7 +162,6 @@ def test_wrong_arguments_are_named() -> None:
     for error, message, call in [
         (ValueError, r"features must be \[B, 5, H, W\], got \[2, 4, 6, 7\]", lambda: primary(torch.randn(2, 4, 6, 7))),
         (ValueError, "smaller than the window", lambda: primary(torch.randn(2, 5, 2, 7))),
-        (ValueError, "normalize must be one of 'layer_norm', 'sq", lambda: PrimaryCapsules(5, 3, 4, normalize="batch")),
         (ValueError, "in_channels must be 9 with kernel_size=None", lambda: PrimaryCapsules(12, 3, 3, **own)),
         (ValueError, "need a kernel_size", lambda: PrimaryCapsules(12, 3, 3, padding=1, **own)),
         (ValueError, "scores must be False", lambda: PrimaryCapsules(12, 3, 3, scores=True, **own)),

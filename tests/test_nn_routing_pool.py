@@ -118,8 +118,6 @@ def test_detached_coefficients_are_constants() -> None:
 
 WRONG = [
     (((1, 1),), {}, TypeError, r"dim must be an int, the channels of a capsule, got \(1, 1\); kernel_size=None pools"),
-    ((16,), {"sharpness": -1.0}, ValueError, "sharpness must be a finite number >= 0"),
-    ((16,), {"iterations": -1}, ValueError, "iterations must be an int >= 0"),
     ((16,), {"stride": 2}, ValueError, "stride and padding need a kernel_size"),
     ((16,), {"parents": 4}, ValueError, "in_channels must be given with several parents"),
     ((16,), {"parents": 4, "in_channels": 40}, ValueError, "channels that dim = 16 divides, got 40"),

@@ -192,8 +192,6 @@ def test_wrong_arguments_are_named() -> None:
     for error, message, run in [
         (ValueError, "at least one routing layer", lambda: RoutingStack([])),
         (TypeError, r"layers\[1\] must be a routing layer, got Linear", lambda: RoutingStack([below, nn.Linear(4, 4)])),
-        (ValueError, "iterations must be an int >= 1", lambda: make(0)),
-        (ValueError, "routing must be one of 'concurrent', 'sequential', got 'parallel'", lambda: make(2, "parallel")),
         (ValueError, "iterations must be an int >= 1", lambda: make()(draw()[0], iterations=0)),
         (ValueError, r"layers\[1\].in_dim must be 4", lambda: RoutingStack([below, layer(4, 3, 9, 9)])),
         (ValueError, r"in_capsules, 5, does not fit the 4", lambda: RoutingStack([below, layer(5, 3, 4, 4)])),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,34 +45,27 @@ def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, re.Match[s
 @native_only
 @every_routing
 def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
-    met: dict[tuple[str, bool], set[str]] = defaultdict(set)
+    met: dict[str, set[Any]] = defaultdict(set)
     widest = 0
     for backward, dtype, weights, how in schedules(routing):
-        kind = "double" if dtype == torch.float64 else "float"
         widest = max(widest, int(how["width"]) * dtype.itemsize)
         said = how["how"] or ""
-        votes = "folded" if "folded" in said else "twice" if "twice" in said else "kept"
-        if "stay" in said:
-            met["stay", backward].add(how["lanes"])
-        met["lanes", backward].add(f"{kind} {how['lanes']} {weights}")
-        met["votes", backward].add(f"{kind} {how['lanes']} {votes}")
-        met["rows", backward].add(f"{kind} {'one' if how['rows'] == '1' else 'several'}")
-        met["ranges", backward].add("several" if how["ranges"] else "one")
-    assert met["stay", False] == {"positions", "children"} and not met["stay", True]
-    for backward in (False, True):
-        both = [f"{kind} {lanes}" for kind in ("float", "double") for lanes in ("positions", "children")]
-        assert met["lanes", backward] >= {f"{one} {weights}" for one in both for weights in ("own", "shared")}
-        ways = {f"{one} {votes}" for one in both for votes in ("kept", "twice")}
-        if widest < 64:  # bytes of a vector: the votes of so few children at once fit whatever the case
-            ways -= {f"{kind} children twice" for kind in ("float", "double")}
-            met["votes", backward] -= {f"{kind} children twice" for kind in ("float", "double")}
-        if routing.stem == "attention":  # whose matrices may act on the parents instead; of doubles they do not
-            ways |= {"float positions folded", "float children folded"}
-        assert met["votes", backward] == ways
-        assert met["rows", backward] == {
-            f"{kind} {rows}" for kind in ("float", "double") for rows in ("one", "several")
-        }
-        assert met["ranges", backward] == {"one", "several"}
+        one = backward, dtype == torch.float64, how["lanes"]
+        met["stay"] |= {one[::2]} if "stay" in said else set()
+        met["weights"].add((*one, weights))
+        met["votes"].add((*one, "folded" if "folded" in said else "twice" if "twice" in said else "kept"))
+        met["rows"].add((*one[:2], how["rows"] == "1"))
+        met["ranges"].add((backward, how["ranges"] is None))
+    both, lanes = (False, True), ("positions", "children")
+    assert met["stay"] == {*product([False], lanes)}
+    assert met["weights"] == {*product(both, both, lanes, ("own", "shared"))}
+    assert met["rows"] == {*product(both, both, both)} and met["ranges"] == {*product(both, both)}
+    wanted = {*product(both, both, lanes, ("kept", "twice"))}
+    if routing.stem == "attention":  # whose matrices may act on the parents instead; of doubles they do not
+        wanted |= {*product(both, [False], lanes, ["folded"])}
+    spared = {*product(both, both, ["children"], ["twice"])} if widest < 64 else set()
+    # bytes of a vector: the votes of so few children at once fit whatever the case
+    assert met["votes"] - spared == wanted - spared
 
 
 @native_only

@@ -25,7 +25,7 @@ def test_no_specialised_kernel_of_the_library_spills() -> None:
     assert {"FixedPose<4, 4, 4", "FixedPose<8, 8, 8", "TensorPose1x64", "FreePose"} <= {
         pose for one in found for pose in re.findall(r"FixedPose<\d+, \d+, \d+|TensorPose1x64|FreePose", one.name)
     }
-    assert not spilled(found, known=False)
+    assert not spilled(found)
 
 
 def test_what_a_native_library_is_asked_it_answers() -> None:

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_told_in_one_line(stand_ins: dict[str, Any], capsys
     phrases, mnist = ["--recipe", "heinsen-sst5"], ["--network", "mnist", "--data", "mnist"]
     there = [*phrases, *gpt, *here]
     for command, message in (
-        (phrases, "sst5 needs a data directory (--data-dir, data_dir=…) with the treebank's"),
+        (phrases, "Stanford Sentiment Treebank needs a data directory (--data-dir, data_dir=…) with"),
         (["--recipe", "heinsen-sst2", *here], "sst2 needs transformer=path (--set data.options.transformer=path): the"),
         ([*there, "--set", "data.pad=2"], "data.pad: got 2 for sst5, which are texts;"),
         ([*there, "--network", "mnist"], "network mnist takes images and sst5 are texts"),
@@ -124,9 +124,9 @@ def test_several_crops_are_judged_together(stand_ins: dict[str, Any], flip: bool
 
 def overlapping(length: int, kind: type[data.OverlappingDigits] = data.OverlappingDigits, **options: Any) -> Any:
     """Digits over each other: so many images to train with, and 64 to test."""
-    digits = data.read_digits()
-    train = kind(*digits, shift=2, length=length, **options)
-    test = data.OverlappingDigits(*digits, shift=2, length=64, **{**options, "seed": 0})
+    images, labels = data.read_digits()
+    train = kind(images[:length], labels[:length], shift=2, **options)
+    test = data.OverlappingDigits(images[:64], labels[:64], shift=2, **{**options, "seed": 0})
     return data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
 
 

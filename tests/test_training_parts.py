@@ -209,27 +209,3 @@ def test_settings_come_back_from_their_data() -> None:
     assert config.devices == "2" and config.loss.base.upper == 0.8 and config.schedule.at == (1 / 3, 0.5)
     assert config.changed({"loss.base.name": "cross-entropy"}).loss.base == CrossEntropy()
     assert changed({"a": {"name": "x", "b": 1}}, {"a.c": 2, "a.name": "y"}) == {"a": {"name": "y", "c": 2}}
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_recipe_asks_of_images_is_done() -> None:
-    pytest.importorskip("sklearn")
-    from fastcaps.training.config import Data
-    from fastcaps.training.data import hold_out, read_data
-
-    splits = read_data(Data("digits", resize=10, crop=6, mixup=0.2, limit=50))
-    images, targets = splits.train.batch([0, 1, 2])
-    assert images.shape == (3, 1, 6, 6) and splits.image_size == 6
-    assert targets.shape == (3, 10) and targets.sum(1) == pytest.approx([1, 1, 1])
-    tested, labels = splits.test.batch([0, 1, 2])
-    assert tested.shape == (3, 1, 6, 6) and labels.dtype == torch.int64
-    assert torch.equal(tested, splits.test.batch([0, 1, 2])[0])  # the middle, every time
-    _, held_out = hold_out(splits.train, 5, splits.test.augment)
-    assert held_out.finish(held_out.__getitems__([0]))[0][0].shape == (1, 6, 6)
-    padded = read_data(Data("digits", pad=2, flip=False))
-    wide = torch.nn.functional.pad(padded.train.images[7], (2, 2, 2, 2))
-    found = (padded.train.batch([7])[0] * padded.train.std + padded.train.mean)[0] * 255
-    places = [(wide[:, y : y + 8, x : x + 8] - found).abs().max() for y in range(5) for x in range(5)]
-    assert min(places) < 1e-3

@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import SHAPES
+from stand_ins import RECIPE, network_of
 
-from fastcaps import cli, models
+from fastcaps import cli
 from fastcaps.training import recipes, tables
 from fastcaps.training.fields import as_data, flat
 from fastcaps.training.folder import write_settings
-
-
-def builds(config: Any) -> None:
-    """The network of a run can be made."""
-    sizes: dict[str, Any] = {}
-    if config.data.name in SHAPES:
-        channels, pixels, classes = SHAPES[config.data.name]
-        sizes = {"in_channels": channels, "image_size": config.data.crop or pixels, "classes": classes}
-    with torch.device("meta"):
-        network = models.create(config.network.name, **{**sizes, **config.network.options})
-    assert sum(p.numel() for p in network.parameters()) > 10_000
 
 
 @pytest.mark.parametrize("name", tables.names())
@@ -42,8 +31,13 @@ def test_every_table_is_whole(name: str) -> None:
         assert config.folder == Path("runs") / line.name
         key = (repr(config.network), config.data.name, config.data.crop)
         if (config.network, config.data.name) != (own.network, own.data.name) and key not in built:
-            builds(config)
+            with torch.device("meta"):
+                assert sum(p.numel() for p in network_of(config).parameters()) > 10_000
             built.add(key)
+    if table.beside:  # the runs that it shares are the same there
+        for mine, is_short in ((full, False), (short, True)):
+            there = tables.table(table.beside).lines(Path("runs"), short=is_short)
+            assert all(line.config in [other.config for other in there] for line in mine)
     for a, b in zip(full, short, strict=True):
         assert b.config.epochs < a.config.epochs or name == "heinsen-sst" or table.measure in ("memory", "time")
         assert flat(as_data(b.config)) | {"out": ""} != flat(as_data(a.config)) | {"out": ""}
@@ -51,18 +45,6 @@ def test_every_table_is_whole(name: str) -> None:
 
 # --- a table of digits -----------------------------------------------------------------------------------------------
 
-RECIPE = """
-source: {paper: Somebody 2020, section: "1"}
-network: {name: digits, options: {iterations: 2}}
-data: {name: digits, limit: 256}
-loss: {name: cross-entropy}
-optimizer: {name: adam, lr: 1e-2}
-schedule: {name: constant}
-epochs: 2
-batch_size: 64
-accelerator: cpu
-checkpoint_every: 5
-"""
 TABLE = """
 title: Digits
 source: {{paper: Somebody 2020, section: "1", table: Table 1}}
@@ -83,7 +65,7 @@ def digits(tmp_path: Path) -> Path:
     """The file of a small table."""
     pytest.importorskip("lightning")
     recipe, table = tmp_path / "mine.yaml", tmp_path / "digits.yaml"
-    recipe.write_text(RECIPE)
+    recipe.write_text(f"{RECIPE.replace('epochs: 1', 'epochs: 2').replace('128', '256')}checkpoint_every: 5\n")
     table.write_text(TABLE.format(recipe=recipe))
     return table
 
@@ -93,8 +75,10 @@ def reproduce(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int,
     return status, *capsys.readouterr()
 
 
-def test_a_table_is_trained_and_collected(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = digits.parent / "out"
+def test_a_table_is_trained_and_collected(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = digits.parent / "runs" / "digits.yaml"
     status, told, _ = reproduce(capsys, digits, "--short", "--out", out, "--row", "two turns")
     assert status == 0 and "1 of 1: two turns" in told and "not run" in told
     record = json.loads((out / "table.json").read_text())
@@ -112,6 +96,18 @@ def test_a_table_is_trained_and_collected(digits: Path, capsys: pytest.CaptureFi
     assert row in text and "| one turn | not run | 60.00 |  | 1 × 128 |  |" in text
     assert "Shortened: epochs 1 (in full 2), data.limit 128 (in full 256)." in text
     assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+    from tools import reproduction_page  # the page takes what runs have shown
+
+    monkeypatch.chdir(digits.parent)
+    monkeypatch.setattr(reproduction_page, "names", lambda: ["digits.yaml"])
+    found = reproduction_page.collect(digits.parent / "runs", digits.parent / "pictures")
+    marks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("results", "settings"))
+    page = reproduction_page.page(f"Said.\n{marks}", found)
+    assert f"|  | two turns | {shown} | 40.00 ± 1.5 | 1 × 128 | {results[0]['parameters']:,} |\n" in page
+    assert "| `digits.yaml`: test error in % | one turn | not run | 60.00 | 1 × 128 |  |\n" in page
+    assert "| `digits.yaml` (Somebody 2020, section 1, Table 1) | More turns know more. | Shortened: epochs 1" in page
+    assert "\n\nMade by fastcaps" in page and (digits.parent / "pictures" / "digits.yaml.png").exists()
 
     (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs
     (out / "two" / "result.json").unlink()
@@ -137,7 +133,7 @@ def test_a_table_that_was_stopped_goes_on_in_the_middle(
         status, _, error = reproduce(capsys, *command)
     assert (status, error) == (
         130,
-        f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --out {out} --row one goes on\n",
+        f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --row one --out {out} goes on\n",
     )
     assert not (out / "one" / "result.json").exists()
     status, told, _ = reproduce(capsys, *command)
@@ -196,7 +192,7 @@ def test_what_is_wrong_is_told_in_one_line(
 def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     config = tables.table(str(digits)).lines(digits.parent / "out")[0].config
     config.folder.mkdir(parents=True)
-    write_settings(config, config.folder)
+    write_settings(config)
     (config.folder / "result.json").write_text(content)
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
     assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1
@@ -210,33 +206,3 @@ def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str
     assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines()] == tables.names()
-
-
-def test_the_page_takes_what_runs_have_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools import reproduction_page
-
-    def collect(arguments: list[str]) -> int:
-        rows = [
-            {"row": {"label": "whole"}, "shown": {"": f"whole, turns {k}", "ours": f"{k}", "paper": "9.00",
-             "epochs × images": "1 × 2", "parameters": "7"}} for k in (1, 2)
-        ]  # fmt: skip
-        remarks = [
-            "Test error in %, lower is better.",
-            "Best first.",
-            "Shortened: epochs 1.",
-            "Seed 0; torch 2, 1 threads.",
-        ]
-        document = {"source": "Tsai", "claim": "So.", "remarks": remarks, "rows": rows}
-        (out / "table.json").write_text(json.dumps(document))
-        (out / "picture.png").write_bytes(b"drawn")
-        return int(arguments != ["reproduce", "tsai-figure-4", "--short", "--collect", "--out", str(out)])
-
-    monkeypatch.setattr(cli, "main", collect)
-    out = tmp_path / "tsai-figure-4-short"
-    out.mkdir()
-    found = reproduction_page.collect(tmp_path, tmp_path / "pictures")
-    marks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("results", "settings"))
-    filled = reproduction_page.page(f"Said.\n{marks}", found)
-    assert "| `tsai-figure-4`: test error in % | whole, turns 1, 2 | 1, 2 | 9.00 | 1 × 2 | 7 |\n" in filled
-    assert "| `tsai-figure-4` (Tsai) | So. | Shortened: epochs 1. Seed 0. |\n\nMade by torch 2, 1 threads.\n" in filled
-    assert (tmp_path / "pictures" / "tsai-figure-4.png").read_bytes() == b"drawn"

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("matplotlib")
-
 import torch
 from torch import Tensor, nn
 
 import fastcaps
 from fastcaps import viz
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack
+from fastcaps.viz.routes import _frames
 
 EM, HEINSEN, DYNAMIC = fastcaps.EMRouting, fastcaps.HeinsenRouting, fastcaps.DynamicRouting
 
@@ -104,8 +102,31 @@ def test_coefficients_of_a_pool_are_its_own() -> None:
     found = viz.coefficients(network(), torch.randn(1, 1, 8, 8), even=True)[0, 0]  # counts the windows at a place
     seen = nn.functional.conv_transpose2d(torch.ones(1, 1, 6, 6), torch.ones(1, 1, 3, 3))[0, 0]
     torch.testing.assert_close(found, seen / seen.sum())
-    with pytest.raises(ValueError, match=r"network must be a CapsNet whose .*; got Linear"):
-        viz.coefficients(nn.Linear(2, 2), torch.randn(2, 2))
+    for without in (nn.Conv2d(1, 2, 3), nn.Sequential(net[0], fastcaps.RoutingPool2d(4, kernel_size=2))):
+        with pytest.raises(ValueError, match=r"network must be a CapsNet whose .*; got (Conv2d|Sequential)"):
+            viz.coefficients(without, images)
+
+
+def test_places_are_the_middles_of_what_features_see() -> None:
+    pool, images = fastcaps.RoutingPool2d(4, parents=1), torch.randn(1, 1, 12, 9)
+    rows, columns = viz.places(nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), pool), images, (5, 4))
+    assert rows.tolist() == [1, 3, 5, 7, 9] and columns.tolist() == [1, 3, 5, 7]
+    whole = nn.Sequential(nn.Conv2d(1, 8, (12, 9)), nn.Upsample((4, 3)), pool)  # each sees all: no lattice
+    rows, columns = viz.places(whole, images, (4, 3))
+    assert rows.tolist() == [1, 4, 7, 10] and columns.tolist() == [1, 4, 7]
+
+
+def test_frames_hold_what_windows_see() -> None:
+    specs = [CapsuleSpec(4, kernel_size=3, stride=2, padding=1), CapsuleSpec(3, kernel_size=2), CapsuleSpec(5)]
+    stack = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(6, 8))
+    net: Any = fastcaps.CapsNet(nn.Conv2d(1, 2, 3), fastcaps.PrimaryCapsules(2, 2, 4), stack, nn.Identity())
+    levels = [torch.zeros(each) for each in ((5,), (3, 2, 3), (4, 3, 4), (2, 6, 8))]
+    top, upper, lower, lowest = _frames(net, torch.rand(1, 8, 10), levels)
+    assert top is None and lowest[1] == (1, 1) and lower[1] == (3, 3) and upper[1] == (5, 5)
+    for axis, (places, windows) in enumerate(((6, 3), (8, 4))):
+        assert lowest[0][axis].tolist() == list(range(1, 1 + places))
+        assert lower[0][axis].tolist() == [1 + 2 * k for k in range(windows)]  # the padding lies before the first place
+        assert upper[0][axis].tolist() == [2 + 2 * k for k in range(windows - 1)]
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -113,10 +134,10 @@ def test_pictures(tmp_path: Path) -> None:
     modes = [module.training for module in net.modules()]
     names = [f"class {k}" for k in range(10)]
     drawn = viz.coefficient_map(net, images[:1], tmp_path / "map.svg", title="Maps", names=names, labels=["a"])
-    assert drawn.read_text().count("<svg") == 1
+    assert drawn.read_text().count("<image") == 1 + 10 + 1  # the image, its maps, the bar of colours
     tree = viz.parse_tree(net, images[0], tmp_path / "tree.svg", title="A tree", names=names, branches=2).read_text()
-    fewer = viz.parse_tree(net, images[0], tmp_path / "fewer.svg", title="A tree", names=names, branches=1).read_text()
-    assert len(tree) > len(fewer) and modes == [module.training for module in net.modules()]
+    assert tree.count("<image") == 1 + 2 + 4 + 2  # the class, its children, theirs; all of each of two layers on grids
+    assert modes == [module.training for module in net.modules()]
     flat = fastcaps.models.create("sabour-mnist", image_size=20)  # one layer, whose children come from a grid
     assert viz.parse_tree(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
     moved = torch.rand(2, 4, 5, 1, 8, 6)

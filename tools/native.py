@@ -1,4 +1,4 @@
-"""Other builds of the native sources, each in a folder of its own: for sanitizers and planted faults."""
+"""Other builds of the native sources, each in a folder of its own: for sanitizers, planted faults and guard pages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["FEW_POSES", "LEVEL_FLAGS", "ROOT", "build", "call", "environment"]
+__all__ = ["FEW_POSES", "LEVELS", "LEVEL_FLAGS", "ROOT", "build", "call", "environment", "guarded"]
 
 ROOT = Path(__file__).resolve().parents[1]
+LEVELS = ("default", "avx2", "avx512")
+"""Instruction sets that the CPU library holds kernels for, as ``FASTCAPS_CPU_CAPABILITY`` names them."""
 LEVEL_FLAGS = {"default": "", "avx2": "-mavx2 -mfma -mf16c"}
 """What compiles the CPU kernels once, as they are at this level; the library then calls its level "default"."""
 FEW_POSES = re.compile(r"Built<(?!Pose4x4x8|Tensor4x4x16|PoseMatrix|PoseVector)\w+(?:<\d+>)?[^>]*>,\s*")
@@ -66,3 +68,17 @@ def environment(library: Path, **more: str) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name != "FASTCAPS_CPU_CAPABILITY"}
     name = "FASTCAPS_CUDA_ON_CPU" if "cuda" in library.name else "FASTCAPS_CPU_LIBRARY"
     return {**found, name: str(library), "PYTHONPATH": str(ROOT), **more}
+
+
+def guarded(folder: Path) -> dict[str, str]:
+    """Build the library of ``tests/guard_pages.c`` in a folder; return the environment that uses it.
+
+    It is empty on a system other than Linux, and without a C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        return {}
+    folder.mkdir(exist_ok=True)
+    library, source = folder / "guard.so", ROOT / "tests" / "guard_pages.c"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
+    return {"LD_PRELOAD": str(library), "FASTCAPS_GUARD_SCRATCH": "1"}

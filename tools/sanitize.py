@@ -25,7 +25,7 @@ from torch import Tensor
 from fastcaps import backends, encapnet
 from fastcaps._testing.judge import Bar
 
-__all__ = ["calls", "main"]
+__all__ = ["calls", "main", "run"]
 
 ROWS = (
     "pose-4x4-20", "bias-6x6", "bias-8x8", "pose-1x8", "pose-1x16", "bias-1x64", "pose-2x3", "children-float32", "conv",
@@ -80,6 +80,29 @@ def calls(rows: Collection[str] = ROWS) -> dict[str, Callable[[torch.dtype], Che
     return made | {f"squash_sum {sizes[0]} {sizes[3]}": partial(_of_squash_sum, sizes) for sizes in SQUASH_SUMS}
 
 
+def run(
+    device: str, backend: str | None, dtype: torch.dtype, only: str = "", rows: Collection[str] = ROWS
+) -> list[str]:
+    """Run calls with ``only`` in their names, free and deterministic; print how each went, return those that err."""
+    wrong = []
+    for name, make in calls(rows).items():
+        if only not in name:
+            continue
+        run, bar = make(dtype)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                with nullcontext() if backend is None else backends.backend(backend):
+                    found = run(device)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            said = bar.judge({result: one.cpu() for result, one in found.items()}).complaints
+            what = f"{name}, {'deterministic' if deterministic else 'free'}"
+            wrong += [what] * bool(said)
+            print(f"{'WRONG' if said else 'ok':<6} {what}{': ' if said else ''}{'; '.join(said)}", flush=True)
+    return wrong
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Small calls for compute-sanitizer, checked.")
@@ -89,23 +112,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     given = parser.parse_args(None if arguments is None else list(arguments))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's matmuls ask for it in deterministic mode
-    wrong = 0
-    for name, make in calls().items():
-        if given.only not in name:
-            continue
-        run, bar = make(getattr(torch, given.dtype))
-        for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic)
-            try:
-                with nullcontext() if given.backend is None else backends.backend(given.backend):
-                    found = run(given.device)
-            finally:
-                torch.use_deterministic_algorithms(False)
-            said = bar.judge({result: one.cpu() for result, one in found.items()}).complaints
-            wrong += bool(said)
-            what = f"{name}, {'deterministic' if deterministic else 'free'}"
-            print(f"{'WRONG' if said else 'ok':<6} {what}{': ' if said else ''}{'; '.join(said)}", flush=True)
-    print(f"{wrong} wrong" if wrong else "all agree with the reference")
+    wrong = run(given.device, given.backend, getattr(torch, given.dtype), given.only)
+    print(f"{len(wrong)} wrong" if wrong else "all agree with the reference")
     return 1 if wrong else 0
 
 

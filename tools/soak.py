@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -21,11 +20,9 @@ import torch
 
 from fastcaps import functional
 from fastcaps.measure import status
-from tools.native import ROOT
+from tools.native import LEVELS, ROOT, guarded
 
 __all__ = ["main", "soak"]
-
-LEVELS = ("default", "avx2", "avx512")
 
 
 def growth(calls: int) -> int:
@@ -55,18 +52,6 @@ def growth(calls: int) -> int:
     return status("VmRSS") - before
 
 
-def _guard() -> dict[str, str]:
-    """Build the library that puts guard pages behind tensors; return the environment that uses it."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform != "linux":
-        return {}
-    library = ROOT / "build" / "guard.so"
-    library.parent.mkdir(exist_ok=True)
-    command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(ROOT / "tests" / "guard_pages.c")]
-    subprocess.run([*command, "-ldl", "-lpthread"], check=True)
-    return {"LD_PRELOAD": str(library), "FASTCAPS_GUARD_SCRATCH": "1"}
-
-
 def _process(level: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str] | None:
     """Run Python in the checkout at an instruction set; None where it does not come to an end."""
     variables = {**os.environ, "FASTCAPS_CPU_CAPABILITY": level, "PYTHONPATH": str(ROOT / "tests"), **environment}
@@ -85,7 +70,7 @@ def _is_here(level: str) -> bool:
 
 def soak(minutes: float, first: int, count: int) -> int:
     """Run seed after seed, instruction set after instruction set; print what failed and how memory grew."""
-    guard, levels = _guard(), [level for level in LEVELS if _is_here(level)]
+    guard, levels = guarded(ROOT / "build"), [level for level in LEVELS if _is_here(level)]
     begin, seed, cases, failures = time.monotonic(), first, 0, 0
     while time.monotonic() < begin + 60 * minutes:
         level, fuzz = levels[seed % len(levels)], ("-m", "tools.fuzz", "--seed", str(seed), "--count", str(count))

@@ -128,13 +128,13 @@ def collect(paths: Sequence[Path]) -> list[Usage]:
     return found
 
 
-def spilled(found: Iterable[Usage], known: bool = True) -> list[Usage]:
-    """Return the kernels for one pose that keep anything in local memory; with ``known``, those known to as well."""
+def spilled(found: Iterable[Usage]) -> list[Usage]:
+    """Return the kernels for one pose that keep more in local memory than they are known to."""
 
-    def expected(one: Usage) -> bool:
-        return any(str(one).startswith(name) and one.local <= most for name, most in KNOWN_SPILLS.items())
+    def known(one: Usage) -> int:
+        return max((most for name, most in KNOWN_SPILLS.items() if str(one).startswith(name)), default=0)
 
-    return [one for one in found if one.specialised and one.local and (known or not expected(one))]
+    return [one for one in found if one.specialised and one.local > known(one)]
 
 
 def table(found: Sequence[Usage]) -> list[list[str]]:
@@ -206,9 +206,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"static_report: {error}", file=sys.stderr)
         return 2
     print(f"Registers a thread (and bytes of local and static shared memory):\n\n{as_markdown(table(found))}")
-    for one in spilled(found):
+    wrong = spilled(found)
+    for one in wrong:
         print(f"spills: {one}", file=sys.stderr)
-    return 1 if spilled(found, known=False) else 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

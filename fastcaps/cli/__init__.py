@@ -39,9 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from fastcaps.cli.app import app
 
             try:
-                status = app(given, prog_name="fastcaps", standalone_mode=False)
+                status = app(given, prog_name="fastcaps", standalone_mode=False, obj=given)
             except typer.TyperException as error:
-                say(f"{error.format_message()} ({name if name.split()[-1] in commands() else 'fastcaps'} --help)")
+                context = getattr(error, "ctx", None)
+                say(f"{error.format_message()} ({context.command_path if context else 'fastcaps'} --help)")
                 raise SystemExit(error.exit_code) from None
         except ImportError as error:
             refuse_missing(error)
@@ -54,13 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status == 130:  # what Typer makes of Ctrl-C
         say("stopped")
     return status or 0
-
-
-def commands() -> list[str]:
-    """The names of the commands."""
-    from fastcaps.cli.app import app
-
-    return [command.name or "" for command in app.registered_commands]
 
 
 if __name__ == "__main__":

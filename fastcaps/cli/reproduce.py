@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, told_on
 from fastcaps.cli.train import DATA_DIR
@@ -45,6 +45,7 @@ def _listed(found: dict[str, str], as_json: bool) -> int:
 
 
 def reproduce(
+    context: Context,
     name: Annotated[str | None, Argument(metavar="NAME", help="one of those listed, or a .yaml file")] = None,
     short: Annotated[bool, Option("--short", help="in the short form that the table declares")] = False,
     data_dir: Annotated[str | None, Option(help=DATA_DIR)] = None,
@@ -60,12 +61,11 @@ def reproduce(
 
     Trains what the table needs, as far as it is not finished. Without NAME, lists the tables.
     """
-    given = {"short": short, "collect": collect, "data-dir": data_dir, "out": out, "row": row, "set": settings}
     from rich.markdown import Markdown
 
     from fastcaps.training import reproduce, tables
 
-    console, command = told_on(as_json), _command(name, given)
+    console, command = told_on(as_json), shlex.join(["fastcaps", *context.obj])
     with one_line_errors(command):
         if name is None:
             every = {name: tables.table(name) for name in tables.names()}
@@ -88,14 +88,3 @@ def reproduce(
     console.print(Markdown((folder / "table.md").read_text(encoding="utf-8")))
     console.print(f"{folder}/: table.md, table.json, picture.png", highlight=False, soft_wrap=True)
     return 0
-
-
-def _command(name: str | None, given: dict[str, Any]) -> str:
-    """The command line of ``fastcaps reproduce``, to be given again."""
-    words = ["fastcaps", "reproduce", name or ""]
-    for option, value in given.items():
-        if value is True:
-            words.append(f"--{option}")
-        elif value:
-            words += [word for each in ([value] if isinstance(value, str) else value) for word in (f"--{option}", each)]
-    return shlex.join(words)

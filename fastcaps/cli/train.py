@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shlex
 from collections.abc import Callable
@@ -105,16 +104,16 @@ def train(
             if isinstance(changes.get(path), str):
                 changes[path] = absolute(changes[path])
         config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
-    console = told_on(as_json)
+    report = Report(told_on(as_json))
     with one_line_errors(f"fastcaps train --resume {shlex.quote(str(config.folder))}"):
         work = training.train if config.runs == 1 else training.train_seeds
-        result: Any = work(config, resume=resume, overwrite=overwrite, report=Report(console))
+        result: Any = work(config, resume=resume, overwrite=overwrite, report=report)
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
     if as_json:
         show({"out": str(result.out), **json.loads((result.out / "result.json").read_text(encoding="utf-8"))})
     else:
-        _tell(result, config.runs, functools.partial(console.print, highlight=False, soft_wrap=True))
+        _tell(result, config.runs, report.say)
     return 0
 
 
@@ -147,14 +146,6 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _option(path: str, value: Any) -> str:
-    """How a setting is given on the command line."""
-    name = next((name.replace("_", "-") for name, each in PATHS.items() if each == path), None)
-    if name is None:
-        return f"--set {path}={value}"
-    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
-
-
 def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
     """The settings of a new run: the recipe's, or the defaults, with the changes."""
     from fastcaps.training.config import TrainConfig, defaults
@@ -175,17 +166,12 @@ def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
 
 def _kept(name: str | None, changes: dict[str, Any]) -> Any:
     """The settings of a run that goes on: those it began with, but for where it runs; others must not be given."""
-    from fastcaps.training.config import WHERE, differences, kept
+    from fastcaps.training.config import WHERE, check_same, kept
 
     folder = Path(changes["out"]) if "out" in changes else _fresh(name, changes).folder
     if not (folder / "config.json").is_file():
         raise Fail(f"{folder} holds no run to resume (no config.json); begin one without --resume")
     before = kept(folder)
-    fresh = _fresh(name, changes) if name is not None else before.changed(changes)
-    differ = differences(before, fresh)
-    if differ:
-        path = next((path for path in differ if path in changes), next(iter(differ)))  # one that was given, if any was
-        old, new = differ[path]
-        raise Fail(f"{_option(path, new)} does not agree with the run in {folder}, which began with {old}")
+    check_same(folder, before, _fresh(name, changes) if name is not None else before.changed(changes))
     where = {path: changes[path] for path in WHERE if path in changes}
     return before.changed({**where, "out": str(folder)})

@@ -1,9 +1,8 @@
-"""Swap the layers of published capsule code inside a live model for ours."""
+"""Make the layers of published capsule code inside a live model run on fastcaps."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -53,7 +52,7 @@ class ConversionReport:
     Attributes
     ----------
     model : Module
-        The model, its layers swapped in place; a new module only if the model itself is such a layer.
+        The model itself.
     layers : list of Conversion
         One entry a layer that looked like a candidate.
     """
@@ -84,22 +83,23 @@ class ConversionReport:
 
 
 def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> ConversionReport:
-    """Replace the layers of published capsule code inside ``model`` by fastcaps' own.
+    """Make the layers of published capsule code inside ``model`` run on fastcaps' kernels.
 
-    :mod:`fastcaps.compat` lists them. The new layers share the old ones' parameters, submodules and hooks: an optimizer
-    that holds the parameters goes on working, and checkpoints keep their keys. Candidates are found by class name, the
-    layer's or that of a class it is made from, and by attributes; one that does not fit, or has methods of its own, is
-    left alone. Other attributes go over to the new layer, but for tensors. What the model holds in a plain list, or
-    as a bound ``forward``, is not found. Of two public versions of a layer the one that agrees is taken.
+    :mod:`fastcaps.compat` lists them. A layer stays the same object and takes another class: parameters, submodules,
+    hooks and whatever else it holds stay as they are, so that an optimizer goes on working, and checkpoints keep their
+    keys. Candidates are found by class name, the layer's or that of a class it is made from, and by attributes; one
+    that does not fit, or has methods of its own, is left alone. A layer that the model holds in a plain list alone is
+    not found, and a bound ``forward`` that somebody kept goes on doing what it did. Of two public versions of a layer
+    the one that agrees is taken.
 
     Parameters
     ----------
     model : Module
         Changed in place.
     check : bool
-        Before a swap, run both layers on random inputs (small and large; without and with parents, where a layer takes
-        them), and leave the old one if results or gradients differ. A layer that fails to run at all is swapped, and
-        the report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen. False takes
+        First run the layer and ours on random inputs (small and large; without and with parents, where a layer takes
+        them), and leave it alone if results or gradients differ. A layer that fails to run at all is converted, and the
+        report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen. False takes
         the version of a layer that its authors maintain.
     verbose : bool
         Print the report, which is also what is returned.
@@ -119,31 +119,18 @@ DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = ConversionReport(model)
-    swapped: dict[int, nn.Module] = {}
-    for path, module in list(model.named_modules(remove_duplicate=False)):
+    for path, module in list(model.named_modules()):
         name = f"{type(module).__module__}.{type(module).__qualname__}"
-        above, _, last = path.rpartition(".")
-        new, why = swapped.get(id(module)), "the same layer as one above"
         try:
             found = _candidate(module)
             if found is None:
                 continue
-            if last == "_orig_mod":  # what torch.compile made keeps the layer's forward, whatever stands in its place
-                new, why = None, "torch.compile would go on calling it: convert first, then compile"
-            elif new is None:
-                new, why = _replacement(module, *found, check)
+            new, why = _replacement(module, *found, check)
+            if new is not None:
+                _become(module, new)
         except Exception as error:  # a property of a stranger's layer may raise anything
             new, why = None, f"reading or running it failed with {_named(error)}"
         report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
-        if new is None:
-            continue
-        if id(module) not in swapped:
-            swapped[id(module)] = new
-            _hand_over_hooks(module, new)
-        if path:
-            setattr(model.get_submodule(above), last, new)
-        else:
-            report.model = new
     if verbose:
         print(report)
     return report
@@ -164,8 +151,8 @@ def _missing(module: nn.Module, kind: type[Twin]) -> str:
     return ", ".join(name for name in kind._known_by if not hasattr(module, name))
 
 
-def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[nn.Module | None, str]:
-    """Return the layer to put in the place of ``module``, None if it is to stay; and why."""
+def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
+    """Return the twin that ``module`` may become, None if it is to stay what it is; and why."""
     why = _misfit(module, kind) or (f"its class has {', '.join(own)} of its own" if own else "")
     if why:
         return None, why
@@ -190,9 +177,8 @@ def _misfit(module: Any, kind: type[Twin]) -> str:
     """Return why ``module`` is not the published layer; an empty string if it is."""
     if isinstance(module, kind):
         return "runs on fastcaps already"
-    if module._compiled_call_impl is not None:
-        return "it was compiled: convert first, then compile"
-    replaced = [name for name, value in vars(module).items() if callable(value) and hasattr(kind, name)]
+    given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it compiles anew
+    replaced = [name for name, value in given.items() if callable(value) and hasattr(kind, name)]
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
     if missing := _missing(module, kind):
@@ -220,26 +206,17 @@ def _misfit(module: Any, kind: type[Twin]) -> str:
 
 
 def _build(old: nn.Module, kind: type[Twin], options: dict[str, Any]) -> Twin:
-    """Return the layer that may take the old one's place, with its parameters, submodules, attributes and mode."""
+    """Return the twin that a layer may become, with the layer's parameters and submodules."""
     with torch.device("meta"):  # no memory, and no draw of random numbers, for numbers that are replaced at once
         new = kind._like(old, **options)
     new._adopt(old)
-    new.training = old.training
-    for name, value in vars(old).items():
-        if not hasattr(new, name) and not isinstance(value, Tensor):  # a tensor may be what a forward left there
-            new.__dict__[name] = value
     return new
 
 
-def _hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a layer the old one's dicts of hooks themselves, so that handles still remove them."""
-    for name, value in vars(old).items():
-        if "_hook" in name:
-            new.__dict__[name] = value
-            for hook in value.values() if isinstance(value, dict) else ():
-                remembered = getattr(hook, "module", None)  # torch calls a hook before load_state_dict with this layer
-                if isinstance(remembered, weakref.ref) and remembered() is old:
-                    hook.module = weakref.ref(new)
+def _become(old: nn.Module, new: Twin) -> None:
+    """Give a layer the twin's class, and the attributes that the twin reads."""
+    old.__class__ = type(new)
+    vars(old).update({name: value for name, value in vars(new).items() if name not in vars(nn.Module())})
 
 
 class _Verdict(Exception):

@@ -27,19 +27,10 @@ class DynamicTwin(Twin):
     ----------
     _children : (str, str)
         The attributes that count the children, and the numbers in one.
-    _drawn : (str, float)
-        The parameter, and its standard deviation at the start.
     """
 
     _sizes = (1.0, 10.0)
     _children: ClassVar[tuple[str, str]]
-    _drawn: ClassVar[tuple[str, float]] = ("W", 1.0)
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
-        name, std = self._drawn
-        with torch.no_grad():
-            getattr(self, name).normal_().mul_(std)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, *(getattr(self, name) for name in self._children)),)]
@@ -292,8 +283,6 @@ class CapsuleLayer(DynamicTwin):
             for convolution in self.capsules:
                 convolution.reset_parameters()  # type: ignore[operator]
             return
-        if self.learned_logits:
-            nn.init.zeros_(self.route_logits)
         super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -342,10 +331,6 @@ class AgreementRouting(Twin):
         self.n_iterations = check_count("n_iterations", n_iterations, 0)
         self.b = nn.Parameter(torch.empty(input_caps, output_caps))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the logits to zero."""
-        nn.init.zeros_(self.b)
 
     def forward(self, u_predict: Tensor) -> Tensor:
         """Route votes ``[batch, input_caps, output_caps, numbers]`` to ``[batch, output_caps, numbers]``.

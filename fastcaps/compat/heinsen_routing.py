@@ -100,10 +100,9 @@ class GenerativeMatrixRouting(Twin):
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew."""
+        super().reset_parameters()
         with torch.no_grad():
-            self.W.normal_().div_(self.d_inp)
-        for parameter in (self.B, self.beta_use, self.beta_ign):
-            nn.init.zeros_(parameter)
+            self.W.div_(self.d_inp)
 
     def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, Tensor, Tensor] | dict[str, Tensor]:
         """Route.

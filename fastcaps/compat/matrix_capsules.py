@@ -59,6 +59,7 @@ class ConvCaps(Twin):
     stride: int
     iters: int
     _known_by = ("B", "C", "K", "P", "stride", "iters", "coor_add", "w_shared")
+    _drawn = ("weights", 1.0)
 
     def __init__(
         self,
@@ -81,12 +82,6 @@ class ConvCaps(Twin):
         self.beta_u, self.beta_a = nn.Parameter(torch.empty(C)), nn.Parameter(torch.empty(C))
         self.weights = nn.Parameter(torch.empty(1, K * K * B, C, P, P))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
-        nn.init.normal_(self.weights)
-        for beta in (self.beta_u, self.beta_a):
-            nn.init.zeros_(beta)
 
     def forward(self, x: Tensor) -> Tensor:
         """Route ``[b, h, w, B * (P * P + 1)]`` to ``[b, h', w', C * (P * P + 1)]``: poses, then activations.

@@ -1,10 +1,8 @@
 """``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al. (2020).
 
-There are two public versions of their ``CapsuleCONV``, with the same parameters. This is the one that the first author
-maintains, in yaohungt/Capsules-Inverted-Attention-Routing, and that the paper describes. The other is the first commit
-of both that repository and apple/ml-capsules-inverted-attention-routing. It gathers its windows with the positions last
-and reads them as if the pose were last, so each child that it sees is made of numbers of several positions.
-``CapsuleCONV(..., mixed_windows=True)`` does the same, for checkpoints trained with it.
+Of the two public versions of their ``CapsuleCONV`` this is the one that the first author maintains and the paper
+describes. ``CapsuleCONV(..., mixed_windows=True)`` does what the first commit does, for checkpoints trained with it:
+docs/relation.md tells the two apart.
 
 What differs, each of it below what training can see:
 
@@ -139,12 +137,12 @@ class _Capsule(Twin):
             LayerCall(
                 children.unflatten(-1, self.pose_shape[:2]), None, weight, None, self.out_n_capsules, self.window
             ),
-            parents,
-            self.pose_shape,
+            None if parents is None else parents.unflatten(-1, self.pose_shape[::2]),
             scale=self.scale,
             norm=norm if plain and normalised else None,
             dropout=self.drop.p if self.drop.training else 0.0,
         )
+        poses = poses.flatten(-2)
         if normalised:
             return poses if plain else norm(poses)
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened

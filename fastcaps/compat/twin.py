@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fastcaps.checks import check_count
@@ -27,16 +28,26 @@ class Twin(nn.Module):
         How large the children are that the published layer and its twin are compared on.
     _versions : tuple of dict
         More arguments of the twin, a dict for each public version of the layer; the maintained one first.
+    _drawn : (str, float)
+        The parameter that is drawn from a normal distribution, and its standard deviation; all others start at zero.
     """
 
     _known_by: ClassVar[tuple[str, ...]]
     _sizes: ClassVar[tuple[float, ...]] = (1.0,)
     _versions: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    _drawn: ClassVar[tuple[str, float]] = ("W", 1.0)
 
     def _count(self, **numbers: int) -> None:
         """Keep arguments that must be whole numbers of 1 or more."""
         for name, value in numbers.items():
             setattr(self, name, check_count(name, value))
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        drawn, std = self._drawn
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                parameter.normal_().mul_(std) if name == drawn else parameter.zero_()
 
     def extra_repr(self) -> str:
         """All arguments by name, but for modules."""

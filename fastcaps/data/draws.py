@@ -36,6 +36,11 @@ class Draws:
     items : Tensor
         int64 ``[n]``: the items' numbers, on the device that wants the random numbers.
 
+    Attributes
+    ----------
+    states : Tensor
+        int64 ``[n]``: what :meth:`going_on` needs.
+
     Examples
     --------
     >>> import torch
@@ -47,8 +52,7 @@ class Draws:
 
     def __init__(self, seed: int, items: Tensor) -> None:
         start = _mix(torch.tensor([seed], dtype=torch.int64) + _STEP).to(items.device)
-        self._states = _mix(items.to(torch.int64) * _STEP + start)
-        self._done = 0
+        self.states = _mix(items.to(torch.int64) * _STEP + start)
 
     @classmethod
     def fresh(cls, count: int, device: torch.device | None = None) -> Draws:
@@ -59,22 +63,17 @@ class Draws:
     def going_on(cls, states: Tensor) -> Draws:
         """Where other draws ended, on the device of their :attr:`states`."""
         made = cls.__new__(cls)
-        made._states, made._done = states, 0
+        made.states = states
         return made
 
-    @property
-    def states(self) -> Tensor:
-        """Int64 ``[n]``: what :meth:`going_on` needs."""
-        return self._states + _signed(self._done * _STEP % (1 << 64))
-
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     def _bits(self, *shape: int) -> Tensor:
         count = torch.Size(shape).numel()
-        steps = torch.arange(self._done + 1, self._done + count + 1, device=self._states.device)
-        self._done += count
-        return _mix(self._states[:, None] + steps * _STEP).view(-1, *shape)
+        every = self.states[:, None] + torch.arange(1, count + 1, device=self.states.device) * _STEP
+        self.states = every[:, -1]
+        return _mix(every).view(-1, *shape)
 
     def integers(self, below: int | Tensor, *shape: int) -> Tensor:
         """int64 ``[n, *shape]``, every number from 0 to ``below`` − 1 as likely as every other.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,40 @@ def find(folder: Path, name: str) -> Path:
     raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the files of a data set lie."""
+
+    title: str  # the data set's name in messages
+    folders: tuple[str, ...]  # looked for under the data directory, in this order, before it itself
+    files: tuple[str, ...]  # what is in them
+    where: str  # how the files are had
+
+    def folder_under(self, data_dir: str | Path | None, others: Collection[str] = ()) -> Path:
+        """The first folder that holds one of the files; MissingDataError if none does.
+
+        A data directory whose name is one of ``others``, the folders of other data sets, is not taken itself.
+        """
+        if data_dir is None:
+            raise MissingDataError(f"{self.title} needs a data directory (--data-dir, data_dir=…) with {self.where}")
+        root = Path(data_dir).expanduser()
+        if not root.is_dir():
+            raise MissingDataError(f"{root}: no such folder; it should hold {self.where}")
+        candidates = [root / folder for folder in self.folders]
+        if root.resolve().name not in others:
+            candidates.append(root)
+        wanted = [spelling for name in self.files for spelling in spellings(name)]
+        for candidate in candidates:
+            if any((candidate / name).exists() for name in wanted):  # if only some are, the reader says which is not
+                return candidate
+        tried = ", ".join(map(str, candidates))
+        found = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
+        raise MissingDataError(
+            f"{self.title} not found under {root} (it holds: {found}); looked for {self.files[0]} in {tried}. "
+            f"Wanted: {self.where}"
+        )
+
+
 @contextmanager
 def needing(package: str, extra: str, what: str) -> Iterator[None]:
     """Import in this block what an extra of ours brings; MissingDataError names it where it is not installed."""
@@ -55,6 +90,23 @@ def needing(package: str, extra: str, what: str) -> Iterator[None]:
     except ImportError as error:
         told = f"{what} need {package}, which is not installed: pip install 'fastcaps[{extra}]'"
         raise MissingDataError(told) from error
+
+
+@contextmanager
+def read_by(library: str, path: Path, kind: str) -> Iterator[None]:
+    """Import a library and read a file by it in this block; CorruptDataError tells whatever its decoders raise."""
+    try:
+        with needing(library, "data", f"{path}: files like this"):
+            yield
+    except DataError:
+        raise
+    except Exception as error:
+        with path.open("rb") as file:
+            begin = first_bytes(file.read(4))
+        raise CorruptDataError(
+            f"{path}: {path.stat().st_size:,} bytes that {library} cannot read as {kind}; {begin} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def sizes_text(sizes: tuple[int | None, ...]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.files import CorruptDataError, MissingDataError, first_bytes, needing
+from fastcaps.data.files import CorruptDataError, MissingDataError, read_by
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
@@ -68,26 +68,24 @@ def read_folder(
             raise MissingDataError(f"{folder / name}: holds no image; want files named {', '.join(SUFFIXES)}")
         paths += found
         labels += [label] * len(found)
-    images = None
+    shape = _read_image(paths[0], image_size).shape
+    images = np.empty((len(paths), *shape), np.uint8)  # a list of them and an array would be twice the memory
     for index, path in enumerate(paths):
         pixels = _read_image(path, image_size)
-        if images is None:  # all at once: a list of them and an array would be twice the memory
-            images = np.empty((len(paths), *pixels.shape), np.uint8)
-        if pixels.shape != images.shape[1:] or pixels.shape[1] != pixels.shape[2]:
+        if pixels.shape != shape or shape[1] != shape[2]:
             raise CorruptDataError(
                 f"{path}: {pixels.shape[2]} x {pixels.shape[1]} pixels, want squares of one size (the first image, "
-                f"{paths[0]}, has {images.shape[3]} x {images.shape[2]}); image_size= brings all to one"
+                f"{paths[0]}, has {shape[2]} x {shape[1]}); image_size= brings all to one"
             )
         images[index] = pixels
-    assert images is not None
     return images, np.array(labels, dtype=np.int64)
 
 
 def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
     """One image: uint8 ``[3, h, w]``."""
-    with needing("Pillow", "data", f"{path}: images"):
-        from PIL import Image, ImageOps, UnidentifiedImageError
-    try:
+    with read_by("Pillow", path, f"an image of {', '.join(FORMATS)}"):
+        from PIL import Image, ImageOps
+
         with Image.open(path, formats=FORMATS) as opened:  # reads the header only
             width, height = opened.size
             if width * height > MOST_PIXELS:
@@ -96,21 +94,9 @@ def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
                 )
             if opened.mode in ("I", "F") or opened.mode.startswith("I;"):  # Pillow would cut them at 255
                 raise CorruptDataError(f"{path}: pixels of more than 8 bits (Pillow's mode {opened.mode}), want bytes")
-            if size is not None:
+            if size is None:
+                image = opened.convert("RGB")
+            else:
                 opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size
-            image = opened.convert("RGB")
-            if size is not None:
-                image = ImageOps.fit(image, (size, size), method=Image.Resampling.BILINEAR)
-            pixels = np.asarray(image)
-    except CorruptDataError:
-        raise
-    except UnidentifiedImageError as error:
-        with path.open("rb") as file:
-            begin = first_bytes(file.read(4))
-        raise CorruptDataError(f"{path}: no image of {', '.join(FORMATS)}; {begin}") from error
-    except Exception as error:  # Pillow raises whatever its decoders meet
-        raise CorruptDataError(
-            f"{path}: {path.stat().st_size:,} bytes of an image that ends early or is damaged "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    return pixels.transpose(2, 0, 1)
+                image = ImageOps.fit(opened.convert("RGB"), (size, size), method=Image.Resampling.BILINEAR)
+            return np.asarray(image).transpose(2, 0, 1)

@@ -55,18 +55,15 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
             raise ValueError(f"images must be bytes, uint8 of 0 to 255, which are normalised later; got {images.dtype}")
         if labels.dtype.kind not in "iub":
             raise ValueError(f"labels: got {labels.dtype}, want whole numbers, the classes")
-        means, stds = (
-            [float(each)] * images.shape[1] if isinstance(each, (int, float, np.floating)) else each
-            for each in (mean, std)
-        )
-        if len(means) != images.shape[1] or len(stds) != images.shape[1]:
-            raise ValueError(f"mean and std: got {len(means)} and {len(stds)} numbers for {images.shape[1]} channels")
-        if not all(each > 0 for each in stds):
-            raise ValueError(f"std: got {', '.join(map(str, stds))}, want numbers above 0")
+        scale = {"mean": torch.tensor(mean, dtype=torch.float32), "std": torch.tensor(std, dtype=torch.float32)}
+        for name, numbers in scale.items():
+            if numbers.dim() and numbers.shape != images.shape[1:2]:
+                raise ValueError(f"{name}: got {numbers.numel()} numbers for {images.shape[1]} channels")
+        if not bool((scale["std"] > 0).all()):
+            raise ValueError(f"std: got {std}, want numbers above 0")
+        self.mean, self.std = (numbers.expand(images.shape[1]).view(1, -1, 1, 1) for numbers in scale.values())
         self.images = torch.from_numpy(np.array(images))  # a copy: torch wants memory that it may write to
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
-        self.mean = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)
-        self.std = torch.tensor(stds, dtype=torch.float32).view(1, -1, 1, 1)
         self.seed = seed
         self.epoch = 0
 
@@ -86,24 +83,34 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """The numbers of the items, 0 to n − 1, on the device of the images."""
-        device = self.images.device
         if isinstance(indices, slice):
-            return torch.arange(len(self), device=device)[indices]
-        items = torch.as_tensor(indices, dtype=torch.int64).to(device)
-        return torch.where(items < 0, items + len(self), items)
+            return torch.arange(len(self), device=self.images.device)[indices]
+        every = range(len(self))  # which counts from its end too, and raises IndexError
+        numbers = [every[index] for index in torch.as_tensor(indices).tolist()]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.images.device)
 
     def _draws(self, items: Tensor) -> Draws:
         if self.seed is None:
             return Draws.fresh(len(items), items.device)
         return Draws(self.seed * 1_000_003 + self.epoch, items)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether items are made by random numbers."""
+        return True
+
     def _normalised(self, images: Tensor) -> Tensor:
         mean, std = self.mean.to(images.device), self.std.to(images.device)
         return (images.to(torch.float32) / 255 - mean) / std
 
-    @abstractmethod
     def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
-        """What the items are made of: tensors ``[n, ...]``, where the images lie, for :meth:`finish`."""
+        """What the items are made of, where the images lie, for :meth:`finish`.
+
+        Bytes ``[n, c, h, w]``, int64 ``[n]`` and, where something is random, the states of draws.
+        """
+        items = self._items(indices)
+        gathered = self.images[items], self.labels[items]
+        return (*gathered, self._draws(items).states) if self.is_random else gathered
 
     @abstractmethod
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -114,8 +121,6 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         return self.finish(self.gather(indices))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} of {len(self)} images")
         images, labels = self.batch([index])
         return images[0], labels[0]
 
@@ -149,13 +154,9 @@ class ImageDataset(BatchDataset):
         super().__init__(images, labels, **options)
         self.augment, self.mixup = augment, mixup
 
-    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
-        """Bytes ``[n, c, h, w]``, int64 ``[n]`` and, where something is random, the states of draws."""
-        items = self._items(indices)
-        images, labels = self.images[items], self.labels[items]
-        if self.augment is None and self.mixup is None:
-            return images, labels
-        return images, labels, self._draws(items).states
+    @property
+    def is_random(self) -> bool:
+        return self.augment is not None or self.mixup is not None
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Float32 ``[n, c, h, w]``, and int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""

@@ -10,15 +10,22 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.files import CorruptDataError, check_labels, existing, find, first_bytes, needing, sizes_text
+from fastcaps.data.files import (
+    CorruptDataError,
+    check_labels,
+    existing,
+    find,
+    first_bytes,
+    needing,
+    read_by,
+    sizes_text,
+)
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_BYTES = 2**31
@@ -29,21 +36,18 @@ class Format(NamedTuple):
     """Files that are a header and an array: a magic number, the number of dimensions, their sizes, the elements."""
 
     kind: str  # what such a file is called
-    example: str  # the first bytes of one of images
-    types: dict[bytes, str]  # magic numbers to the dtypes of elements
+    magic: dict[str, bytes]  # the magic numbers of the elements' dtypes
     head: str  # how :mod:`struct` reads magic number and dimensions,
     size: str  # and then a size
     fewest: int = 0  # sizes that are written at least; those beyond the dimensions mean nothing
 
 
-def _header(stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike) -> tuple[int, ...]:
+def _header(stream: IO[bytes], path: Path, form: Format, dtype: str) -> tuple[int, ...]:
     """The sizes that a file's header states."""
     begin = stream.read(struct.calcsize(form.head))
     magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
-    if magic not in form.types:
-        raise CorruptDataError(f"{path}: not {form.kind}; {first_bytes(begin)}, one of images with {form.example}")
-    if (held := np.dtype(form.types[magic])) != np.dtype(dtype):
-        raise CorruptDataError(f"{path}: elements of type {held.name}, want {np.dtype(dtype).name}")
+    if magic != (wanted := form.magic[dtype]):
+        raise CorruptDataError(f"{path}: not {form.kind}, of {dtype}; {first_bytes(begin)}, want {wanted.hex(' ')}")
     if dims > 64:
         raise CorruptDataError(f"{path}: its header states {dims:,} dimensions, want 64 or fewer")
     header = stream.read(4 * max(dims, form.fewest))
@@ -53,7 +57,7 @@ def _header(stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike) -
 
 
 def read_array(
-    path: str | Path, form: Format, dtype: npt.DTypeLike, shape: tuple[int | None, ...] | None = None
+    path: str | Path, form: Format, dtype: str, shape: tuple[int | None, ...] | None = None
 ) -> npt.NDArray[Any]:
     """Read an array behind a header, plain or gzip, no further than the header has passed its checks.
 
@@ -93,14 +97,7 @@ def read_array(
         raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
 
 
-_IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-_IDX = Format(
-    "an IDX file",
-    "00 00 08 03",
-    {bytes((0, 0, kind)): name for kind, name in _IDX_TYPES.items()},
-    head=">3sB",
-    size=">I",
-)
+_IDX = Format("an IDX file", {"uint8": b"\0\0\x08"}, head=">3sB", size=">I")
 
 
 def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> npt.NDArray[np.uint8]:
@@ -113,18 +110,17 @@ def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -
     CorruptDataError
         If it is no IDX file, is truncated or too long, or holds another type or shape. The header is checked first.
     """
-    return read_array(path, _IDX, np.uint8, shape)
+    return read_array(path, _IDX, "uint8", shape)
 
 
 STEMS = {
     "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
     "test": "smallnorb-5x01235x9x18x6x2x96x96-testing",
 }
-_NORB_TYPES = {0x51: "<f4", 0x53: "<f8", 0x54: "<i4", 0x55: "u1", 0x56: "<i2"}
+"""How the names of smallNORB's files begin."""
 NORB = Format(
     "a binary matrix of smallNORB (MATLAB's are others)",
-    "55 4c 3d 1e",
-    {bytes((kind, 0x4C, 0x3D, 0x1E)): name for kind, name in _NORB_TYPES.items()},
+    {"uint8": bytes.fromhex("554c3d1e"), "int32": bytes.fromhex("544c3d1e")},
     head="<4sI",
     size="<I",
     fewest=3,
@@ -143,11 +139,11 @@ def read_norb(
     stem = STEMS["train" if train else "test"]
     images, categories, info = (find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
     # the small files first: what does not belong together is refused before 448 MB are unpacked
-    labels = read_array(categories, NORB, np.int32, (None,)).astype(np.int64)
+    labels = read_array(categories, NORB, "int32", (None,)).astype(np.int64)
     check_labels(categories, labels, 0, 4)
     count = len(labels)
-    rest = read_array(info, NORB, np.int32, (count, 4)).astype(np.int64)
-    return read_array(images, NORB, np.uint8, (count, 2, 96, 96)), labels, rest
+    rest = read_array(info, NORB, "int32", (count, 4)).astype(np.int64)
+    return read_array(images, NORB, "uint8", (count, 2, 96, 96)), labels, rest
 
 
 _HINTS = {
@@ -179,18 +175,6 @@ def read_cifar(
     return table[:, label_bytes:].reshape(-1, 3, 32, 32), labels
 
 
-@contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    """SciPy raises whatever its parsers meet."""
-    try:
-        yield
-    except Exception as error:
-        raise CorruptDataError(
-            f"{path}: {path.stat().st_size:,} bytes that SciPy cannot read as a MATLAB file "
-            f"({type(error).__name__}: {error}); copy or fetch the file again"
-        ) from error
-
-
 def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Read one file of cropped digits, e.g. ``train_32x32.mat``: uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``.
 
@@ -198,9 +182,9 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     CorruptDataError if it is no such MATLAB file, is damaged, or holds other arrays: sizes are checked first.
     """
     path = existing(path, "a MATLAB file of SVHN's cropped digits")
-    with needing("SciPy", "data", f"{path}: MATLAB files"):
+    with read_by("SciPy", path, "a MATLAB file"):
         from scipy.io import loadmat, whosmat
-    with _telling(path):
+
         held: dict[str, tuple[tuple[int, ...], str]] = {name: (sizes, kind) for name, sizes, kind in whosmat(path)}
     sizes, kind = held.get("X", ((), "absent"))
     count = sizes[3] if len(sizes) == 4 else 0
@@ -210,7 +194,7 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise CorruptDataError(
             f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
         )
-    with _telling(path), np.errstate(invalid="ignore"):  # a NaN is told below
+    with read_by("SciPy", path, "a MATLAB file"), np.errstate(invalid="ignore"):  # a NaN is told below
         arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
         images, given = arrays["X"], arrays["y"][:, 0]
         labels = given.astype(np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,15 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.checks import did_you_mean
-from fastcaps.data.affine import AffineDigits
-from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text, spellings
+from fastcaps.checks import check_count, did_you_mean
+from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text
+from fastcaps.data.folders import class_names
+from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps.data.images import ImageDataset
-from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
-from fastcaps.data.sources import SOURCES, Arrays, Source
+from fastcaps.data.sources import SOURCES, Arrays, Scale
 from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import RandomCropFlip
-from fastcaps.data.trees import Phrases, load_treebank
+from fastcaps.data.trees import PLACE, Phrases, load_treebank
 
 _TEST_SEED = 0  # test images that are made are always the same
 
@@ -61,70 +62,41 @@ def names() -> list[str]:
     return [*SOURCES, *_GENERATED, *_TEXTS]
 
 
-def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:
-    if not source.files:
-        return Path()
-    if data_dir is None:
-        raise MissingDataError(f"{source.title} needs a data directory (--data-dir, data_dir=…) with {source.where}")
-    root = Path(data_dir).expanduser()
-    if not root.is_dir():
-        raise MissingDataError(f"{root}: no such folder; it should hold {source.where}")
-    # MNIST and Fashion-MNIST have the same file names: a folder named for the other one must not pass for this one
-    others = {f.split("/")[0] for other, s in SOURCES.items() if other != name for f in s.folders}
-    candidates = [root / folder for folder in source.folders]
-    if root.resolve().name not in others - {f.split("/")[0] for f in source.folders}:
-        candidates.append(root)
-    wanted = [spelling for name in source.files for spelling in spellings(name)]
-    for candidate in candidates:
-        if any((candidate / name).exists() for name in wanted):  # if only some are, the reader says which one is not
-            return candidate
-    tried = ", ".join(str(candidate) for candidate in candidates)
-    found = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
-    raise MissingDataError(
-        f"{source.title} not found under {root} (it holds: {found}); looked for {source.files[0]} in {tried}. "
-        f"Wanted: {source.where}"
-    )
-
-
-def _statistics(images: npt.NDArray[np.uint8]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel's pixels, scaled to 0..1."""
-    levels, means, stds = np.arange(256) / 255, [], []
-    for channel in range(images.shape[1]):
-        counts = np.zeros(256, np.int64)
-        for first in range(0, len(images), 1024):  # bincount makes int64 of what it counts
-            counts += np.bincount(images[first : first + 1024, channel].reshape(-1), minlength=256)
-        mean = float((counts * levels).sum() / counts.sum())
-        means.append(mean)
-        stds.append(float(np.sqrt((counts * (levels - mean) ** 2).sum() / counts.sum())) or 1.0)
-    return means, stds
+def _scale(images: npt.NDArray[np.uint8]) -> Scale:
+    count = images.size // images.shape[1]
+    sums = images.sum((0, 2, 3), dtype=np.uint64).tolist()  # Python's integers, so that nothing cancels below
+    squares = np.einsum("nchw,nchw->c", images, images, dtype=np.uint64).tolist()
+    stds = [math.sqrt(count * square - total**2) / count / 255 for total, square in zip(sums, squares, strict=True)]
+    return [total / count / 255 for total in sums], [std or 1.0 for std in stds]
 
 
 def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tuple[Arrays, Arrays, tuple[str, ...]]:
     """Both parts and the classes' names; errors end in what is wanted and where it can be had."""
-    source = SOURCES[name]
-    folder = _locate(name, source, data_dir)
+    source, size = SOURCES[name], {} if image_size is None else {"image_size": image_size}
+    # MNIST and Fashion-MNIST have the same file names: a folder named for the other one must not pass for this one
+    others = {folder.split("/")[0] for other, each in SOURCES.items() if other != name for folder in each.folders}
+    folder = source.folder_under(data_dir, others) if source.files else Path()
     try:
-        train, test = (source.read(folder, part, image_size) for part in ("train", "test"))
+        train, test = (source.read(folder, part, **size) for part in ("train", "test"))
         if train[0].shape[1:] != test[0].shape[1:]:
             got, wanted = (sizes_text(part[0].shape[2:]) for part in (test, train))
             raise CorruptDataError(
                 f"{folder}: test images of {got} pixels, want {wanted} as in train; image_size= brings all to one"
             )
-        classes = source.classes(folder) if callable(source.classes) else source.classes
+        classes = source.classes or class_names(folder / "train")
     except DataError as error:
         raise type(error)(f"{error}. Wanted: {source.where}") from None
     return train, test, tuple(classes)
 
 
 def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path | None, limit: int | None) -> Splits:
-    if data_dir is None:
-        raise MissingDataError(f"{name} needs a data directory (--data-dir, data_dir=…) with the treebank's train.txt")
+    folder = PLACE.folder_under(data_dir)
     if transformer is None:
         raise MissingDataError(
             f"{name} needs transformer=path (--set data.options.transformer=path): the local folder of a transformer "
             "and its tokenizer, as save_pretrained writes it, whose embeddings the network takes"
         )
-    bank = load_treebank(data_dir, classes=_TEXTS[name])
+    bank = load_treebank(folder, classes=_TEXTS[name])
     embed = TextEmbedder(transformer)
     layers, embedding = embed.sizes
     train = Phrases(bank.train.texts[:limit], bank.train.labels[:limit])
@@ -182,8 +154,8 @@ def load(
     """
     if name not in names():
         raise ValueError(f"data: got {name!r}{did_you_mean(name, names())}, want one of {', '.join(names())}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: got {limit}, want 1 or more training images")
+    if limit is not None:
+        check_count("limit", limit)
     if image_size is not None and name != "folder":
         raise ValueError(f"image_size: got {image_size} for {name}, whose images have one size; want none")
     if transformer is not None and name not in _TEXTS:
@@ -200,7 +172,7 @@ def load(
         return Splits(name, made, make_test(*test, seed=_TEST_SEED), classes, 1, size)
     source = SOURCES[name]
     train, test, classes = _read(name, data_dir, image_size)
-    mean, std = (source.mean, source.std) if source.mean and source.std else _statistics(train[0])
+    mean, std = source.scale or _scale(train[0])
     augment = source.augment if augment is None else augment
     flip = source.flip and augment if flip is None else flip
     augmentation = RandomCropFlip(source.padding if augment else 0, flip=flip) if augment or flip else None

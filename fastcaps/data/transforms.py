@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fastcaps.checks import check_count
 from fastcaps.data.draws import Draws
 
 Augmentation = Callable[[Tensor, Draws], Tensor]
@@ -27,15 +28,14 @@ def _require_images(images: Tensor) -> None:
         raise ValueError(f"images: got {images.dtype} {list(images.shape)}, want torch.uint8 [n, c, h, w]")
 
 
-def windows(images: Tensor, top: Tensor, left: Tensor, height: int, width: int) -> Tensor:
-    """The window of each image that begins at its row and column: ``[n, c, height, width]``."""
+def cropped(images: Tensor, by: int, draws: Draws, flip: bool = False) -> Tensor:
+    """A window of each image, at any place, ``by`` pixels lower and narrower; with ``flip`` half of them mirrored."""
+    height, width = (size - by for size in images.shape[2:])
     every = images.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, y, x, height, width], a view
+    top, left = draws.integers(by + 1, 2).unbind(1)
     # advanced indices around a slice come first in the result
-    return every[torch.arange(len(images), device=images.device), :, top, left]
-
-
-def _mirror(images: Tensor, draws: Draws) -> Tensor:
-    return torch.where(draws.uniform(1, 1, 1) < 0.5, images.flip(3), images)
+    made = every[torch.arange(len(images), device=images.device), :, top, left]
+    return torch.where(draws.uniform(1, 1, 1) < 0.5, made.flip(3), made) if flip else made
 
 
 class Chain:
@@ -67,20 +67,13 @@ class RandomCropFlip:
     """
 
     def __init__(self, padding: int = 4, flip: bool = False) -> None:
-        if padding < 0:
-            raise ValueError(f"padding: got {padding}, want 0 or more")
-        self.padding = padding
-        self.flip = flip
+        self.padding, self.flip = check_count("padding", padding, 0), flip
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         """``[n, c, h, w]`` in, the same shape and dtype out."""
         draws = draws or Draws.fresh(len(images), images.device)
-        height, width = images.shape[2:]
-        top, left = draws.integers(2 * self.padding + 1, 2).unbind(1)
-        if self.padding:
-            images = torch.nn.functional.pad(images, (self.padding,) * 4)
-            images = windows(images, top, left, height, width)
-        return _mirror(images, draws) if self.flip else images
+        padded = torch.nn.functional.pad(images, (self.padding,) * 4)
+        return cropped(padded, 2 * self.padding, draws, self.flip)
 
 
 class ResizeCrop:
@@ -102,9 +95,7 @@ class ResizeCrop:
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         """``[n, c, h, w]`` in, ``[n, c, size, size]`` out."""
         draws = draws or Draws.fresh(len(images), images.device)
-        top, left = draws.integers(self.resize - self.size + 1, 2).unbind(1)
-        images = windows(resized(images, self.resize), top, left, self.size, self.size)
-        return _mirror(images, draws) if self.flip else images
+        return cropped(resized(images, self.resize), self.resize - self.size, draws, self.flip)
 
 
 class ColorJitter:
@@ -180,11 +171,9 @@ class Mixup:
     """
 
     def __init__(self, classes: int, alpha: float = 0.2) -> None:
-        if classes < 1:
-            raise ValueError(f"classes: got {classes}, want 1 or more")
         if not alpha > 0:
             raise ValueError(f"alpha: got {alpha}, want more than 0")
-        self.classes, self.alpha = classes, alpha
+        self.classes, self.alpha = check_count("classes", classes), alpha
 
     def shares(self, draws: Draws) -> Tensor:
         """λ of each image: float32 ``[n]``.

@@ -11,13 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastcaps.data.files import CorruptDataError, MissingDataError, existing
+from fastcaps.data.files import CorruptDataError, Place, existing
 
 FIVE = ("very negative", "negative", "neutral", "positive", "very positive")
 TWO = ("negative", "positive")
 _BRACKETS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
 _PARTS = re.compile(r"\(\s*([^\s()]*)|\)|[^\s()]+")  # a node's begin with its label, its end, a word
 _FILES = {"train": "train.txt", "validation": "dev.txt", "test": "test.txt"}
+PLACE = Place(
+    "Stanford Sentiment Treebank",
+    folders=("trees", "trainDevTestTrees_PTB/trees", "sst/trees", "sst"),
+    files=("train.txt",),
+    where="the archive trainDevTestTrees_PTB.zip of Stanford's page on sentiment analysis, unpacked: its folder trees",
+)
 
 
 @dataclass(frozen=True)
@@ -112,15 +118,7 @@ def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
     """
     if classes not in (2, 5):
         raise ValueError(f"classes: got {classes}, want 5 or 2")
-    root = Path(data_dir).expanduser()
-    folders = [root / "trees", root / "trainDevTestTrees_PTB" / "trees", root / "sst" / "trees", root / "sst", root]
-    folder = next((f for f in folders if (f / "train.txt").is_file()), None)
-    if folder is None:
-        tried = ", ".join(map(str, folders))
-        raise MissingDataError(
-            f"Stanford Sentiment Treebank not found: looked for train.txt in {tried}. Wanted: the archive "
-            "trainDevTestTrees_PTB.zip of Stanford's page on sentiment analysis, unpacked; its folder is trees"
-        )
+    folder = PLACE.folder_under(data_dir)
     parts = {name: read_trees(folder / file, phrases=name == "train") for name, file in _FILES.items()}
     if classes == 2:
         parts = {name: _two(part) for name, part in parts.items()}

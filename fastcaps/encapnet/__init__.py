@@ -6,8 +6,7 @@ routes nothing. docs/encapnet.md says what follows the paper, and what its autho
 """
 
 from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
-from fastcaps.encapnet.feedback import FeedbackAgreement
-from fastcaps.encapnet.losses import feedback_loss
+from fastcaps.encapnet.feedback import FeedbackAgreement, feedback_loss
 from fastcaps.encapnet.networks import EncapNet, EncapNetConfig
 from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence

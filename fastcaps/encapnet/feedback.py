@@ -1,4 +1,4 @@
-"""The feedback-agreement unit of EncapNet (Li et al., 2018, section 3.2): a loss between two layers."""
+"""The feedback-agreement unit of EncapNet (Li et al., 2018, section 3.2), a loss between two layers; the whole loss."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_map, shape_text
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_map, require_tensor, shape_text
 from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
+from fastcaps.losses import margin_loss
 from fastcaps.nn.poses import arguments_repr
 
 
@@ -150,3 +151,37 @@ class FeedbackAgreement(nn.Module):
             return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
 
     extra_repr = arguments_repr
+
+
+def feedback_loss(
+    lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"
+) -> Tensor:
+    r"""The loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
+
+    .. math:: L = L_\mathrm{margin} + \lambda \sum_k D_k
+
+    Parameters
+    ----------
+    lengths, target, reduction
+        As :func:`~fastcaps.losses.margin_loss` has them.
+    feedback : Tensor
+        A scalar: the sum of what the network's :class:`~fastcaps.encapnet.FeedbackAgreement` units return.
+    weight : float
+        :math:`\lambda`; 10 in the paper.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or ``[B]`` for ``"none"``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> lengths = torch.tensor([[0.7, 0.3, 0.05]])
+    >>> feedback_loss(lengths, torch.tensor([0]), torch.tensor(0.02))  # 0.06 + 10 * 0.02
+    tensor(0.2600)
+    """
+    require_tensor(feedback, "feedback")
+    if feedback.dim() != 0:
+        raise ValueError(f"feedback must be a scalar, got {shape_text(feedback)}")
+    return margin_loss(lengths, target, reduction=reduction) + weight * feedback

@@ -1,24 +1,12 @@
-"""EncapNet (Li et al., 2018): networks of capsules in channels, routed in one pass.
+"""The networks of EncapNet (Li et al., 2018): capsules in channels, routed in one pass.
 
-The paper's tables are broken in places; what stands here follows its text, and its authors' code where that says more.
-
-``li-encapnet-v1`` is Table 2's network of 18 layers: a convolution, four modules of one type I and three type II layers
-each, and class capsules. Its skip connections are the code's: a type I layer skips itself by a 3 x 3 convolution, a
-module's type II layers are skipped together, from the first one's input to the last one's sum. With coefficients from
-one branch it has 36.47M parameters, with those of both 36.54M; ``li-encapnet-master``, without aides, 1.74M. Nobody
-published a count.
-
-``li-encapnet-v2`` and ``-v3`` are **our reading**. The paper says that they have 101 layers, that some of the shallow
-ones have no aide, and that v3 reads larger images (224, not 128). Here modules have as many layers as ResNet-101's
-stages; the first two have no aides, as in the authors' code; a first convolution of stride 4 brings 128 pixels down to
-v1's 32.
-
-The six layers of Table 1: ``li-encapnet-six-master`` (e) and ``li-encapnet-six`` (f). The table's sizes do not follow
-from its text, and ours are not the table's. What the paper compares with is in :mod:`fastcaps.models.li`.
+``li-encapnet-v1`` is Table 2's, ``-six-master`` and ``-six`` are (e) and (f) of Table 1; what the paper compares them
+with is in :mod:`fastcaps.models.li`. docs/encapnet.md says what is our reading, of ``-v2`` and ``-v3`` most of all.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,19 +61,6 @@ class EncapModule(nn.Module):
             is_last = k == len(self.rest)
             found = layer(found, first if self.skips_rest and is_last else None)
         return first, found
-
-
-class ClassCapsules(nn.Module):
-    """Logits from the last map of capsules: the lengths of its class capsules."""
-
-    def __init__(self, capsules: int, classes: int, dim: int) -> None:
-        super().__init__()
-        self.capsules = CapFC(capsules, classes, dim)
-        self.head = ClassHead(dim, read="length")
-
-    def forward(self, capsules: Tensor) -> Tensor:
-        """``[B, types * dim, H, W]`` to ``[B, classes]``, between 0 and 1."""
-        return self.head(self.capsules(capsules))
 
 
 class EncapNet(nn.Module):
@@ -271,7 +246,8 @@ class EncapNetConfig(FeedbackConfig):
             units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
             dim_below = dim
         height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
-        head = ClassCapsules(types * height * width, check_count("classes", self.classes), dim_below)
+        last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
+        head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
 
 

@@ -9,7 +9,7 @@ backward, which computes lengths and squashes anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -21,7 +21,6 @@ from fastcaps.checks import check_count, shape_text
 from fastcaps.encapnet import reference
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.watchers import is_transformed, listener
-from fastcaps.reference.seen import recording
 
 _GIVEN = "Tensor x, Tensor? a, Tensor? y, Tensor? b, SymInt types, bool relu"
 NAMES = ("x", "a", "y", "b")
@@ -114,70 +113,32 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
 # ---- below the border ------------------------------------------------------------------------------------------------
 
 
-def refusal(name: str, call: backends.Call) -> str | None:
-    """Return why a backend cannot take a call, or None if it can."""
-    problem = backends.refusal(name, call)
-    if problem is None and name in NATIVE:
-        key = call.device.type.upper()
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastcaps_{name}::squash_sum", key):
-            return "the library was built without squash_sum; build it again"
-    return problem
-
-
 def call_of(x: Tensor) -> backends.Call:
     """Return a call on ``x`` as :mod:`fastcaps.backends` asks about calls."""
     # the op has no votes, so pose and parents are placeholders, and its kernels have no options
     return backends.Call("squash_sum", x.device, x.dtype, pose=(1, 1, 1), parents=1, has_weight=False, options=0)
 
 
-def choose(x: Tensor) -> str:
-    """Return the name of the backend that runs a call on ``x``."""
-    return backends.chosen(backends.forced(), call_of(x), refusal)
+def _kernel(name: str, x: Tensor) -> Callable[..., Any]:
+    """Return what runs an op on ``x``: the kernel, of the same name everywhere, of the backend that is chosen."""
+    chosen = backends.choose(call_of(x))
+    if chosen in NATIVE:
+        return native[name][chosen]
+    kernels = backends.triton_kernels("squash_sum") if chosen == "triton" else reference
+    return getattr(kernels, name)
 
 
 def _run(x: Tensor, *others: Any) -> Tensor:
-    """Run a call, of whose arguments ``others`` are a, y, b, types and relu, by the backend that is chosen."""
+    """Run a call, of whose arguments ``others`` are a, y, b, types and relu."""
     _check(x, *others[:4])
-    chosen = choose(x)
-    if chosen in NATIVE:
-        run: Any = native["squash_sum"][chosen]
-    elif chosen == "triton":
-        run = backends.triton_kernels("squash_sum").squash_sum
-    else:
-        run = reference.squash_sum
-    found: Tensor = run(x, *others)
+    found: Tensor = _kernel("squash_sum", x)(x, *others)
     return found.contiguous()
 
 
 def _run_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, a, y and b; ``others`` end in the bits of those that are wanted."""
     _check(x, *others[:4])
-    chosen = choose(x)
-    if chosen in NATIVE:
-        return tuple(native["squash_sum_backward"][chosen](grad, x, *others))
-    if chosen == "triton":
-        return tuple(backends.triton_kernels("squash_sum").squash_sum_backward(grad, x, *others))
-    *coefficients, types, relu, needs = others
-    wanted = [name for k, name in enumerate(NAMES) if needs >> k & 1]
-    given = dict(zip(NAMES, (x, *coefficients), strict=True))
-    found = _differentiate(grad, given, wanted, types, relu, create_graph=False)
-    return tuple(found[name].contiguous() if name in found else x.new_empty(0) for name in NAMES)
-
-
-def _differentiate(
-    grad: Tensor, given: dict[str, Tensor | None], wanted: Sequence[str], types: int, relu: bool, create_graph: bool
-) -> dict[str, Tensor]:
-    """Return the gradients of those arguments that are wanted by name, by the reference."""
-    with recording():
-        leaves = {}
-        for name, tensor in given.items():  # fresh nodes: one argument may be, or depend on, another
-            if name in wanted and tensor is not None:
-                leaves[name] = tensor.view_as(tensor) if create_graph else tensor.detach().requires_grad_()
-        x, a, y, b = (leaves.get(name, given[name]) for name in NAMES)
-        assert x is not None
-        found = reference.squash_sum(x, a, y, b, types, relu)
-        made = torch.autograd.grad(found, [leaves[name] for name in wanted], grad, create_graph=create_graph)
-    return dict(zip(wanted, made, strict=True))
+    return tuple(_kernel("squash_sum_backward", x)(grad, x, *others))
 
 
 # ---- what PyTorch asks for -------------------------------------------------------------------------------------------
@@ -188,7 +149,7 @@ def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types
     _check(x, a, y, b, types)
     let_inductor_call(torch.ops.fastcaps.squash_sum.default)
     if (hears := listener.get()) is not None:
-        hears.other(call_of(x), lambda: _describe(x, a, y, b, types), refusal)
+        hears.other(call_of(x), lambda: _describe(x, a, y, b, types), backends.refusal)
     return x.new_empty(x.shape)
 
 
@@ -214,16 +175,18 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    wanted = [name for k, name in enumerate(NAMES) if ctx.needs_input_grad[k]]
+    saved, wanted = ctx.saved_tensors, [k for k in range(4) if ctx.needs_input_grad[k]]
     if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
-        given = dict(zip(NAMES, saved, strict=True))
-        found = _differentiate(grad, given, wanted, ctx.types, ctx.relu, create_graph=True)
-        return (*(found.get(name) for name in NAMES), None, None)
-    needs = sum(1 << NAMES.index(name) for name in wanted)
-    with backends.under(ctx.blocks):
-        gradients = torch.ops.fastcaps.squash_sum_backward.default(grad, *saved, ctx.types, ctx.relu, needs)
-    return (*(g if name in wanted else None for name, g in zip(NAMES, gradients, strict=True)), None, None)
+        given: Any = [x.view_as(x) if k in wanted else x for k, x in enumerate(saved)]  # one may depend on another
+        result = reference.squash_sum(given[0], given[1], given[2], given[3], ctx.types, ctx.relu)
+        found = torch.autograd.grad(result, [given[k] for k in wanted], grad, create_graph=True)
+        gradients = dict(zip(wanted, found, strict=True))
+    else:
+        needs = sum(1 << k for k in wanted)
+        with backends.under(ctx.blocks):
+            every = torch.ops.fastcaps.squash_sum_backward.default(grad, *saved, ctx.types, ctx.relu, needs)
+        gradients = {k: every[k] for k in wanted}
+    return (*(gradients.get(k) for k in range(4)), None, None)
 
 
 def _flops(x: Any, a: Any, y: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:

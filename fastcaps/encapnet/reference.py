@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
+from fastcaps.reference.seen import differentiate
 from fastcaps.vectors import squash
 
 
@@ -21,3 +25,11 @@ def squash_sum(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, 
         return (found if coefficient is None else found * coefficient.unsqueeze(2)).flatten(1, 2)
 
     return (part(x, a) if y is None else part(x, a) + part(y, b)).to(x.dtype)
+
+
+def squash_sum_backward(
+    grad: Tensor, x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool, needs: int
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, a, y and b whose bits are set in ``needs``, by autograd."""
+    run: Any = partial(squash_sum, types=types, relu=relu)
+    return differentiate(lambda *given: [run(*given)], (x, a, y, b), (grad,), needs)

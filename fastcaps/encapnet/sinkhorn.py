@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, shape_text
+from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import unit
 
 
@@ -123,7 +124,4 @@ class SinkhornDivergence(nn.Module):
                 return found
             return 2 * found - self.transport(x, x) - self.transport(y, y)
 
-    def extra_repr(self) -> str:
-        """What is set."""
-        names = ("eps", "iterations", "bias_fix", "through_plan")
-        return ", ".join([repr(self.cost), *(f"{name}={getattr(self, name)}" for name in names)])
+    extra_repr = arguments_repr

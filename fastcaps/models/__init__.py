@@ -1,19 +1,7 @@
 """Networks by name: ``fastcaps.models.create("tsai-iar-resnet-c10")``.
 
-A file a paper: each has its networks as data, in ``NETWORKS``, and says what is our reading. All of them, with their
-numbers of parameters, are in docs/networks.md.
-
-====================================== ==========================================================
-names                                  source
-====================================== ==========================================================
-``tsai-``, ``resnet18-``               Tsai et al. (2020), Table 1 and Figure 5
-``sabour-``                            Sabour et al. (2017)
-``hinton-norb``                        Hinton et al. (2018)
-``heinsen-``                           Heinsen (2019), Figures 3 and 5
-``zhao-``                              Zhao and Huang (2019), Tables 1, 2 and 4
-``li-``                                Li et al. (2018): CapNet, EncapNet and what it is compared with
-``mnist``, ``digits``                  ours, for two CPU cores
-====================================== ==========================================================
+A file a paper: each has its networks as data, in ``NETWORKS``. docs/networks.md lists all of them, with their sources
+and numbers of parameters, and says what is our reading.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The networks of Heinsen (2019), An Algorithm for Routing Capsules in All Domains: Figures 3 and 5.
 
-Ours, as the text does not say: the convolutions of the smallNORB network are not padded (96 x 96 pixels become 9 x 9
-places), and each of its two 1 x 1 convolutions has a BatchNorm of its own. So it has 271,688 parameters and 272,592
-numbers with BatchNorm's statistics, the paper's 273K.
+docs/networks.md says what is our reading.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +64,6 @@ class TextCapsNet(nn.Module):
         nn.init.zeros_(self.depth)
         nn.init.kaiming_normal_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
-
-    if TYPE_CHECKING:  # nn.Module's own returns Any
-
-        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self, embeddings: Tensor, mask: Tensor | None = None, *, return_trace: bool = False

@@ -1,23 +1,8 @@
 """The networks that Li et al. (2018), Neural Network Encapsulation, compare theirs (:mod:`fastcaps.encapnet`) with.
 
-CapNet: rows (a) and (b) of Table 1, section 2.2 and appendix A. Four convolutions with BatchNorm and ReLU make a map of
-8 x 8 places with 32 capsules of 8 numbers. The fifth layer routes them to capsules of 16 numbers, its matrices shared
-over space; those, laid out as 32 types again, are routed to the classes, whose matrices are shared likewise. Three
-iterations each.
-
-The text counts 2,048 capsules in the fifth layer and the code has 512, which we follow; ``create(..., parents=2048)``
-gives the text's. What the appendix found out are options, and on as there: the softmax of dynamic routing runs over the
-children (``compete="parents"`` is Sabour et al.'s), and EM's cost is normalised before its sigmoid
-(``normalize_cost=False`` leaves it alone). So are the initial logits of its Table 5: ``prior="random"``, ``"learned"``.
-
-Ours, as the text does not say: channels of 32, 64, 128 and 256, strides of 2 in the last two; for EM, 32 channels more
-in the fourth convolution for the activations, and no ReLU there, which would keep them above a half. The table's sizes,
-151.24 and 152.44 "Mb", cannot be reached by this text: the parameters below take 10.3 and 10.4 MB as float32 (with
-2,048 capsules 35 MB).
-
-Without capsules: ``li-cnn-same`` and ``li-cnn-large`` are rows (c) and (d) of Table 1, the latter widened until it is
-about six times as large, as the table's two are; ``li-resnet18`` is for Table 2. The table's sizes do not follow from
-its text, and ours are not the table's. Feedback units can be asked of these too (Table 3).
+CapNet: rows (a) and (b) of Table 1, section 2.2 and appendix A. The rest are without capsules: rows (c) and (d), the
+latter widened until it is about six times as large, and ``li-resnet18`` of Table 2; feedback units can be asked of
+these too (Table 3). docs/networks.md and docs/encapnet.md say what is our reading.
 """
 
 from __future__ import annotations

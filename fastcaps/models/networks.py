@@ -8,13 +8,13 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_images, did_you_mean, image_size
+from fastcaps.checks import check_choice, check_count, check_images, image_size
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
-from fastcaps.nn.layer import RoutingLayer
+from fastcaps.nn.layer import RoutingLayer, refuse_unknown
 from fastcaps.nn.poses import arguments
 from fastcaps.nn.stack import CapsuleSpec
 
@@ -181,9 +181,6 @@ def override(config: Some, overrides: Mapping[str, Any]) -> Some:
     known = [each.name for each in fields(config)]  # type: ignore[arg-type]
     config = replace(config, **{name: value for name, value in overrides.items() if name in known})  # type: ignore[type-var]
     extras = config.extras() if isinstance(config, (NetworkConfig, CNNConfig)) else []
-    there = [*known, *extras]
-    if unknown := sorted(set(overrides) - set(there)):
-        hint = did_you_mean(unknown[0], there)
-        raise TypeError(f"create() has no override {', '.join(unknown)}{hint}; there are: {', '.join(there)}")
+    refuse_unknown("create()", overrides, [*known, *extras], "override")
     more = {name: value for name, value in overrides.items() if name in extras}
     return config.extended(more) if more else config  # type: ignore[attr-defined]

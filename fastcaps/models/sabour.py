@@ -1,14 +1,8 @@
-"""The networks of Sabour, Frosst and Hinton (2017), Dynamic Routing Between Capsules.
-
-``sabour-mnist`` is Figures 1 and 2: a 9 x 9 convolution, another of stride 2 that makes 32 types of capsules of 8
-numbers, routed to capsules of 16, one a class, from which the decoder draws the image again. ``sabour-multimnist`` and
-``sabour-affnist`` are the same for images of 36 x 36 (section 6) and 40 x 40 pixels (section 5.2). ``sabour-cnn`` is
-the baseline of section 5: its padding, which keeps maps as large as the image, is our reading; with it, and not
-without, it has the 35.4M parameters of the paper. Where its dropout stands is told, its rate of 0.5 is ours.
+"""The networks of Sabour, Frosst and Hinton (2017), Dynamic Routing Between Capsules: Figures 1 and 2, section 5.
 
 Their class capsules' lengths are trained with :func:`fastcaps.losses.margin_loss`; ``net(images, reconstruct=labels)``
 also draws the images, for :func:`fastcaps.losses.reconstruction_loss`. Of two overlapping digits (MultiMNIST) each is
-drawn by a call of ``net.decoder`` of its own.
+drawn by a call of ``net.decoder`` of its own. docs/networks.md says what is our reading.
 """
 
 from __future__ import annotations

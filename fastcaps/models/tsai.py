@@ -1,17 +1,6 @@
-"""The networks of Tsai et al. (2020), Capsules with Inverted Dot-Product Attention Routing: Table 1 and Figure 5.
+"""The networks of Tsai et al. (2020), Capsules with Inverted Dot-Product Attention Routing: Tables 2 to 12, Figure 5.
 
-Their structures are those of Tables 2 to 12. Where the tables do not give the published numbers of parameters:
-
-- the ResNet backbone of the dynamic routing networks is 256 wide in its last four blocks, and a 9 x 9 convolution of
-  stride 1 makes the primary capsules; with the appendix's 128 it would be 8.8M and not 12.45M;
-- images of DiverseMultiMNIST have one channel, not the tables' three;
-- EM's class layer shares its matrices over space, with coordinate addition (Hinton et al., 2018), and is not the 800
-  children of Tables 6 and 7, each with its own.
-
-Ours, as the text says nothing: the iterations of the dynamic networks (3, as in Sabour et al.; the table has the best
-of 1 to 5) and what makes the 42M parameters of the larger matrix network (four times as many capsule types). EM's two
-iterations are those that section 5 found best. The last sigmoid of Tables 10 to 12 belongs to the loss: networks return
-logits.
+docs/networks.md says what is our reading.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 """The networks of Zhao and Huang (2019), Exploring Dynamic Routing As A Pooling Layer: Tables 1, 2 and 4, Figure 2.
 
-- ``zhao-cnn-*`` (section 4.1): four 5 x 5 convolutions of 64 channels, a pooling layer, a linear one. Ours: the
-  convolutions keep the size of their map, and the pooling layer pools all of it.
-- ``zhao-resnet*-*`` (section 4.2): the residual networks of He et al. (2016) for CIFAR-10, whose shortcuts have no
-  parameters. Ours: capsules of 16 channels, as in section 4.1.
-- ``zhao-affnist``, ``zhao-multimnist`` (section 4.3): ResNet-20 without its last two layers; its 64 channels are two
-  capsules of 32 at each place, routed to ten, with Sabour et al.'s decoder. The sharpness is that of the best result on
-  affNIST, 1, and of MultiMNIST, 5. Ours: all places share their matrices, and the ten capsules have 16 numbers, which
-  gives the sizes that the paper rounds to 2.5M and 2.2M.
+docs/networks.md says what is our reading.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import channels_last
 from fastcaps.nn.primary import PrimaryCapsules
-from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, converted
-from fastcaps.results import Capsules
+from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, converted, parts_of
 
 
 def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
@@ -224,8 +223,7 @@ class CapsNet(nn.Module):
             If the images do not fit, or a network without a decoder is to reconstruct.
         """
         check_images(images, self.in_channels)
-        made = self.primary(self.backbone(channels_last(images)))
-        children, activity = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
+        children, activity, _ = parts_of(self.primary(self.backbone(channels_last(images))))
         wants_scores = self.routing.layers[0].activity_name == "scores"
         activity = converted(activity, getattr(self.primary, "scores", False), wants_scores)
         more: list[Any] = []
@@ -234,15 +232,11 @@ class CapsNet(nn.Module):
             more.append(trace)
         else:
             result = self.routing(children, activity, iterations=iterations)
-        poses = result if isinstance(result, Tensor) else result.poses
+        poses, activity, scores = parts_of(result)
         if isinstance(reconstruct, Tensor) or reconstruct:
             if self.decoder is None:
                 raise ValueError("reconstruct must be False for a network without a decoder")
             more.insert(0, self.decoder(poses, reconstruct if isinstance(reconstruct, Tensor) else None))
-        if isinstance(result, Tensor):
-            logits = self.head(poses)
-        elif isinstance(result, Capsules):
-            logits = self.head(*result)
-        else:  # scores count as activations for a linear read-out, and are logits themselves
-            logits = self.head(poses, result.scores if self.head.read == "activations" else result.scores.sigmoid())
+        # scores are logits themselves, and count as activations for a linear read-out
+        logits = self.head(poses, converted(activity, scores, scores and self.head.read == "activations"))
         return (logits, *more) if more else logits

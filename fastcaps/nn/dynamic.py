@@ -84,7 +84,7 @@ break_symmetry, iterations, device, dtype
         check_choice("prior", start, ("zero", "learned", "random"))
         if self.leaky and start != "zero":
             raise ValueError(f"leaky must be False with prior={start!r}: the prior has no column for the leak")
-        self.new_parameter("prior", (self.groups, self.out_capsules or 1), options, start)
+        self.new_parameter("prior", (self.groups, self.out_capsules or 1), start)
         self.std = None if std is None else check_finite("std", std, 0.0)
         self.reset_parameters()
 

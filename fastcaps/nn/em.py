@@ -94,8 +94,8 @@ break_symmetry, iterations, device, dtype
         self.first_coefficients = first_coefficients
         self.eps = check_finite("eps", eps, 0.0)
         many = self.out_capsules or 1
-        self.new_parameter("beta_u", (many,), options)
-        self.new_parameter("beta_a", (many,), options)
+        self.new_parameter("beta_u", (many,))
+        self.new_parameter("beta_a", (many,))
         self.reset_parameters()
 
     def first_std(self) -> float:

@@ -86,7 +86,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
 
     def route(  # type: ignore[override]
         self, call: LayerCall, iterations: int, return_coefficients: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Any:
         """Route a checked call, in at most so many iterations."""
         limit = check_count("iterations", iterations)
         call = self.with_parent_count(call)
@@ -95,8 +95,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         with torch.no_grad():
             parents = self._solve(call, limit)
         votes = Votes.unchecked(call.children, call.weight, call.bias, call.activity, call.window, call.parent_count)
-        rows, _, columns = self.pose_shape
-        query = to_op(parents.unflatten(-1, (rows, columns)), call.window)
+        query = to_op(parents, call.window)
         norm = self.norm
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         rule = Rule.PLAIN if norm is None else Rule.LAYER_NORM
@@ -106,8 +105,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             kept = None if norm is None else sums.detach()
             settings = (self.scale, self.eps, self.tolerance, limit)
             routed = _Implicit.apply(routed, *votes, query, affine[0], kept, *settings)
-        poses = from_op(routed, call.window).flatten(-2)
-        return poses, shares if return_coefficients else None
+        return self.found(from_op(routed, call.window), shares if return_coefficients else None)
 
     def _refuse_unsupported_gradients(self, call: LayerCall) -> None:
         """Raise for gradients that the implicit equation is not solved for."""
@@ -125,26 +123,22 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             )
 
     def _solve(self, call: LayerCall, limit: int) -> Tensor:
-        """Return the parents' flat poses after as many iterations as they need, one fewer than ``limit`` at most."""
+        """Return the parents' poses after as many iterations as they need, one fewer than ``limit`` at most."""
         options: dict[str, Any] = {"scale": self.scale, "norm": self.norm}
         parents, left = self.first_parents(call), limit - 1
         if parents is None:  # from zero: an iteration that needs no query
-            parents, _ = attend(call, None, self.pose_shape, **options)
+            parents, _ = attend(call, None, **options)
             left -= 1
         if _without_numbers(parents):
             if left > 0:
-                parents, _ = attend(call, parents, self.pose_shape, iterations=left, **options)
+                parents, _ = attend(call, parents, iterations=left, **options)
             return parents
         for _ in range(left):
             before = parents
-            parents, _ = attend(call, before, self.pose_shape, **options)
+            parents, _ = attend(call, before, **options)
             if _stands_still(before, parents, self.tolerance):
                 break
         return parents
-
-    def smallest_inputs(self) -> list[Tensor]:
-        """Children of the smallest call that this layer takes."""
-        return super().smallest_inputs()[:1]
 
 
 def _without_numbers(tensor: Tensor) -> bool:

@@ -81,8 +81,8 @@ break_symmetry, iterations, device, dtype
         self.single_beta = bool(single_beta)
         self.eps = check_finite("eps", eps, 0.0)
         table = (self.own_children, self.out_capsules or 1)
-        self.new_parameter("beta_use", table, options)
-        self.new_parameter("beta_ignore", table, options, not single_beta)
+        self.new_parameter("beta_use", table)
+        self.new_parameter("beta_ignore", table, not single_beta)
         self.reset_parameters()
 
     def first_std(self) -> float:

@@ -142,14 +142,13 @@ break_symmetry, iterations, device, dtype
         self.scale = 1.0 / math.sqrt(self.out_dim)
         self.norm: nn.LayerNorm | None = None
         if layer_norm and self.out_dim > 1:
-            place = {"device": options.get("device"), "dtype": options.get("dtype")}
-            self.norm = nn.LayerNorm(self.out_dim, eps=self.eps, **place)  # type: ignore[arg-type]
+            self.norm = nn.LayerNorm(self.out_dim, eps=self.eps, **self._place)
         many = self.out_capsules or 1
-        self.new_parameter("activation_weight", (many, self.out_dim), options, self.activations)
-        self.new_parameter("activation_bias", (many,), options, self.activations)
+        self.new_parameter("activation_weight", (many, self.out_dim), self.activations)
+        self.new_parameter("activation_bias", (many,), self.activations)
         check_choice("start", start, ("zero", "random", "learned"))
         self.start = start
-        self.new_parameter("first_poses", (many, self.out_dim), options, start)
+        self.new_parameter("first_poses", (many, self.out_dim), start)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -181,23 +180,34 @@ break_symmetry, iterations, device, dtype
 
     def route(
         self, call: LayerCall, iterations: int, return_coefficients: bool, *, parents: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Route a checked call: flat poses, and the coefficients if they were asked for."""
+    ) -> Tensor | Capsules | Routed | RoutedCapsules:
+        """Route a checked call."""
         if parents is None:
             call = self.with_parent_count(call)
             parents = self.first_parents(call)
-        elif self.whole_grid:
-            parents = parents[:, :, None, None]
-        return attend(
+        else:
+            parents = self.unflattened(parents[:, :, None, None] if self.whole_grid else parents)
+        poses, coefficients = attend(
             call,
             parents,
-            self.pose_shape,
             scale=self.scale,
             norm=self.norm,
             dropout=self.dropout if self.training else 0.0,
             iterations=iterations,
             return_coefficients=return_coefficients,
         )
+        return self.found(poses, coefficients)
+
+    def unflattened(self, parents: Tensor) -> Tensor:
+        """Return flat poses of parents as C x E numbers."""
+        return parents.unflatten(-1, self.pose_shape[::2])
+
+    def found(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
+        """Return what ``route`` does, with activations if the layer has them."""
+        if not self.activations:
+            return poses if coefficients is None else Routed(poses, coefficients)
+        active = self.read_activations(poses.flatten(-2))
+        return Capsules(poses, active) if coefficients is None else RoutedCapsules(poses, active, coefficients)
 
     def with_parent_count(self, call: LayerCall) -> LayerCall:
         """Return a call without parents that says how many there are, where it has no weight that does."""
@@ -207,25 +217,14 @@ break_symmetry, iterations, device, dtype
         return call._replace(bias=bias.expand(-1, call.parent_count, -1, -1))
 
     def first_parents(self, call: LayerCall) -> Tensor | None:
-        """Return where the parents of a call start, ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; None for zeros."""
+        """Return where the parents of a call start, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; None for zeros."""
         if self.first_poses is None:
             return None
-        poses, batch = self.first_poses.expand(call.parent_count, -1), call.children.shape[0]
+        poses, batch = self.unflattened(self.first_poses).expand(call.parent_count, -1, -1), call.children.shape[0]
         if call.window is None:
-            return poses.expand(batch, -1, -1)
+            return poses.expand(batch, -1, -1, -1)
         size = call.window.output_size(call.children.shape[2], call.children.shape[3])
-        return poses[:, None, None].expand(batch, -1, *size, -1)
-
-    def finish(self, found: tuple[Tensor, Tensor | None]) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Return what a call returns, of what ``route`` found."""
-        poses, coefficients = found
-        if self.whole_grid:
-            poses = poses.squeeze((2, 3))
-            coefficients = None if coefficients is None else coefficients.squeeze((1, 2))
-        if not self.activations:
-            return poses if coefficients is None else Routed(poses, coefficients)
-        active = self.read_activations(poses)
-        return Capsules(poses, active) if coefficients is None else RoutedCapsules(poses, active, coefficients)
+        return poses[:, None, None].expand(batch, -1, *size, -1, -1)
 
     def read_activations(self, poses: Tensor) -> Tensor:
         """``sigmoid(<u_m, p_m> + c_m)`` of the parents' ``poses``: ``[B, M]`` or ``[B, M, Ho, Wo]``."""
@@ -244,17 +243,10 @@ break_symmetry, iterations, device, dtype
             wanted = f"[B, {self.out_capsules or 'M'}, {grid}{self.out_dim}]"
             raise ValueError(f"parents must be {wanted}, got {shape_text(parents)}")
 
-    def smallest_inputs(self) -> list[Tensor]:
-        """Children and parents of the smallest call that this layer takes."""
-        (children,) = super().smallest_inputs()
-        grid: tuple[int, ...] = self.output_size((children.shape[2], children.shape[-2])) or ()
-        return [children, children.new_zeros((1, self.out_capsules or 1, *grid, self.out_dim))]
-
 
 def attend(
     call: LayerCall,
     parents: Tensor | None,
-    shape: tuple[int, int, int],
     *,
     scale: float,
     norm: nn.LayerNorm | None,
@@ -262,7 +254,7 @@ def attend(
     iterations: int = 1,
     return_coefficients: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Route flat poses; return the parents' flat poses, and the coefficients if they were asked for.
+    """Return the parents' poses of C x E numbers, and the coefficients if they were asked for.
 
     Dropout stands between the sum and LayerNorm, as in the authors' code; while it is active (``dropout > 0``)
     normalisation is a step of its own, otherwise the pass normalises its own sums.
@@ -270,21 +262,20 @@ def attend(
     Parameters
     ----------
     parents : Tensor or None
-        ``[B, M, C*E]`` or ``[B, M, Ho, Wo, C*E]``: the last poses; None for the first iteration.
-    shape : (C, D, E)
+        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``: the last poses; None for the first iteration.
     norm : nn.LayerNorm or None
         Over the C*E numbers; None leaves the sums as they are.
     """
     if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no iteration can run on into the next
         for _ in range(iterations - 1):
-            parents, _ = attend(call, parents, shape, scale=scale, norm=norm, dropout=dropout)
+            parents, _ = attend(call, parents, scale=scale, norm=norm, dropout=dropout)
         iterations = 1
     apart = dropout > 0.0 and norm is not None
     fused = None if apart else norm
     found = functional.inverted_attention_routing(
         call.children,
         call.weight,
-        None if parents is None else parents.unflatten(-1, (shape[0], shape[2])),
+        parents,
         bias=call.bias,
         gate=call.activity,
         norm_weight=None if fused is None else fused.weight,
@@ -297,9 +288,8 @@ def attend(
         return_coefficients=return_coefficients,
     )
     poses, coefficients = found if isinstance(found, tuple) else (found, None)
-    poses = poses.flatten(-2)
     if dropout > 0.0:
         poses = F.dropout(poses, dropout)
     if norm is not None and apart:
-        poses = normalize_poses(poses, norm)
+        poses = normalize_poses(poses.flatten(-2), norm).view_as(poses)
     return poses, coefficients

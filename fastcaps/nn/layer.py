@@ -20,11 +20,11 @@ Plain = TypeVar("Plain")
 Full = TypeVar("Full")
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
     """Raise for the first name that is not known."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{what} has no argument {name}{did_you_mean(name, known)}: {', '.join(known)}")
+            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}: {', '.join(known)}")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -183,10 +183,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 f"out_dim must equal in_dim with matrices=False, got in_dim {in_dim} and out_dim {out_dim}"
             )
         rows, columns, out_columns = self.pose_shape
-        many, place = self.out_capsules or 1, LayerOptions(device=device, dtype=dtype)
-        self.new_parameter("weight", (self.groups, many, columns, out_columns), place, self.matrices)
-        self.new_parameter("bias", (self.own_children, many, rows, out_columns), place, bool(bias))
-        self.new_parameter("bias_step", (1, 1, rows, out_columns), place, out_capsules is None and self.break_symmetry)
+        many = self.out_capsules or 1
+        self._place: dict[str, Any] = {"device": device, "dtype": dtype}  # of parameters that are still to come
+        self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
+        self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
+        self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
 
     def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
         """Set the attributes of the window. A set's layer has no ``kernel_size``: torchinfo, which reads it, cannot
@@ -236,14 +237,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ) -> Plain | Full: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
-    def new_parameter(self, name: str, shape: tuple[int, ...], options: LayerOptions, start: bool | str = True) -> None:
+    def new_parameter(self, name: str, shape: tuple[int, ...], start: bool | str = True) -> None:
         """Register a parameter that is not drawn yet (True or "learned"), a buffer ("random"), or None."""
-        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         if start == "random":
-            self.register_buffer(name, torch.empty(shape, **place))
+            self.register_buffer(name, torch.empty(shape, **self._place))
         else:
             wanted = start not in (False, "zero")
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)) if wanted else None)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._place)) if wanted else None)
 
     def first_std(self) -> float:
         """The standard deviation of the matrices at the start."""
@@ -366,12 +366,17 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return type(found)(*results)
 
     def smallest_inputs(self) -> list[Tensor]:
-        """Children of the smallest call that this layer takes: a batch of 1, on a grid a single position of parents."""
+        """Children, and parents to go on from, of the smallest call that this layer takes: a batch of 1, on a grid a
+        single position of parents."""
         grid = [1, 1] if self.whole_grid else []
         if self.window is not None:
             every = zip(self.window.spec[:2], self.window.spec[4:6], self.window.spec[6:], strict=True)
             grid = [max(1, (kernel - 1) * step + 1 - 2 * pad) for kernel, pad, step in every]
         like = next(self.parameters(), torch.empty(0))
-        return [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]
+        inputs = [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]
+        if self.takes_parents:
+            place = () if self.window is None else (1, 1)
+            inputs.append(like.new_zeros((1, self.out_capsules or 1, *place, self.out_dim)))
+        return inputs
 
     extra_repr = arguments_repr

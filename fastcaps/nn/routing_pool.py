@@ -278,12 +278,14 @@ class RoutingPool2d(nn.Module):
         if averages and not return_coefficients:
             return self._finish(self._average(features, groups))
         # Every iteration reads all capsules: several times as fast with the numbers of each together as across a map.
-        stored = channels_last(features)
-        capsules = stored.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
-        if self.parents is None:
-            poses, shares = self._group_by_group(capsules, options)
+        if self.parents is None:  # every group as a sample of its own
+            batch = features.shape[0]
+            each = features.reshape(batch * groups, self.dim, height, width)
+            poses, shares = self._pool(each, 1, options)
+            poses = poses.squeeze(1).unflatten(0, (batch, groups))
+            shares = None if shares is None else shares.squeeze(-1).unflatten(0, (batch, groups)).movedim(1, -1)
         else:
-            poses, shares = self._pool(capsules, self.window or Window((height, width)), options)
+            poses, shares = self._pool(features, groups, options)
         if averages:
             poses = self._average(features, groups)
         return self._finish(poses) if shares is None else Routed(self._finish(poses), shares)
@@ -298,22 +300,10 @@ class RoutingPool2d(nn.Module):
         poses = means.unflatten(1, (groups, self.dim)).movedim(2, -1)
         return poses if self.parents is None else poses.mean(1, keepdim=True)
 
-    def _group_by_group(self, capsules: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Pool the places of every group by itself: poses ``[B, N, Ho, Wo, dim]``, shares ``[B, Ho, Wo, I, N]``."""
-        batch, groups, height, width, _ = capsules.shape
-        if self.window is None:  # groups as rows, places as columns of a grid: a view of any map
-            rows = capsules.flatten(2, 3).unsqueeze(1)
-            poses, shares = self._pool(rows, Window((1, height * width)), options)
-            if shares is not None:
-                shares = shares.permute(0, 4, 2, 3, 1)  # [B, N, 1, I, 1] to [B, 1, 1, I, N]
-            return poses.movedim(2, 1), shares  # [B, 1, N, 1, dim] to [B, N, 1, 1, dim]
-        poses, shares = self._pool(capsules.flatten(0, 1).unsqueeze(1), self.window, options)
-        if shares is not None:
-            shares = shares.squeeze(-1).unflatten(0, (batch, groups)).movedim(1, -1)
-        return poses.squeeze(1).unflatten(0, (batch, groups)), shares
-
-    def _pool(self, capsules: Tensor, window: Window, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Pool a grid of vectors ``[B, N, H, W, dim]`` into ``[B, M, Ho, Wo, out_dim]``."""
+    def _pool(self, features: Tensor, groups: int, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Pool ``[B, groups * dim, H, W]`` into ``[B, M, Ho, Wo, out_dim]``."""
+        capsules = channels_last(features).unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
+        window = self.window or Window((features.shape[2], features.shape[3]))
         result = functional.routing_pool(capsules.unsqueeze(-2), weight=self.weight, window=window, **options)
         poses, *shares = result if isinstance(result, tuple) else (result,)
         return poses.squeeze(-2), shares[0] if shares else None

@@ -16,6 +16,10 @@ from fastcaps.nn.poses import arguments_repr
 from fastcaps.results import Capsules, Gaussians, Routed
 
 Parents = Tensor | Capsules | Gaussians
+Read = tuple[Tensor, Tensor | None]
+"""Poses, and what is known of each: activations or scores."""
+Parts = tuple[Tensor, Tensor | None, bool]
+"""The same, and whether those are scores."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,6 @@ class CapsuleSpec:
     types: int | None = None
     layer: type[RoutingLayer[Any, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class State(NamedTuple):
-    """What a layer found, or the stack's children: poses, what is known of each (activations or scores), the result
-    without coefficients."""
-
-    poses: Tensor
-    activity: Tensor | None
-    scores: bool  # whether those are scores, not activations
-    result: Parents
 
 
 class RoutingTrace(NamedTuple):
@@ -258,79 +252,79 @@ class RoutingStack(nn.Module):
         """
         require_tensor(children, "children")
         count = self.iterations if iterations is None else check_count("iterations", iterations)
-        scores = self.layers[0].activity_name == "scores"
-        start = State(children, activations, scores, children)
-        states, coefficients = self._run(start, count, None if iterations is None else count, return_trace)
+        start = children, activations, self.layers[0].activity_name == "scores"
+        found, coefficients = self._run(start, count, None if iterations is None else count, return_trace)
         if not return_trace:
-            return states[-1].result
-        every = [start, *states]
-        poses, activity = tuple(state.poses for state in every), tuple(state.activity for state in every)
-        return states[-1].result, RoutingTrace(poses, activity, tuple(coefficients))
+            return found[-1]
+        poses, activity, _ = zip(start, *map(parts_of, found), strict=True)
+        return found[-1], RoutingTrace(poses, activity, tuple(coefficients))
 
-    def _run(self, start: State, count: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
-        """Return what every layer ended with, and its coefficients for a trace.
+    def _run(self, start: Parts, count: int, own: int | None, trace: bool) -> tuple[list[Parents], list[Tensor]]:
+        """Return what every layer found last, and its coefficients for a trace.
 
         ``own`` is the number of iterations of layers that make all of theirs in one call, if it is not their own.
         """
         size = len(self.layers)
         rounds, each = (count, 1) if self.routing == "concurrent" else (1, count)
-        states: list[State] = []
+        results: list[Parents] = []
         coefficients: list[Tensor] = []
-        inputs = [self._read(0, start)]
+        inputs: list[Read] = []
         for index in range(size):
-            state, spread = self._step(index, inputs[index], None, trace and rounds == 1, own, each)
-            states.append(state)
+            inputs.append(self._read(index, *(parts_of(results[-1]) if index else start)))
+            found, spread = self._step(index, inputs[index], None, trace and rounds == 1, own, each)
+            results.append(found)
             coefficients += spread
-            if index + 1 < size:
-                inputs.append(self._read(index + 1, state))
-        routed = list(inputs)  # what each layer's state was made of
+        routed = list(inputs)  # what each layer's result was made of
         for iteration in range(2, rounds + 1):
             last = iteration == rounds
             # what lies below cannot reach the result any more
             first = 0 if trace else max(0, size - 1 - (rounds - iteration))
-            before, read = list(states), list(inputs)
+            before, read = list(results), list(inputs)
             for index in range(first, size):
                 same = read[index] is routed[index] and not self.layers[index].takes_parents
                 if same and not (trace and last):
                     continue
-                states[index], spread = self._step(index, read[index], before[index].poses, trace and last, own)
+                parents, *_ = parts_of(before[index])
+                results[index], spread = self._step(index, read[index], parents, trace and last, own)
                 routed[index] = read[index]
                 coefficients += spread
                 if index + 1 < size and not last and not same:
-                    inputs[index + 1] = self._read(index + 1, states[index])
-        return states, coefficients
+                    inputs[index + 1] = self._read(index + 1, *parts_of(results[index]))
+        return results, coefficients
 
-    def _read(self, index: int, state: State) -> State:
-        """A state as layer ``index`` reads it. Flattening copies a grid's poses, so it is done once a state and not
-        once a pass."""
-        layer, poses = self.layers[index], state.poses
-        scores = layer.activity_name == "scores"
-        activity = converted(state.activity, state.scores, scores)
+    def _read(self, index: int, poses: Tensor, activity: Tensor | None, scores: bool) -> Read:
+        """What layer ``index`` reads of the layer below it. Flattening copies a grid's poses, so it is done once a
+        result and not once a pass."""
+        layer = self.layers[index]
+        activity = converted(activity, scores, layer.activity_name == "scores")
         if not layer.on_grid and poses.dim() == 5:
-            poses, activity = poses.flatten(1, 3), None if activity is None else activity.flatten(1)
-        elif layer.on_grid and poses.dim() == 3:
+            return poses.flatten(1, 3), None if activity is None else activity.flatten(1)
+        if layer.on_grid and poses.dim() == 3:
             row: Any = (layer.in_capsules, 1, -1)
-            poses = poses.unflatten(1, row)
-            activity = None if activity is None else activity.unflatten(1, row)
-        return State(poses, activity, scores, poses)
+            return poses.unflatten(1, row), None if activity is None else activity.unflatten(1, row)
+        return poses, activity
 
     def _step(
-        self, index: int, read: State, parents: Tensor | None, spread: bool, own: int | None, count: int = 1
-    ) -> tuple[State, list[Tensor]]:
+        self, index: int, read: Read, parents: Tensor | None, spread: bool, own: int | None, count: int = 1
+    ) -> tuple[Parents, list[Tensor]]:
         layer = self.layers[index]
         if layer.takes_parents:
-            found = layer(read.poses, parents, read.activity, iterations=count, return_coefficients=spread)
+            found = layer(read[0], parents, read[1], iterations=count, return_coefficients=spread)
         else:
-            found = layer(read.poses, read.activity, iterations=own, return_coefficients=spread)
-        coefficients = []
-        if spread:
-            *parts, last = found
-            coefficients.append(last)
-            found = parts[0] if isinstance(found, Routed) else (Capsules, Gaussians)[len(parts) - 2](*parts)
-        poses, activity = (found, None) if isinstance(found, Tensor) else found[:2]
-        return State(poses, activity, isinstance(found, Gaussians), found), coefficients
+            found = layer(*read, iterations=own, return_coefficients=spread)
+        if not spread:
+            return found, []
+        *parts, coefficients = found
+        return parts[0] if isinstance(found, Routed) else (Capsules, Gaussians)[len(parts) - 2](*parts), [coefficients]
 
     extra_repr = arguments_repr
+
+
+def parts_of(found: Parents) -> Parts:
+    """Return the poses of what a layer found, its activations or scores, and whether they are scores."""
+    if isinstance(found, Tensor):
+        return found, None, False
+    return found[0], found[1], isinstance(found, Gaussians)
 
 
 def as_scores(activations: Tensor) -> Tensor:

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from fastcaps.training.module import CapsuleClassifier
     from fastcaps.training.run import SeedsResult, TrainResult, build_network, quiet, train, train_seeds
 
-_LAZY = {
-    **dict.fromkeys(("SeedsResult", "TrainResult", "build_network", "quiet", "train", "train_seeds"), "run"),
-    "CapsuleClassifier": "module",
-    "ImageData": "data",
-    "versions": "folder",
-}
 __all__ = [
     "CapsuleClassifier",
     "Data",
@@ -48,6 +42,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f"fastcaps.training.{_LAZY[name]}"), name)
+    if name in __all__:  # what is left of them needs Lightning
+        return getattr(import_module("fastcaps.training.run"), name)
     raise AttributeError(f"module 'fastcaps.training' has no attribute {name!r}")

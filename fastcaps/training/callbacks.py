@@ -14,9 +14,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, Timer
 from rich.console import Console
 
-COLUMNS = ("epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds")
-VALIDATION_COLUMNS = ("validation_loss", "validation_accuracy")
-"""These follow where training images were held out."""
+COLUMNS = (
+    *("epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"),
+    *("validation_loss", "validation_accuracy"),  # where training images were held out
+)
 
 
 @contextmanager
@@ -74,7 +75,9 @@ class Checkpoints(Checkpoint):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.csv``."""
+    """The rows of a ``metrics.csv``; none if there is no such file."""
+    if not path.is_file():
+        return []
     with path.open(newline="") as file:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
@@ -107,14 +110,13 @@ class MetricsWriter(Timer):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the epoch's row."""
         # Lightning calls callbacks before the module, which has not logged the training means yet
-        found = {
+        found: dict[str, Any] = {
             **trainer.callback_metrics,
             **pl_module.figures("train"),  # type: ignore[operator]
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "seconds": self.time_elapsed() - sum(row["seconds"] for row in self.rows),
         }
-        columns = [*COLUMNS[2:], *(name for name in VALIDATION_COLUMNS if name in found)]
-        row = {name: float(f"{float(found[name]):.6g}") for name in columns}
+        row = {name: float(f"{float(found[name]):.6g}") for name in COLUMNS if name in found}
         self.rows.append({"epoch": len(self.rows) + 1, "step": trainer.global_step, **row})
         self._save(trainer)
 

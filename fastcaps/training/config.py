@@ -20,7 +20,9 @@ from fastcaps.training.fields import (
     Flag,
     Index,
     NotNegative,
+    RunError,
     SettingError,
+    Settings,
     as_data,
     changed,
     flat,
@@ -44,7 +46,7 @@ MOST_PIXELS = 4096  # of a padding, or a side of a resized image
 
 
 @dataclass(frozen=True, config=STRICT)
-class Network:
+class Network(Settings):
     """Which network; channels, image size and number of classes are taken from the data."""
 
     name: str  # of fastcaps.models.names()
@@ -63,7 +65,7 @@ class Network:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Data:
+class Data(Settings):
     """Which data, and what is done to them.
 
     By default CIFAR is cropped and flipped at random and nothing else is; ``pad`` and ``resize`` (one of the two) take
@@ -98,7 +100,7 @@ class Data:
 
 
 @dataclass(frozen=True, config=STRICT)
-class TrainConfig:
+class TrainConfig(Settings):
     """Every setting of a run; :meth:`of` also takes names, or mappings, for declarations."""
 
     network: Annotated[Network, SHORT]
@@ -173,5 +175,18 @@ def kept(folder: Path) -> TrainConfig:
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The settings in which two runs differ, by paths, with both values; those of :data:`WHERE` are left out."""
     old, new = flat(as_data(before)), flat(as_data(after))
-    names = sorted({*old, *new} - {*WHERE})
+    # names first: others differ for their sake
+    names = sorted({*old, *new} - {*WHERE}, key=lambda name: (not name.endswith(".name"), name))
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+
+
+def check_same(folder: Path, before: TrainConfig, after: TrainConfig) -> None:
+    """Raise RunError if the run in a folder has other settings than one that would go on with it."""
+    differ = differences(before, after)
+    if differ:
+        name, (there, wanted) = next(iter(differ.items()))
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        raise RunError(
+            f"{folder} holds a run with other settings: {name} is {there} there and {wanted} here{more}; "
+            "give the same settings, or another folder"
+        )

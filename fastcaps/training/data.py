@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
 
 import fastcaps.data
 from fastcaps.data import (
@@ -42,19 +43,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class TestCrops:
-    """What test images see: resized, bytes ``[n, c, h, w]``, and their middle cut out.
-
-    With ``several``, the corners too, and their mirror images with ``flip``: ``[n, 5 or 10, c, h, w]``.
-    """
-
-    def __init__(self, resize: int, size: int, several: bool, flip: bool) -> None:
-        self.resize, self.size, self.several, self.flip = resize, size, several, flip
-        self.count = (10 if flip else 5) if several else 1
-
-    def __call__(self, images: Tensor, *_: Any) -> Tensor:
-        made = crops(resized(images, self.resize), self.size, flip=self.several and self.flip)
-        return made if self.several else made[:, 4]
+def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
+    """The middle of resized test images, ``[n, c, size, size]``, or several crops ``[n, 5 or 10, c, size, size]``."""
+    assert data.resize is not None
+    made = crops(resized(images, data.resize), size, flip=data.multi_crop and bool(data.flip))
+    return made if data.multi_crop else made[:, 4]
 
 
 def read_data(data: Data) -> Splits:
@@ -63,17 +56,12 @@ def read_data(data: Data) -> Splits:
         raise MissingDataError(
             f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
         )
-    own = data.pad is not None or data.resize is not None  # then prepare() augments, and load() must not
+    own = data.pad is not None or data.resize is not None  # then load() must not augment
     given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
     try:
         splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
     except TypeError as error:  # an option that load does not have
         raise ValueError(f"data.options: got {dict(data.options)}: {error}") from error
-    return prepare(splits, data)
-
-
-def prepare(splits: Splits, data: Data) -> Splits:
-    """Set up the augmentation that a data set's settings ask for, of training and of test images."""
     train = splits.train
     if not isinstance(train, ImageDataset):
         texts = isinstance(train, TextDataset)
@@ -81,22 +69,20 @@ def prepare(splits: Splits, data: Data) -> Splits:
             if (got := getattr(data, option)) not in (None, 0):
                 why = "which are texts" if texts else "which is drawn at random as it is"
                 raise ValueError(f"data.{option}: got {got} for {data.name}, {why}; want none")
-    transforms: list[Any] = []
+    augment: Any = getattr(train, "augment", None)
     if data.pad is not None:
-        transforms.append(RandomCropFlip(data.pad, flip=bool(data.flip)))
+        augment = RandomCropFlip(data.pad, flip=bool(data.flip))
     elif data.resize is not None:
         assert splits.image_size is not None
         size = data.crop or splits.image_size
-        transforms.append(ResizeCrop(data.resize, size, flip=bool(data.flip)))
+        augment = ResizeCrop(data.resize, size, flip=bool(data.flip))
         if data.crop is not None or data.multi_crop:
-            splits.test.augment = TestCrops(data.resize, size, data.multi_crop, bool(data.flip))
+            splits.test.augment = functools.partial(tested_crops, data, size)
             splits = replace(splits, image_size=size)
-    elif data.jitter and train.augment is not None:
-        transforms.append(train.augment)
     if data.jitter:
-        transforms.append(ColorJitter())
-    if transforms:
-        train.augment = transforms[0] if len(transforms) == 1 else Chain(*transforms)
+        augment = ColorJitter() if augment is None else Chain(augment, ColorJitter())
+    if augment is not None:
+        train.augment = augment
     if data.mixup:
         train.mixup = Mixup(len(splits.classes), data.mixup)
     return splits
@@ -153,11 +139,6 @@ class Subset(Dataset[Any]):
         return *made, self.dataset.apart(digits, states).float() / 255, labels
 
 
-def _as_it_is(gathered: Any) -> Any:
-    """The batch itself: it was gathered whole, and the loader has nothing to collate."""
-    return gathered
-
-
 def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = False) -> tuple[Subset, Subset | None]:
     """Split training images into those to train with and those held out, alike for every seed of a run.
 
@@ -204,7 +185,7 @@ class ImageData(pl.LightningDataModule):
             self.validation = Subset(splits.validation)
         self.test = Subset(splits.test, parts=parts)
         self.source = splits.train
-        self.crops: int = getattr(tested_as, "count", 1)
+        self.crops = (10 if config.data.flip else 5) if config.data.multi_crop else 1
         self.batch_size, self.seed = config.batch_size, config.seed
         self.workers = min(config.workers, cores())
         self._epoch = self._start = 0
@@ -213,7 +194,7 @@ class ImageData(pl.LightningDataModule):
         return DataLoader(
             dataset,
             batch_sampler=batches,
-            collate_fn=_as_it_is,
+            collate_fn=default_convert,  # a batch is gathered whole: there is nothing to collate
             num_workers=self.workers,
             # a data set with a seed must hear of each epoch, and workers that stay would not
             persistent_workers=self.workers > 0 and getattr(self.source, "seed", None) is None,

@@ -9,11 +9,15 @@ from __future__ import annotations
 import copy
 import typing
 from collections.abc import Mapping
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import truediv
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError, to_jsonable_python
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import to_jsonable_python
 
 from fastcaps.checks import did_you_mean
 
@@ -33,19 +37,14 @@ class RunError(RuntimeError):
 
 
 def _fraction(value: Any) -> Any:
-    """Return the number that ``150/350`` stands for; pydantic reads all others."""
-    try:
-        if isinstance(value, str) and "/" in value:
-            above, below = value.split("/")
-            return float(above) / float(below)
-        if not isinstance(value, bool):
-            return float(value) if isinstance(value, int) else value
-    except (OverflowError, ValueError, ZeroDivisionError):
-        pass
-    raise PydanticCustomError("number", "want a number")
+    """Return the number that a text, such as ``1e-3`` or ``150/350``, stands for; pydantic refuses what is none."""
+    if isinstance(value, str):
+        with suppress(ValueError, ZeroDivisionError):
+            return reduce(truediv, map(float, value.split("/")))
+    return value
 
 
-Number = Annotated[float, BeforeValidator(_fraction), Field(allow_inf_nan=False)]
+Number = Annotated[float, Strict(), BeforeValidator(_fraction), Field(allow_inf_nan=False)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -58,12 +57,30 @@ CHOICE = Field(discriminator="name")
 """Of several kinds of declaration, the name decides."""
 
 
+@dataclass(frozen=True, config=STRICT)
+class Settings:
+    """The base of declarations: a field that one does not have is told with those that it has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_fields(cls, given: Any) -> Any:
+        known = [each.name for each in fields(cls)]
+        for name in given if isinstance(given, Mapping) else ():
+            if name not in known:
+                hints = typing.get_type_hints(cls)
+                kinds = [(outer, kind) for outer in known for kind in get_args(hints[outer]) or (hints[outer],)]
+                below = [f"{outer}.{each.name}" for outer, kind in kinds if is_dataclass(kind) for each in fields(kind)]
+                hint = did_you_mean(name, dict.fromkeys([*known, *below]))
+                raise ValueError(f"{name}: no such field{hint}, want one of {', '.join(known)}")
+        return given
+
+
 def read(kind: type[Kind], value: Any) -> Kind:
     """Return a mapping as a dataclass; SettingError tells of the first field that is wrong."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise SettingError(_one_line(kind, error)) from error
+        raise _told(value, error) from error
 
 
 def wrong(path: str, got: Any, want: str) -> SettingError:
@@ -72,54 +89,24 @@ def wrong(path: str, got: Any, want: str) -> SettingError:
     return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
 
 
-def _one_line(kind: Any, error: ValidationError) -> str:
-    found = error.errors(include_url=False)[0]
-    path, above, here = "", [], _dataclasses(kind)
+def _told(value: Any, error: ValidationError) -> SettingError:
+    """What is first wrong with a value, in a line."""
+    found, path, here = error.errors(include_url=False)[0], "", value
     for part in found["loc"]:
-        named = [each for each in here if part in _names(each)]
-        if named:  # not a field, but which kind of declaration it is
-            here = named
-            continue
-        if isinstance(part, int):
-            path += f"[{part}]"
-            continue
-        path += f".{part}"
-        above, here = here, [one for each in here for one in _dataclasses(typing.get_type_hints(each).get(part))]
-    path = path.removeprefix(".")
-    if found["type"] == "unexpected_keyword_argument":
-        known = [each.name for one in above for each in fields(one)]
-        hint = did_you_mean(found["loc"][-1], [each for one in above for each in paths_of(one)])
-        return f"{path}: no such field{hint}, want {'one of ' + ', '.join(known) if known else 'no field at all'}"
-    if found["type"] == "union_tag_invalid":
-        names = ", ".join(name for each in here for name in _names(each))
-        return str(wrong(f"{path}.name", found["ctx"]["tag"], f"one of {names}"))
-    if found["type"] in ("missing", "union_tag_not_found"):
-        last = ".name" if found["type"] == "union_tag_not_found" else ""
-        return f"{path}{last}: got nothing, want a value, as it has no default"
-    if found["type"] == "value_error":  # what the dataclass itself checks begins with the field's name
-        return f"{path}.{found['ctx']['error']}".removeprefix(".")
-    return str(
-        wrong(path or "settings", found["input"], found["msg"].removeprefix("Input should be ").removeprefix("want "))
-    )
-
-
-def _dataclasses(hint: Any) -> list[Any]:
-    """Return the dataclasses in an annotation."""
-    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
-        return [hint]
-    return [found for each in get_args(hint) for found in _dataclasses(each)]
-
-
-def _names(kind: Any) -> tuple[str, ...]:
-    """Return the names that stand for a kind of declaration."""
-    return get_args(typing.get_type_hints(kind).get("name"))
-
-
-def paths_of(kind: Any) -> list[str]:
-    """Return the paths of a dataclass's fields and of the fields one level below: ``optimizer``, ``optimizer.lr``."""
-    hints = typing.get_type_hints(kind)
-    below = [(name, inner.name) for name in hints for one in _dataclasses(hints[name]) for inner in fields(one)]
-    return list(dict.fromkeys([*(each.name for each in fields(kind)), *(".".join(path) for path in below)]))
+        if part == (here.get("name") if isinstance(here, Mapping) else here):
+            continue  # not a field: pydantic says which kind of declaration it is
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        with suppress(LookupError, TypeError):
+            here = here[part]
+    path, kind = path.removeprefix("."), found["type"]
+    if kind == "union_tag_invalid":
+        return wrong(f"{path}.name", found["ctx"]["tag"], f"one of {found['ctx']['expected_tags']}")
+    if kind in ("missing", "union_tag_not_found"):
+        name = path if kind == "missing" else f"{path}.name"
+        return SettingError(f"{name}: got nothing, want a value, as it has no default")
+    if kind == "value_error":  # what a dataclass itself checks begins with the field's name
+        return SettingError(f"{path}.{found['ctx']['error']}".removeprefix("."))
+    return wrong(path or "settings", found["input"], found["msg"].removeprefix("Input should be "))
 
 
 def as_data(value: Any) -> Any:
@@ -128,28 +115,31 @@ def as_data(value: Any) -> Any:
 
 
 def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of settings, as :func:`as_data` makes them, with other values by paths: ``{"optimizer.lr": 0.01}``.
+    """Return a copy of settings with other values for fields, by their paths: ``{"optimizer.lr": 0.01}``.
 
-    Where a ``name`` changes, the other fields beside it begin from the new one's defaults. SettingError if a path leads
-    through something that has no fields; whether its last field exists, :func:`read` checks.
+    A mapping changes a field's own fields. Where a ``name`` changes, the fields beside it begin from the new one's
+    defaults. Whether there are such fields, :func:`read` checks.
     """
-    made = copy.deepcopy(dict(settings))
+    made: Any = copy.deepcopy(dict(settings))
     # a name first: it clears what belonged to the old one
     for path in sorted(changes, key=lambda path: (not path.endswith(".name"), path.count("."))):
-        *above, last = path.split(".")
-        place: Any = made
-        for depth, name in enumerate(above):
-            place = place.setdefault(name, {})
-            if isinstance(place, str):  # a short form
-                raise SettingError(f"{path}: {'.'.join(above[: depth + 1])} is {place!r} here; set its name")
-            if not isinstance(place, dict):
-                raise SettingError(f"{path}: no such field, {'.'.join(above[: depth + 1])} has none")
-        if above and last == "name" and place.get("name") != changes[path]:
-            place.clear()
-        if isinstance(place.get(last), dict) and place[last].get("name") == changes[path]:
-            continue  # a short form of what is there already
-        place[last] = copy.deepcopy(changes[path])
-    return made
+        change = copy.deepcopy(changes[path])
+        for name in reversed(path.split(".")):
+            change = {name: change}
+        made = _merged(made, change)
+    return dict(made)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, Mapping) and isinstance(new, str):  # short forms
+        new = {"name": new}
+    if isinstance(old, str) and isinstance(new, Mapping):
+        old = {"name": old}
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    if "name" in new and new["name"] != old.get("name"):
+        return new
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -130,14 +130,13 @@ def in_two_dimensions(points: Tensor) -> Tensor:
 
 def rotations(degrees: Sequence[float]) -> Tensor:
     """Maps ``[steps, 2, 3]`` that turn an image to the left: from a place in the result to its place in the image."""
-    angles = torch.tensor([math.radians(each) for each in degrees])
-    zero = torch.zeros_like(angles)
-    return torch.stack([angles.cos(), -angles.sin(), zero, angles.sin(), angles.cos(), zero], 1).view(-1, 2, 3)
+    both = [(math.cos(angle), math.sin(angle)) for angle in map(math.radians, degrees)]
+    return torch.tensor([[[cosine, -sine, 0], [sine, cosine, 0]] for cosine, sine in both])
 
 
 def tilts(degrees: Sequence[float]) -> Tensor:
     """Maps ``[steps, 2, 3]`` that lay an image back, seen from far: its height shrinks by the cosine of the angle."""
-    return torch.stack([torch.tensor([[1, 0, 0], [0, 1 / math.cos(math.radians(each)), 0]]) for each in degrees])
+    return torch.tensor([[[1, 0, 0], [0, 1 / math.cos(math.radians(each)), 0]] for each in degrees])
 
 
 @torch.no_grad()

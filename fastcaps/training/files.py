@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import yaml
 
 from fastcaps.checks import did_you_mean
-from fastcaps.training.fields import SettingError, wrong
+from fastcaps.training.fields import SettingError, changed, wrong
+
+TOLD = ("source", "reported", "reading")
+"""What a paper says, and what we say of it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,16 +42,15 @@ def read_yaml(text: str) -> Any:
 
 
 class Shelf:
-    """The papers' entries in a folder's files, by name, and how one is based on another.
+    """The papers' entries in a folder's files, by name; ``kind`` and ``listing``, a command, are words for messages.
 
-    ``kind`` is what an entry is and ``listing`` the command that lists them, for messages; ``on_base`` makes of the
-    fields of a base and of an entry (or of one's own file) all of its fields.
+    An entry with a ``base``, another one's name, has that one's fields where it names none of its own. A field of a
+    field may be named by its path (``optimizer.lr``). Where a ``name`` changes, the fields beside it begin from their
+    defaults. ``also`` is added to the base's ``reading``.
     """
 
-    def __init__(
-        self, folder: Path, kind: str, listing: str, on_base: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    ) -> None:
-        self.folder, self.kind, self.listing, self.on_base = folder, kind, listing, on_base
+    def __init__(self, folder: Path, kind: str, listing: str) -> None:
+        self.folder, self.kind, self.listing = folder, kind, listing
 
     def names(self) -> list[str]:
         """The names of the papers' entries."""
@@ -79,17 +81,18 @@ class Shelf:
     def _based(self, given: Any, own: bool = False) -> dict[str, Any]:
         if not isinstance(given, Mapping):
             raise wrong(self.kind, given, "a mapping of fields")
-        for key in given:
-            if not isinstance(key, str):  # YAML reads on, no, null and 1 as other things than text
-                raise SettingError(f"{key!r}: no such field")
-        made = dict(given)
-        base = made.pop("base", None)
+        made = {str(key): value for key, value in given.items()}  # YAML reads on, no, null and 1 as no text
+        base, also = made.pop("base", None), made.pop("also", None)
         if base is None:
+            if also is not None:
+                raise wrong("also", also, "a base beside it")
             return made
         if not isinstance(base, str) or base not in self.entries:
             hint = did_you_mean(base, sorted(self.entries)) if isinstance(base, str) else ""
             raise wrong("base", base, f"a {self.kind} that fastcaps {self.listing} lists{hint}")
-        below = self.fields(base)
-        if own:  # what a paper says is not of one's own
-            below = {key: value for key, value in below.items() if key not in ("source", "reported", "reading")}
-        return self.on_base(below, made)
+        # what a paper says is not of one's own
+        below = {key: value for key, value in self.fields(base).items() if not own or key not in TOLD}
+        made = changed(below, made)
+        if also is not None:
+            made["reading"] = f"{made.get('reading', '')} {also}".strip()
+        return made

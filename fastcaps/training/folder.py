@@ -70,9 +70,6 @@ def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[Non
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
-    for name in ("config.json", *WRITTEN):
-        if (out / name).is_dir():
-            raise RunError(f"{out / name}: got a folder, want a file or nothing here")
     with only_run(out):
         if not resume and (out / "config.json").exists():
             if not overwrite:
@@ -81,7 +78,7 @@ def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[Non
                 )
             clear(out)
         if not (resume and is_finished(config)):
-            write_settings(config, out)
+            write_settings(config)
         yield
 
 
@@ -138,9 +135,9 @@ def in_one_line(error: Exception, named: bool = False) -> str:
     return " ".join(f"{type(error).__name__ + ': ' if named else ''}{error}".split())
 
 
-def write_settings(config: TrainConfig, out: Path) -> None:
+def write_settings(config: TrainConfig) -> None:
     """Write ``config.json``."""
-    write_json(out / "config.json", {**as_data(config), "versions": versions()})
+    write_json(config.folder / "config.json", {**as_data(config), "versions": versions()})
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -16,11 +16,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, shape_text
-from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
-from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Share
-
-PARTS_OF_A_RUN = 1_000_000
-"""The spread loss' margin is computed by counts; a share of the run becomes so many of these."""
+from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Settings, Share
 
 
 class Batch(NamedTuple):
@@ -41,7 +38,7 @@ class Batch(NamedTuple):
         return self.inputs[0] * self.std + self.mean
 
 
-class Loss(ABC):
+class Loss(Settings, ABC):
     """The base of losses."""
 
     threshold: ClassVar[float] = 0.0  # where several classes may be there: those whose logit is above it are
@@ -174,8 +171,7 @@ class Spread(Loss):
 
     def margin(self, done: float) -> float:
         """The margin when this share of the run is done."""
-        steps = max(round(self.over * PARTS_OF_A_RUN), 1)
-        return spread_margin(round(done * PARTS_OF_A_RUN), steps, start=self.start, end=self.end)
+        return self.start + min(done / self.over, 1.0) * (self.end - self.start)
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         _require_labels("spread", target)

@@ -64,13 +64,9 @@ class CapsuleClassifier(pl.LightningModule):
             parts = [parts[0].to(self.dtype), *parts[1:]]
         return Batch(cast, target, mean, std, *parts)
 
-    def done(self) -> float:
-        """The share of the run that is done."""
-        return self.trainer.global_step / max(int(self.trainer.estimated_stepping_batches), 1)
-
     def _step(self, given: Any, stage: str) -> Tensor:
-        batch, done = self.batch(given), min(self.done(), 1.0)
-        images = batch.inputs[0]
+        batch, steps = self.batch(given), max(int(self.trainer.estimated_stepping_batches), 1)
+        images, done = batch.inputs[0], min(self.trainer.global_step / steps, 1.0)
         if images.dim() == 5:  # the multi-crop test: [B, crops, channels, height, width]
             targets = batch.target.repeat_interleave(images.shape[1], 0)
             every_crop = batch._replace(inputs=(images.flatten(0, 1),), target=targets)

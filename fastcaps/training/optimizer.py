@@ -10,7 +10,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Positive, Share
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Positive, Settings, Share
 
 TORCH = {
     "adam": torch.optim.Adam,
@@ -21,12 +21,12 @@ TORCH = {
 }
 
 
-class Optimizer:
+class Optimizer(Settings):
     """The base of optimisers."""
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Make torch's optimiser."""
-        settings = asdict(self)  # type: ignore[call-overload]
+        settings = asdict(self)
         return TORCH[settings.pop("name")](parameters, **settings)
 
 

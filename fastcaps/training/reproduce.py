@@ -20,7 +20,7 @@ from fastcaps import viz
 from fastcaps.measure import apart
 from fastcaps.training import figures
 from fastcaps.training.callbacks import Report
-from fastcaps.training.config import WHERE, TrainConfig, differences, kept, runs_of
+from fastcaps.training.config import WHERE, TrainConfig, check_same, differences, kept, runs_of
 from fastcaps.training.fields import Index, NotNegative, RunError, Share, as_data, flat, read
 from fastcaps.training.folder import prepared, versions, write_json, write_whole
 from fastcaps.training.run import train, train_seeds
@@ -37,17 +37,9 @@ HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 def has_run(config: TrainConfig) -> bool:
     """Whether the folder of a configuration holds a run; RunError if that has other settings."""
-    folder = config.folder
-    if not (folder / "config.json").is_file():
+    if not (config.folder / "config.json").is_file():
         return False
-    differ = differences(kept(folder), config)
-    if differ:
-        name, (there, wanted) = next(iter(differ.items()))
-        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-        raise RunError(
-            f"{folder} holds a run with other settings: {name} is {there} there and {wanted} here{more}; "
-            "take another --out"
-        )
+    check_same(config.folder, kept(config.folder), config)
     return True
 
 

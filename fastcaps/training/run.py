@@ -6,11 +6,9 @@ One call does everything::
 
     result = train(TrainConfig.of(network="mnist", data={"name": "mnist", "dir": "path/to/data"}, out="runs/mnist"))
 
-A run writes into its ``out`` folder: ``config.json`` (every setting and version), ``metrics.csv`` (a row per epoch),
-``tensorboard/``, ``last.ckpt`` (replaced as a whole every ``checkpoint_every`` steps and after every epoch),
-``result.json`` and, where training images were held out, ``best.ckpt``. A run that was killed goes on from
-``last.ckpt`` in the middle of its epoch, with the same order of the images, random state, optimiser and schedule. So on
-the CPU it ends in the same weights as without the interruption.
+docs/training.md tells what a run writes into its ``out`` folder. A run that was killed goes on from ``last.ckpt`` in
+the middle of its epoch, with the same order of the images, random state, optimiser and schedule. So on the CPU it ends
+in the same weights as without the interruption.
 """
 
 from __future__ import annotations
@@ -190,11 +188,7 @@ def train(
     if going_on and is_finished(config):
         is_main = getattr(rank_zero_only, "rank", 0) == 0  # there is no trainer yet to ask
         with only_run(out) if is_main else nullcontext():
-            epoch, rows = load_weights(network, out), out / "metrics.csv"
-            history = read_metrics(rows) if rows.is_file() else []
-            if len(history) < epoch:
-                raise RunError(f"{rows}: got {len(history)} epochs of a run that has ended, want {epoch} or more")
-            return _result(config, network, history, epoch, is_main)
+            return _result(config, network, read_metrics(out / "metrics.csv"), load_weights(network, out), is_main)
     pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
     module, data = CapsuleClassifier(network, config, **pixels), ImageData(splits, config)
     metrics, report = MetricsWriter(out / "metrics.csv"), report or Report()
@@ -216,14 +210,28 @@ def train(
         epoch = len(history) if data.validation is None else load_weights(network, out)
         result = _result(config, network, history, epoch, is_main)
         if is_main:
-            _write_result(config, result, time.perf_counter() - began)
+            summary: dict[str, Any] = {
+                "test_accuracy": result.test_accuracy,
+                "test_loss": result.test_loss,
+                "seconds_per_epoch": [row["seconds"] for row in history],
+                "seconds_this_call": time.perf_counter() - began,
+                "parameters": sum(p.numel() for p in network.parameters()),
+                "seed": config.seed,
+            }
+            if result.best_epoch is not None:
+                accuracy = history[result.best_epoch - 1]["validation_accuracy"]
+                summary |= {"best_epoch": result.best_epoch, "validation_accuracy": accuracy}
+            _write_result(config, summary)
     return result
 
 
 def _result(
-    config: TrainConfig, network: nn.Module, history: list[dict[str, float]], epoch: int, is_main: bool = True
+    config: TrainConfig, network: nn.Module, history: list[dict[str, float]], epoch: int, is_main: bool
 ) -> TrainResult:
     """The result of a run that chose the weights of an epoch."""
+    if len(history) < epoch:
+        rows = config.folder / "metrics.csv"
+        raise RunError(f"{rows}: got {len(history)} epochs of a run that has ended, want {epoch} or more")
     row, best = history[epoch - 1], epoch if "validation_loss" in history[0] else None
     return TrainResult(network.eval(), row["test_accuracy"], row["test_loss"], history, config.folder, is_main, best)
 
@@ -235,23 +243,10 @@ def is_out_of_memory(error: Exception) -> bool:
     return own or any(text in str(error) for text in texts)
 
 
-def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:
+def _write_result(config: TrainConfig, summary: dict[str, Any]) -> None:
     """Write ``result.json``."""
-    summary: dict[str, Any] = {
-        "test_accuracy": result.test_accuracy,
-        "test_loss": result.test_loss,
-        "metric": config.metric,
-        "epochs": len(result.history),
-        "seconds_per_epoch": [row["seconds"] for row in result.history],
-        "seconds_this_call": seconds,
-        "parameters": sum(p.numel() for p in result.network.parameters()),
-        "seed": config.seed,
-        "versions": versions(),
-    }
-    if result.best_epoch is not None:
-        row = result.history[result.best_epoch - 1]
-        summary |= {"best_epoch": result.best_epoch, "validation_accuracy": row["validation_accuracy"]}
-    write_json(result.out / "result.json", summary)
+    about = {"metric": config.metric, "epochs": config.epochs, "versions": versions()}
+    write_json(config.folder / "result.json", {**summary, **about})
 
 
 @dataclass(frozen=True)
@@ -298,13 +293,6 @@ def train_seeds(
         accuracies = [result.test_accuracy for result in results]
         mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
         if is_main and not finished:
-            summary = {
-                "test_accuracy": {"mean": mean, "spread": spread},
-                "test_accuracies": accuracies,
-                "seeds": [one.seed for one in every],
-                "metric": config.metric,
-                "epochs": config.epochs,
-                "versions": versions(),
-            }
-            write_json(out / "result.json", summary)
+            both, seeds = {"mean": mean, "spread": spread}, [one.seed for one in every]
+            _write_result(config, {"test_accuracy": both, "test_accuracies": accuracies, "seeds": seeds})
     return SeedsResult(results, mean, spread, out)

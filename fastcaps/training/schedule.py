@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from fastcaps.training.fields import CHOICE, SHORT, STRICT, Count, Flag, NotNegative, Share
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Count, Flag, NotNegative, Settings, Share
 
 
 @dataclass(frozen=True, config=STRICT)
-class Schedule:
+class Schedule(Settings):
     """The base of schedules."""
 
     warmup: Share = 0.0  # the share of the run over which the rate grows in a straight line

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 # Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
@@ -84,19 +85,17 @@ def bars(
 ) -> Path:
     """Draw numbers beside those of a paper, a pair of bars each, from zero; ``axis`` says what is measured."""
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
-    widest = max((each[0] + (each[1] or 0) for each in (*ours, *paper) if each is not None), default=1.0)
     for shift, values, colour, who in ((-0.2, ours, ORANGE, "ours"), (0.2, paper, BLUE, "paper")):
-        plot.scatter([], [], color=colour, marker="s", s=80, label=who)  # in the legend even if there is none yet
-        for index, value in enumerate(values):
-            if value is None:
-                text = "not run" if who == "ours" else ""
-                plot.text(0.01 * widest, index + shift, text, va="center", fontsize=9, color=GREY)
-                continue
-            spread = value[1] or 0.0
-            plot.barh(index + shift, value[0], 0.38, color=colour, xerr=spread or None, error_kw={"capsize": 3})
-            end = value[0] + spread + 0.01 * widest
-            plot.text(end, index + shift, f"{value[0]:.2f}", va="center", fontsize=9, color=colour)
-    plot.set(xlim=(0, 1.12 * widest), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
+        numbers, spreads = zip(*((np.nan, None) if each is None else each for each in values), strict=True)
+        errors = [spread or np.nan for spread in spreads]
+        at = [index + shift for index in range(len(labels))]
+        drawn = plot.barh(at, numbers, 0.38, color=colour, label=who, xerr=errors, error_kw={"capsize": 3})
+        plot.bar_label(drawn, fmt="%.2f", padding=3, fontsize=9, color=colour)
+        for place, value in zip(at, values, strict=True):
+            if value is None and who == "ours":
+                plot.text(0, place, " not run", va="center", fontsize=9, color=GREY)
+    plot.margins(x=0.12)
+    plot.set(xlim=(0, None), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
     plot.invert_yaxis()
     tidy(plot)
     figure.legend(frameon=False, loc="outside lower right", ncols=2)

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from matplotlib.colors import LogNorm
 from matplotlib.patches import ConnectionPatch
 from torch import Tensor, nn
 
-from fastcaps.inside import watched
+from fastcaps.inside import seen, watched
 from fastcaps.nn import CapsNet, RoutingPool2d
 from fastcaps.nn.stack import RoutingStack, RoutingTrace
 from fastcaps.viz.charts import DIVERGING, GREY, ORANGE, finish, pyplot
 from fastcaps.viz.listening import traced
 from fastcaps.viz.maps import Places, heat_maps, overlay, places, plain
-from fastcaps.votes import Window, windows
 
 
 @torch.no_grad()
@@ -50,28 +48,23 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     children."""
     layer, children, shares = stack.layers[k], trace.poses[k], trace.coefficients[k].float()
     shares = shares if shares.dim() == 5 else shares[:, None, None]  # [B, Ho, Wo, I, M]
-    is_grid, window = children.dim() == 5, layer.window
-    types, *size = children.shape[1:4] if is_grid else (children.shape[1], 1, 1)
-    if layer.on_grid and not is_grid:  # it reads a set as so many types in a row of places
-        types, size = layer.in_capsules or 1, [1, types // (layer.in_capsules or 1)]
-    rows, columns = size
-    if layer.on_grid and window is None:
-        window = Window((rows, columns))
     gates = trace.activations[k]
-    if gates is not None:
-        scores = stack.layers[max(k - 1, 0)].activity_name == "scores"
-        gates = (gates.sigmoid() if scores else gates).float().reshape(-1, types, rows, columns)
-        gates = gates.flatten(1)[:, None, None] if window is None else windows(gates.movedim(1, 3), window.spec)
-        shares = shares * gates[..., None]
-    parts = shares / shares.sum(-2, keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
+    if gates is None:
+        gates = torch.ones_like(children[..., 0])
+    elif stack.layers[max(k - 1, 0)].activity_name == "scores":
+        gates = gates.sigmoid()
+
+    def read(gates: Tensor) -> Tensor:
+        row: Any = (layer.in_capsules, 1, -1)  # how a layer over a whole grid reads a set
+        is_row = layer.on_grid and children.dim() == 3
+        return seen(layer, *(each.unflatten(1, row) if is_row else each for each in (children, gates)))
+
+    at_places, gather = torch.func.vjp(read, gates.float())[:2]
+    parts = shares * at_places[..., None]
+    parts = parts / parts.sum(-2, keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
     found = torch.einsum("bcmhw,bhwim->bchwi", above if above.dim() == 5 else above[..., None, None], parts)
-    if window is None:
-        found = found.flatten(2).unflatten(2, (types, rows, columns))
-    else:  # each place of the grid gets what every window that sees it has there
-        seen = found.flatten(0, 1).flatten(1, 2).unflatten(2, (-1, types)).permute(0, 3, 2, 1)  # [BC, N, kh kw, Ho Wo]
-        geometry = (window.kernel_size, window.dilation, window.padding, window.stride)
-        found = F.fold(seen.flatten(1, 2), (rows, columns), *geometry).unflatten(0, found.shape[:2])
-    return found if is_grid else found.flatten(2)
+    # a child gets what every window that sees it has there: the transpose of how windows read gates
+    return torch.stack([gather(each)[0] for each in found.unbind(1)], 1)
 
 
 def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:

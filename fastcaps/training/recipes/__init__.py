@@ -5,9 +5,7 @@ A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
 - ``source``: the paper, its section and its table or figure; a recipe of your own needs none;
 - ``reported``: the result that the paper reports;
 - ``reading``: what the paper does not say, and we chose;
-- ``base``: another recipe of the papers, whose fields it has where it names none of its own. A field of a field may be
-  named by its path (``optimizer.lr``). Where a ``name`` changes, the fields beside it begin from their defaults.
-  ``also`` is added to the base's ``reading``.
+- ``base`` and ``also``: another recipe of the papers that it begins from (:class:`fastcaps.training.files.Shelf`).
 
 A recipe of your own is a file with one recipe's fields.
 """
@@ -23,25 +21,14 @@ import yaml
 from pydantic.dataclasses import dataclass
 
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import STRICT, SettingError, changed, flat, read, wrong
-from fastcaps.training.files import Shelf
+from fastcaps.training.fields import STRICT, SettingError, Settings, read
+from fastcaps.training.files import TOLD, Shelf
 
-_TOLD = ("source", "reported", "reading")  # what a paper says, and what we say of it
-
-
-def _on_base(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's fields on those of its base."""
-    made = changed(base, flat({key: value for key, value in given.items() if key != "also"}))
-    if "also" in given:
-        made["reading"] = f"{made.get('reading', '')} {given['also']}".strip()
-    return made
-
-
-SHELF = Shelf(Path(__file__).parent, "recipe", "recipes", _on_base)
+SHELF = Shelf(Path(__file__).parent, "recipe", "recipes")
 
 
 @dataclass(frozen=True, config=STRICT)
-class Source:
+class Source(Settings):
     """Where an experiment stands."""
 
     paper: str
@@ -53,7 +40,7 @@ class Source:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Recipe:
+class Recipe(Settings):
     """An experiment of a paper."""
 
     name: str
@@ -80,14 +67,10 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     ValueError
         One line: the file, the field, what came and what is wanted.
     """
-    given, path = fields_of(name), Path(name).expanduser()
-    told = {key: given.pop(key) for key in _TOLD if key in given}
-    shipped = name in SHELF.entries
-    if "also" in given:
-        raise wrong(f"{path.name}: also", given["also"], "a base beside it")
+    given, path, shipped = fields_of(name), Path(name).expanduser(), name in SHELF.entries
+    told = {key: given.pop(key) for key in TOLD if key in given}
     try:
-        settings = {**given, "recipe": name if shipped else str(path)}
-        config = read(TrainConfig, settings)
+        config = read(TrainConfig, {**given, "recipe": name if shipped else str(path)})
         found = read(Recipe, {"name": path.name if shipped else path.stem, "source": None, "config": config, **told})
     except SettingError as error:
         raise SettingError(f"{path.name}: {error}") from error

@@ -1,7 +1,6 @@
 """The tables and figures of the papers, a YAML file a paper: the recipes to train, and the paper's numbers.
 
-An entry has the fields of :class:`Table`, and may have a ``base``: another table, whose fields it has where it names
-none of its own; of mappings (``source``, ``set``, ``short``) this holds key by key. Rows name recipes, and may change
+An entry has the fields of :class:`Table`, and may have a ``base``, as recipes may. Rows name recipes, and may change
 their fields by paths, as ``--set`` does. A table of your own is a file with one entry's fields.
 """
 
@@ -19,24 +18,17 @@ from pydantic.dataclasses import dataclass
 
 from fastcaps.training import recipes
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import STRICT, Flag, Number, SettingError, read, wrong
+from fastcaps.training.fields import STRICT, Flag, Number, SettingError, Settings, read, wrong
 from fastcaps.training.files import Shelf
 from fastcaps.training.recipes import Source
 
-
-def _on_base(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a table's fields on those of its base."""
-    both = [key for key in base if isinstance(base[key], dict) and isinstance(given.get(key), dict)]
-    return {**base, **given, **{key: {**base[key], **given[key]} for key in both}}
-
-
-SHELF = Shelf(Path(__file__).parent, "table", "reproduce", _on_base)
+SHELF = Shelf(Path(__file__).parent, "table", "reproduce")
 COSTS = ("memory", "time")
 """Measures of a training step; nothing is trained for them."""
 
 
 @dataclass(frozen=True, config=STRICT)
-class Over:
+class Over(Settings):
     """The setting that a figure varies: each row has a run for each of its values."""
 
     field: str  # its path, e.g. network.options.iterations
@@ -48,7 +40,7 @@ Numbers = Annotated[tuple[Number, ...], BeforeValidator(lambda got: got if isins
 
 
 @dataclass(frozen=True, config=STRICT)
-class Row:
+class Row(Settings):
     """A row of a table, or a line of a figure."""
 
     label: str  # its name in the table
@@ -63,7 +55,7 @@ class Row:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Line:
+class Line(Settings):
     """A line of a table: a row, at one value of the setting that is varied."""
 
     row: Row
@@ -100,7 +92,7 @@ class Line:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Table:
+class Table(Settings):
     """A table or a figure of a paper.
 
     ``error`` and ``accuracy`` are those of the test images, in percent, by the recipes' metrics; ``memory`` in MB and

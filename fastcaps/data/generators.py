@@ -1,4 +1,8 @@
-"""Digits at other places, alone or one over the other: MultiMNIST and DiverseMultiMNIST, made as they are asked for."""
+"""Data sets made of digits as they are asked for.
+
+Digits at other places, alone or one over the other (MultiMNIST, DiverseMultiMNIST); and turned, sheared, stretched and
+moved, as in affNIST (Tieleman, 2013).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastcaps.checks import check_choice, check_count, check_finite
 from fastcaps.data.draws import Draws
 from fastcaps.data.images import BatchDataset
-from fastcaps.data.transforms import windows
-
-OVERLAYS = ("sum", "max")
+from fastcaps.data.transforms import cropped
 
 
 class ShiftedDigits(BatchDataset):
     """Each digit shifted by up to ``shift`` pixels in each direction, on a black square that leaves room for it.
 
     A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the training half of the affNIST experiment
-    (Sabour et al. 2017, section 5.2). Item i shows digit i mod n of the n digits.
+    (Sabour et al. 2017, section 5.2).
 
     Parameters
     ----------
@@ -33,8 +36,6 @@ class ShiftedDigits(BatchDataset):
         Pixels; an image is 2·shift larger than the digit.
     classes : int
         Number of classes.
-    length : int, optional
-        Items in an epoch; as many as digits if not given.
     mean, std : float or sequence of float
         Of pixels scaled to 0..1; MNIST's by default.
     seed : int, optional
@@ -48,37 +49,19 @@ class ShiftedDigits(BatchDataset):
         *,
         shift: int = 4,
         classes: int = 10,
-        length: int | None = None,
         mean: float | Sequence[float] = (0.1307,),
         std: float | Sequence[float] = (0.3081,),
         seed: int | None = None,
     ) -> None:
         super().__init__(images, labels, mean=mean, std=std, seed=seed)
-        if shift < 0:
-            raise ValueError(f"shift: got {shift}, want 0 or more")
-        if length is not None and length < 1:
-            raise ValueError(f"length: got {length}, want 1 or more")
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
             raise ValueError(f"labels: got {found}, want 0 to {classes - 1}")
-        self.shift, self.classes = shift, classes
-        self.length = len(labels) if length is None else length
-
-    def __len__(self) -> int:
-        return self.length
+        self.shift, self.classes = check_count("shift", shift, 0), classes
 
     def _shifted(self, digits: Tensor, draws: Draws) -> Tensor:
         """Each digit at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
-        height, width = (size + 2 * self.shift for size in digits.shape[2:])
-        padded = torch.nn.functional.pad(digits, (2 * self.shift,) * 4)
-        top, left = draws.integers(2 * self.shift + 1, 2).unbind(1)
-        return windows(padded, top, left, height, width)
-
-    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
-        """The digits as they are, bytes ``[n, 1, h, w]``, int64 ``[n]``, and the states of draws."""
-        items = self._items(indices)
-        digits = items % len(self.labels)
-        return self.images[digits], self.labels[digits], self._draws(items).states
+        return cropped(torch.nn.functional.pad(digits, (2 * self.shift,) * 4), 2 * self.shift, draws)
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
@@ -89,7 +72,7 @@ class ShiftedDigits(BatchDataset):
 class OverlappingDigits(ShiftedDigits):
     """Two digits of different classes, one over the other, each shifted by itself; some images show only one.
 
-    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i mod n under another, every digit of
+    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i under another, every digit of
     the other classes as likely. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
     images shows one digit. The training half is made of MNIST's training digits, the test half of its test digits.
 
@@ -116,8 +99,7 @@ class OverlappingDigits(ShiftedDigits):
         super().__init__(images, labels, classes=classes, **options)
         if not 0 <= single <= 1:
             raise ValueError(f"single: got {single}, want 0 to 1")
-        if overlay not in OVERLAYS:
-            raise ValueError(f"overlay: got {overlay!r}, want one of {', '.join(OVERLAYS)}")
+        check_choice("overlay", overlay, ("sum", "max"))
         self.single, self.overlay = single, overlay
         counts = torch.bincount(self.labels, minlength=classes)
         if single < 1 and int(counts.max()) == len(self.labels):
@@ -131,14 +113,13 @@ class OverlappingDigits(ShiftedDigits):
         """Both digits as they are, bytes ``[n, 2, h, w]``, int64 ``[n, 2]`` (−1: none), and the states of draws."""
         items = self._items(indices)
         draws = self._draws(items)
-        base = items % len(self.labels)
-        label = self.labels[base]
+        label = self.labels[items]
         alone = draws.uniform() < self.single
         step = draws.integers(self._others[label].clamp(min=1)[:, None], 1)[:, 0]
         top = self._by_class[(self._ends[label] + step) % len(self.labels)]
         over = self.images[top].masked_fill(alone[:, None, None, None], 0)
         labels = torch.stack([label, self.labels[top].masked_fill(alone, -1)], 1)
-        return torch.cat([self.images[base], over], 1), labels, draws.states
+        return torch.cat([self.images[items], over], 1), labels, draws.states
 
     def apart(self, digits: Tensor, states: Tensor) -> Tensor:
         """What was gathered, each digit in its place: bytes ``[n, 2, h + 2·shift, w + 2·shift]``."""
@@ -164,3 +145,83 @@ class OverlappingDigits(ShiftedDigits):
         present = torch.zeros(len(labels), self.classes + 1, dtype=torch.bool, device=labels.device)
         present.scatter_(1, labels.remainder(self.classes + 1), True)  # −1 falls into the column that is left out
         return self._normalised(images), present[:, : self.classes]
+
+
+class AffineDigits(ShiftedDigits):
+    r"""Each digit under an affine map of its own, with all its ink on a larger black square.
+
+    .. math:: x = R(\varphi) \begin{pmatrix} 1 & k \\ 0 & 1 \end{pmatrix}
+              \begin{pmatrix} s_x & 0 \\ 0 & s_y \end{pmatrix} x_0 + t
+
+    The angle, the shear and the two scales are uniform in their ranges; then the place is, among all where the box
+    around the ink stays inside. Pixels are sampled bilinearly.
+
+    Parameters
+    ----------
+    images, labels, **options
+        As :class:`ShiftedDigits` takes them, but for ``shift``; images must be square.
+    size : int
+        Height and width of the images that are made.
+    rotation, shear : float
+        φ is up to so many degrees, and k up to so much, either way.
+    scale : (float, float)
+        Smallest and largest s.
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64],
+        *,
+        size: int = 40,
+        rotation: float = 20.0,
+        shear: float = 0.2,
+        scale: tuple[float, float] = (0.8, 1.2),
+        **options: Any,
+    ) -> None:
+        super().__init__(images, labels, shift=0, **options)
+        if images.shape[2] != images.shape[3]:
+            raise ValueError(f"images: got {images.shape[2]} x {images.shape[3]} pixels, want squares")
+        if not 0 < scale[0] <= scale[1]:
+            raise ValueError(f"scale: got {scale}, want two numbers above 0, the smaller one first")
+        self.size, self.scale = check_count("size", size), scale
+        self.rotation, self.shear = check_finite("rotation", rotation, 0.0), check_finite("shear", shear, 0.0)
+
+    def maps(self, digits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """The matrix ``[n, 2, 2]`` and the translation ``[n, 2]`` of digits ``[n, 1, h, h]``: (x, y) from centres."""
+        angle = torch.deg2rad(draws.between(-self.rotation, self.rotation))
+        shear = draws.between(-self.shear, self.shear)
+        scale = draws.between(*self.scale, 2)
+        cos, sin = angle.cos(), angle.sin()
+        # a rotation times a shear
+        rows = (torch.stack([cos, shear * cos - sin], 1), torch.stack([sin, shear * sin + cos], 1))
+        matrix = torch.stack(rows, 1) * scale[:, None, :]
+        corners = _ink_boxes(digits) @ matrix.mT  # [n, 4, 2]
+        low, high = -self.size / 2 - corners.amin(1), self.size / 2 - corners.amax(1)
+        # ink that is too wide for the square is centred
+        return matrix, torch.where(low < high, low + (high - low) * draws.uniform(2), (low + high) / 2)
+
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Float32 ``[n, 1, size, size]`` and int64 ``[n]``."""
+        digits, labels, states = gathered
+        matrix, place = self.maps(digits, Draws.going_on(states))
+        back = torch.linalg.inv(matrix)
+        side = digits.shape[2]
+        # grid_sample counts from −1 to 1 over each image
+        theta = torch.cat([back * (self.size / side), (back @ place[:, :, None]) * (-2 / side)], 2)
+        grid = torch.nn.functional.affine_grid(theta, [len(digits), 1, self.size, self.size], align_corners=False)
+        made = torch.nn.functional.grid_sample(digits.to(torch.float32), grid, mode="bilinear", align_corners=False)
+        return self._normalised(made), labels
+
+
+def _ink_boxes(images: Tensor) -> Tensor:
+    """Corners of the box around each image's ink: float32 ``[n, 4, 2]``, (x, y) from its centre; all of it if black."""
+    side = images.shape[2]
+    ink = images[:, 0] > 0
+    edges = []
+    for axis in (1, 2):  # over rows: which columns have ink; and the other way
+        there = ink.any(axis).to(torch.uint8)  # argmax is the first of equals: 0, where there is none
+        edges.append((there.argmax(1), side - there.flip(1).argmax(1)))
+    (left, right), (top, bottom) = edges
+    corners = torch.stack([torch.stack([x, y], 1) for x in (left, right) for y in (top, bottom)], 1)
+    return corners.to(torch.float32) - side / 2
