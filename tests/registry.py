@@ -107,14 +107,12 @@ def _gaussian_next(given: Given, results: Given, state: Given) -> Given:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One routing op and its backward.
-
-    What the op says of itself, its border knows (:class:`fastcaps.ops.Routing`); the rest is here.
+    """One routing op and its backward: what the border (:class:`fastcaps.ops.Routing`) does not say of them itself.
 
     Attributes
     ----------
-    stem
-        Of the routing's files, everywhere.
+    border
+        What the functions call, which defines the op and its backward.
     table
         Its cases.
     rest, following, loop
@@ -130,7 +128,7 @@ class Routing:
         What a backward is not given, by rule.
     """
 
-    stem: str
+    border: ops.Routing
     table: case_rows.Table
     rest: Callable[[Case, int], Given]
     following: Callable[[Given, Given, Given], Given]
@@ -145,22 +143,22 @@ class Routing:
         return self.stem
 
     @property
-    def name(self) -> str:
-        """Of the op; that of its backward ends in ``_backward``."""
-        return f"{self.stem}_routing"
+    def stem(self) -> str:
+        """The name of the routing's files, everywhere."""
+        return self.border.stem
 
     @property
-    def border(self) -> ops.Routing:
-        """What the functions call."""
-        return next(one for one in ops.ROUTINGS if one.stem == self.stem)
+    def name(self) -> str:
+        """Of the op; that of its backward ends in ``_backward``."""
+        return self.border.name
 
     @property
     def op(self) -> Any:
-        return getattr(torch.ops.fastcaps, self.name).default
+        return self.border.op
 
     @property
     def backward_op(self) -> Any:
-        return getattr(torch.ops.fastcaps, f"{self.name}_backward").default
+        return self.border.backward_op
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -451,7 +449,7 @@ class BackwardCall:
 
 
 ATTENTION = Routing(
-    stem="attention",
+    border=ops.attention_routing,
     table=case_rows.ATTENTION,
     rest=_attention_rest,
     following=_attention_next,
@@ -461,7 +459,7 @@ ATTENTION = Routing(
     absent={Rule.PLAIN: ("sums",), Rule.SQUASH: ("sums",)},
 )
 POOLING = Routing(
-    stem="pooling",
+    border=ops.pooling_routing,
     table=case_rows.POOLING,
     rest=_pooling_rest,
     following=_pooling_next,
@@ -470,7 +468,7 @@ POOLING = Routing(
     rounded=("sums",),
 )
 GAUSSIAN = Routing(
-    stem="gaussian",
+    border=ops.gaussian_routing,
     table=case_rows.GAUSSIAN,
     rest=_gaussian_rest,
     following=_gaussian_next,
