@@ -113,10 +113,8 @@ WAYS: dict[str, Any] = {
     "crowded": (0, LIMITS, CROWDED),  # programs of their own gather dW, by outer products for few positions
     "crowded-products": (0, LIMITS, {**CROWDED, "batch": 16}),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
-    "ordered": (1, {}, {}),
     "empty": (0, {}, {"batch": 0}),
     "no-eps": (0, LIMITS, {"types": 3, "eps": 0.0, "gate": None}),  # what fills a block's last tile is 0 to LayerNorm
-    "tf32": (2, TILES, {"batch": 2, **DEEP}),
     "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
     "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
     "tf32x3": (6, TILES, {"batch": 2, **DEEP}),
