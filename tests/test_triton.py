@@ -65,6 +65,7 @@ def _cases(slow: bool = False) -> list[tuple[Routing, Case]]:
     found: list[tuple[Routing, Case]] = []
     for routing in ROUTINGS:
         few = [case for case in gpu_cases(routing) if case.name in HARD or case not in routing.table.named]
+        few = [case for case in few if DEVICE == "cuda" or _cost(case) <= 40]
         every = [*gpu_cases(routing), *gpu_cases(routing, pairs=True)]
         found += [(routing, case) for case in (few if not slow else [case for case in every if case not in few])]
     return [each for each in found if DEVICE == "cuda" or _cost(each[1]) <= 60]
