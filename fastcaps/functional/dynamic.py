@@ -154,7 +154,7 @@ def _one_by_one(routing: Any, votes: Votes, own: Any, prior: Tensor | None, eps:
         step = squashed(results) if prior is None else F.pad(squashed(results), (0, 1))
         return {"query": step if own.query is None else own.query + step}
 
-    last = routing.iterate(routing, votes, own, advance)[-1]
+    last = routing.iterate(routing.route, votes, own, advance)[-1]
     return squashed(last), last[-1]
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastcaps import reference
-from fastcaps.checks import accumulation_dtype
+from fastcaps import backends, reference
+from fastcaps.checks import accumulation_dtype, is_tracing
+from fastcaps.ops import uniform
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.routing import Results
+from fastcaps.ops.watchers import listener
 from fastcaps.reference.attention import layer_norm
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import POSE, Votes
+from fastcaps.votes import POSE, Votes, autocast_dtype
 
 
 class Attention(NamedTuple):
@@ -49,6 +52,31 @@ class AttentionRouting(QueryRouting):
     Own, Rest = Attention, Backward
     history = ("sums",)
     constant = frozenset(("query",))
+
+    def __call__(self, votes: Votes, own: Attention) -> tuple[Any, ...]:
+        """Run the op, but for a first iteration that the library's own product serves."""
+        if own.query is not None or self.adds(own) or not uniform.library_serves(votes):
+            return self.route(votes, own)
+        if not is_tracing():
+            if (hears := listener.get()) is not None:
+                hears.routing(self, votes, own._replace(iterations=1), by_library=True)
+            elif backends.forced() is not None:  # raises where that backend cannot take the call
+                backends.choose(backends.Call.under_autocast(self.stem, votes))
+        parents = self._without_parents(votes, own)
+        if own.iterations > 1:
+            return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
+        return parents, None, uniform.uniform_shares(votes) if own.coefficients else None
+
+    def _without_parents(self, votes: Votes, own: Attention) -> Tensor:
+        """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
+        device, apart = votes.children.device.type, nullcontext()
+        if autocast_dtype(device) is not None:
+            votes, own = self.given(self.cast((*votes, *own)))
+            apart = torch.autocast(device, enabled=False)
+        with apart:
+            return uniform.uniform_parents(
+                votes, own.norm_weight, own.norm_bias, own.eps, norm=own.rule == Rule.LAYER_NORM
+            )
 
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.attention_routing, reference.attention_routing_backward

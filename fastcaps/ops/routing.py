@@ -156,11 +156,15 @@ class Routing(ABC):
             *own, partial(backward_flops, self), (f"{takes}, int options", f"({makes})")
         )
         make_differentiable(self.op, self._differentiate_op, self.save, self.by_reference, self.fake)
-        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            LIBRARY.impl(self.name, self._autocast_kernel(device_type, key), key)
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            LIBRARY.impl(self.name, self._autocast_kernel(key), key)
 
     def __call__(self, votes: Votes, own: Any) -> Any:
         """Run the op: the only entrance that functions use."""
+        return self.route(votes, own)
+
+    def route(self, votes: Votes, own: Any) -> Any:
+        """Run the op by a backend, in the way that those who watch need."""
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
         if is_transformed():
@@ -442,22 +446,24 @@ class Routing(ABC):
                 gradients = dict(zip(wanted, found, strict=True))
         return [gradients.get(k) for k in self._places]
 
-    def _autocast_kernel(self, device_type: str, key: str) -> Callable[..., Any]:
-        """Return the op's kernel under autocast: tensors to :func:`autocast_dtype`, float64 left alone."""
+    def cast(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the op's arguments in the dtypes of the autocast that is on, if any; float64 left alone."""
+        given, dtype = list(arguments), autocast_dtype(arguments[0].device.type)
+        for k in self._places if dtype is not None else ():
+            if given[k] is not None and given[k].dtype != torch.float64:
+                given[k] = given[k].to(accumulation_dtype(dtype) if self.wide and k >= _COUNT else dtype)
+        return given
+
+    def _autocast_kernel(self, key: str) -> Callable[..., Any]:
+        """Return the op's kernel under autocast."""
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-        def cast(*arguments: Any) -> Any:
-            dtype = autocast_dtype(device_type)
+        def run(*arguments: Any) -> Any:
+            given = self.cast(arguments)
             with torch._C._ExcludeDispatchKeyGuard(excluded):
-                if dtype is None:
-                    return self.op(*arguments)
-                given = list(arguments)
-                for k in self._places:
-                    if given[k] is not None and given[k].dtype != torch.float64:
-                        given[k] = given[k].to(accumulation_dtype(dtype) if self.wide and k >= _COUNT else dtype)
                 return self.op(*given)
 
-        return cast
+        return run
 
 
 def _interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
