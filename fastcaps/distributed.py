@@ -35,16 +35,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils.checkpoint import checkpoint
 
 from fastcaps import backends, reference
-from fastcaps.checks import accumulation_dtype
+from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.sharding import AXES, cuts_of
 from fastcaps.reference.gaussian import distances, log_sigmas
-from fastcaps.reference.seen import inverse_or_zero, make_votes, see
+from fastcaps.reference.seen import agreement, in_blocks, inverse_or_zero, make_votes
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden
-
-_BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 16 MB of float32
-
+from fastcaps.votes import Votes, as_grid, autocast_dtype, hidden
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
@@ -240,26 +237,17 @@ def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None)
     No kernel returns it, so that PyTorch makes it, and makes it again on the way back.
     """
     children, weight, bias, gate, parents, _ = votes
-    rows, _, columns = votes.pose
     if gate is not None:
         children = children.masked_fill(hidden(children, gate)[..., None, None], 0.0)
-    batch, count = children.shape[:2]
-    step = max(1, _BLOCK // (max(1, batch) * parents * rows * columns))
+    on_grid = [None if x is None else as_grid(x) for x in state]
 
-    def block(some: Tensor, own: Tensor | None, table: Tensor | None, *state: Tensor | None) -> Tensor:
-        part = Votes(some, own, table, None, parents, SET_WINDOW).on_grid()
-        on_grid = [None if x is None else x[:, None, None] for x in state]
-        return logits(make_votes(see(part)), *on_grid).logsumexp(-1).flatten(1)
+    def block(*some: Tensor | None) -> Tensor:
+        own, weight, bias = widen(children.dtype, *some[:3])
+        assert own is not None
+        return logits(make_votes(own, weight, bias, parents), *some[3:]).logsumexp(-1).flatten(1)
 
-    found = []
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        own = weight
-        if weight is not None and votes.groups > 1:
-            own = weight[torch.arange(first, last, device=weight.device) % votes.groups]
-        table = bias if bias is None or bias.shape[0] == 1 else bias[first:last]
-        found.append(checkpoint(block, children[:, first:last], own, table, *state, use_reentrant=False))
-    return torch.cat(found, 1)
+    parts = (some for _, some in in_blocks(as_grid(children), weight, bias, parents))
+    return torch.cat([checkpoint(block, *some, *on_grid, use_reentrant=False) for some in parts], 1)
 
 
 def _gated(votes: Votes, share: Tensor | None) -> Votes:
@@ -277,7 +265,7 @@ def _attention(layout: Layout, votes: Votes, own: Attention) -> Sequence[Any]:
     """Route once: S is summed over the processes that share the children."""
 
     def logits(all_votes: Tensor, asked: Tensor) -> Tensor:
-        return torch.einsum("bhwmce,bhwimce->bhwim", asked.to(all_votes.dtype), all_votes) * own.scale
+        return agreement(all_votes, asked.to(all_votes.dtype), own.scale)
 
     (asked,) = layout.entered("children", own.query)
     share = layout.share(votes, logits, asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, is_tracing
 from fastcaps.ops import uniform
 from fastcaps.ops.query import QueryRouting, check_like
-from fastcaps.ops.routing import Results
+from fastcaps.ops.signature import Results
 from fastcaps.ops.watchers import listener
-from fastcaps.reference.attention import layer_norm
+from fastcaps.reference.attention import layer_norm, uniform_shares
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import POSE, Votes, autocast_dtype
@@ -65,11 +65,12 @@ class AttentionRouting(QueryRouting):
         parents = self._without_parents(votes, own)
         if own.iterations > 1:
             return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
-        return parents, None, uniform.uniform_shares(votes) if own.coefficients else None
+        return parents, None, uniform_shares(votes) if own.coefficients else None
 
     def _without_parents(self, votes: Votes, own: Attention) -> Tensor:
         """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
-        device, apart = votes.children.device.type, nullcontext()
+        device = votes.children.device.type
+        apart: AbstractContextManager[None] = nullcontext()
         if autocast_dtype(device) is not None:
             votes, own = self.given(self.cast((*votes, *own)))
             apart = torch.autocast(device, enabled=False)

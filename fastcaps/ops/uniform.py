@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import backends
-from fastcaps.checks import accumulation_dtype, is_tracing, widen
+from fastcaps.checks import is_tracing, widen
 from fastcaps.ops.watchers import is_sharded
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, positions_of, seen_of, windows
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, seen_of
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
@@ -84,17 +84,6 @@ def uniform_parents(
         flat = flat - flat.mean(-1, keepdim=True)
     flat = F.layer_norm(flat, [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
     return flat.view(sums.shape).to(dtype)
-
-
-def uniform_shares(votes: Votes) -> Tensor:
-    """Return the coefficients of a first iteration: 1 / M, and 0 of an absent (padded) child."""
-    children, window = votes.children, votes.window
-    shape = (*positions_of(votes), seen_of(votes), votes.parents)
-    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
-    if not (window[4] or window[5]):
-        return shares
-    present = windows(children.new_ones((1, *children.shape[1:4])), window)
-    return shares.masked_fill(present[..., None] == 0, 0.0)
 
 
 def _convolution(images: Tensor, kernel: Tensor, window: Sequence[int]) -> Tensor:

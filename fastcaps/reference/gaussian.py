@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.reference.seen import (
-    Seen,
-    differentiate,
-    inverse_or_zero,
-    log_or_zero,
-    make_votes,
-    sample_by_sample,
-    see,
-    without_broken,
-)
+from fastcaps.reference.seen import Seen, differentiate, inverse_or_zero, log_or_zero, pairs, see
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, Votes
 
@@ -40,24 +30,25 @@ def distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -
     return ((all_votes - mean.unsqueeze(3)).square() * _precision(variance)).sum((-2, -1))
 
 
-def _responsibility(
-    seen: Seen, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
-) -> tuple[Seen, Tensor, Tensor]:
-    """Return the children without the broken ones, their votes, and the responsibilities r ``[B, Ho, Wo, I, M]``."""
-
-    def look(seen: Seen) -> tuple[Tensor, Tensor]:
-        all_votes = make_votes(seen)  # whose square is no smaller than one about any mean within the votes
-        return (2 * all_votes).square(), distances(all_votes, mean, variance)
-
-    seen = without_broken(seen, look)
-    all_votes = make_votes(seen)
-    if seen.broken is not None:  # a vote at the mean: whatever the variance, nothing there overflows
-        stand_in = torch.zeros((), device=all_votes.device) if mean is None else mean.detach().unsqueeze(3)
-        all_votes = torch.where(seen.broken[..., None, None, None], stand_in.to(all_votes), all_votes)
+def _shares(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
+    """Return the responsibilities r ``[B, Ho, Wo, I, M]``."""
     logits = -distances(all_votes, mean, variance)
-    if log_weight is not None:
-        logits = logits + log_weight.unsqueeze(3)
-    return seen, all_votes, logits.softmax(-1)
+    return (logits if log_weight is None else logits + log_weight.unsqueeze(3)).softmax(-1)
+
+
+def _see(votes: Votes, mean: Tensor | None, variance: Tensor | None) -> tuple[Seen, Tensor]:
+    """Return the children without the broken ones, and their votes."""
+
+    def numbers(seen: Seen) -> Tensor:
+        squares = (2 * seen.votes).square().amax(POSE)  # no smaller than one about any mean within the votes
+        return torch.maximum(squares, distances(seen.votes, mean, variance))
+
+    seen = see(votes, numbers)
+    if seen.broken is None:
+        return seen, seen.votes
+    # a vote at the mean: whatever the variance, nothing there overflows
+    stand_in = torch.zeros((), device=seen.votes.device) if mean is None else mean.detach().unsqueeze(3)
+    return seen, torch.where(seen.broken[..., None, None, None], stand_in.to(seen.votes), seen.votes)
 
 
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
@@ -116,8 +107,8 @@ def gaussian_routing(
     mean, variance, log_weight, beta_use, beta_ignore = widen(
         votes.children.dtype, mean, variance, log_weight, beta_use, beta_ignore
     )
-    seen, all_votes, shares = _responsibility(see(votes), mean, variance, log_weight)
-    gated = seen.gated(shares)
+    seen, all_votes = _see(votes, mean, variance)
+    gated = seen.gated(_shares(all_votes, mean, variance, log_weight))
     counts = gated.sum(3)
     inverse = inverse_or_zero(counts + eps)[..., None, None]
     means = (torch.einsum("bhwim,bhwimce->bhwmce", gated, all_votes) * inverse).contiguous()
@@ -177,13 +168,6 @@ def gaussian_coefficients(
 ) -> Tensor:
     """Return the responsibilities r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0. One
-    sample's votes at a time.
+    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
     """
-
-    def shares(sample: Votes, *state: Tensor | None) -> Tensor:
-        seen = replace(see(sample), gate=None)  # the responsibility of a child that is not gated
-        found = _responsibility(seen, *state)[-1]
-        return found if seen.present is None else found.masked_fill(seen.present[..., None] == 0, 0.0)
-
-    return sample_by_sample(votes._replace(gate=None), (mean, variance, log_weight), shares)
+    return pairs(votes, (mean, variance, log_weight), _shares)
