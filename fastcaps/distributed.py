@@ -41,7 +41,7 @@ from fastcaps.ops.sharding import AXES, cuts_of
 from fastcaps.reference.gaussian import distances, log_sigmas
 from fastcaps.reference.seen import agreement, in_blocks, inverse_or_zero, make_votes
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import Votes, as_grid, autocast_dtype, hidden
+from fastcaps.votes import Votes, as_grid, hidden
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,6 @@ class Layout:
     def local(self) -> list[Any]:
         """Return a process's part of a call, as plain tensors, in the dtype that autocast wants."""
         local = dict(self.given)
-        dtype = autocast_dtype(local["children"].device.type)
         constant = self.routing.constant if local.get("detach") else ()
         for name in self.routing.tensors:
             x = local[name]
@@ -160,18 +159,14 @@ class Layout:
             placements = self.placements(name)
             if list(x.placements) != placements:
                 x = x.redistribute(placements=placements)
-            x = x.to_local(grad_placements=self.gradients(name, local["rule"]))
-            if dtype is not None and x.dtype != torch.float64:
-                wide = self.routing.wide and name not in Votes._fields
-                x = x.to(accumulation_dtype(dtype) if wide else dtype)
-            local[name] = x
+            local[name] = x.to_local(grad_placements=self.gradients(name, local["rule"]))
         many, at = self.parents, self.mesh.get_coordinate() or [0] * self.mesh.ndim
         for k, axis in enumerate(self.axes):
             if axis == "parents":
                 step = -(-many // self.mesh.size(k))
                 many = min(step, many - step * at[k])
         local["parents"] = many
-        return list(local.values())
+        return self.routing.cast(list(local.values()))
 
     def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
         """Return a process's part of a result as a DTensor whose dimensions of parents, and of children, are told."""
@@ -286,9 +281,7 @@ def _pooling(layout: Layout, votes: Votes, own: Pooling) -> Sequence[Any]:
     sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
     shares = None
     if own.coefficients:
-        on_grid, query = _on_grid(votes, asked)
-        shares = reference.pooling_coefficients(on_grid, query, own.scale, own.normalize)
-        shares = shares.reshape(votes.shares) * part.unsqueeze(-2)
+        shares = reference.pooling_coefficients(votes, asked, own.scale, own.normalize) * part.unsqueeze(-2)
     return sums if own.rule == Rule.UNIT else pooling_routing.left(own, sums, sums.dtype), shares
 
 
@@ -361,7 +354,7 @@ def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
         evidence = own.temperatures[0] * (own.beta_ignore - cost)
     shares = None
     if own.coefficients:
-        shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
+        shares = reference.gaussian_coefficients(votes, *state)
         shares = shares if share is None else shares * share.detach()[..., None]
     return evidence, mean, variances, shares
 
@@ -408,13 +401,6 @@ def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> li
     with backends.under(ctx.blocks):
         found = routing.run_backward(*arguments, needs)
     return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]
-
-
-def _on_grid(votes: Votes, *state: Tensor | None) -> tuple[Any, ...]:
-    """Return a call on a set as one on a grid of one position, for the reference."""
-    if not votes.is_set:
-        return votes, *state
-    return votes.on_grid(), *(None if x is None else x[:, None, None] for x in state)
 
 
 _RUN: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _gaussian, "pooling": _pooling}

@@ -128,7 +128,7 @@ class Routing(Signature, ABC):
         """Run a call by the backend that is forced, or comes first among those that can."""
         if backends.on_cpu(votes.children):
             results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
-            return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
+            return (*results, self._coefficients(votes, own, results))
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
@@ -146,7 +146,7 @@ class Routing(Signature, ABC):
             if chosen == "triton":
                 kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
             results = [x.contiguous().detach() for x in self._on_grids(kernel, votes, own)]  # no views: users may write
-        return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
+        return (*results, self._coefficients(votes, own, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the backend that is forced, or comes first among those that can.
@@ -216,18 +216,14 @@ class Routing(Signature, ABC):
         placed = self._on_grid(votes, own)
         self.check(*placed)
         results = self._joined(self.iterate(kernel, *placed))
-        return [as_set(x, self._lead(k)) for k, x in enumerate(results)] if votes.is_set else results
-
-    def _lead(self, k: int) -> int:
-        """Return where a position lies in the k-th result of a call on a grid: behind iterations in the history."""
-        return 1 if k < len(self.finals) else 2
+        leading = [1] * len(self.finals) + [2] * len(self.history)  # where iterations lead
+        return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)] if votes.is_set else results
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a call by the reference, one iteration after another: differentiable code."""
         votes, own = self.given(arguments)
         results = self._on_grids(self._reference, votes, own)
-        shares = self._coefficients(votes, own, results) if own.coefficients else None
-        return _complete((*results, shares), votes.children)
+        return _complete((*results, self._coefficients(votes, own, results)), votes.children)
 
     def iterate(
         self,
@@ -264,12 +260,10 @@ class Routing(Signature, ABC):
         history = (torch.cat(kind).detach() for kind in zip(*(results[final:] for results in every), strict=True))
         return (*every[-1][:final], *history)
 
-    def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor:
-        with torch.no_grad():
-            if not votes.is_set:
-                return self.coefficients(votes, own, results)
-            placed = [as_grid(x, self._lead(k)) for k, x in enumerate(results)]
-            return as_set(self.coefficients(*self._on_grid(votes, own), placed))
+    @torch.no_grad()
+    def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor | None:
+        """Return the coefficients, if they are wanted."""
+        return self.coefficients(votes, own, results) if own.coefficients else None
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 

@@ -70,10 +70,7 @@ def uniform_parents(
         broken = hidden(children, gate)  # 0 times NaN is NaN
         gate = gate.masked_fill(broken, 0.0)  # a bias may be behind it
         gated = children.masked_fill(broken[..., None, None], 0.0) * gate[..., None, None]
-    if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
-        sums = _sums_by_matmul(gated, weight, window)
-    else:
-        sums = _sums_by_convolution(gated, weight, window)
+    sums = _sums(gated, weight, window)
     if bias is not None:
         sums = sums + _sum_of_bias(children, bias, gate, window)
     if not norm:
@@ -86,10 +83,11 @@ def uniform_parents(
     return flat.view(sums.shape).to(dtype)
 
 
-def _convolution(images: Tensor, kernel: Tensor, window: Sequence[int]) -> Tensor:
-    """Return the convolution ``[B, channels, Ho, Wo]`` of images ``[B, channels, H, W]``."""
-    _, _, sh, sw, ph, pw, dh, dw = window
-    return F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
+def _sums(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
+    """Return ``sum_i P_i W_im``, the parents' sums."""
+    if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
+        return _sums_by_matmul(children, weight, window)
+    return _sums_by_convolution(children, weight, window)
 
 
 def _window_sum(grid: Tensor, window: Sequence[int]) -> Tensor:
@@ -122,7 +120,7 @@ def _sums_by_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> 
 
 def _sums_by_convolution(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im`` ``[B, Ho, Wo, M, C, E]`` by a convolution over the grid."""
-    kh, kw = window[:2]
+    kh, kw, sh, sw, ph, pw, dh, dw = window
     groups, many, depth, columns = weight.shape
     batch, height, width, types, rows, _ = children.shape
     count = kh * kw * types
@@ -134,25 +132,16 @@ def _sums_by_convolution(children: Tensor, weight: Tensor, window: Sequence[int]
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
     if is_tracing():  # Inductor fails where a permuted view of free sizes meets a convolution, but takes arithmetic
         images, kernel = -images, -kernel
-    result = _convolution(images, kernel, window)
+    result = F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
     ho, wo = result.shape[2:]
     return result.movedim(1, -1).reshape(batch, rows, ho, wo, many, columns).movedim(1, 4)
 
 
 def _sum_of_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: Sequence[int]) -> Tensor:
     """Return ``sum_i g_i b_im`` over the children that exist, to be added to the parents' sums."""
-    kh, kw = window[:2]
-    types = children.shape[-3]
     if gate is None and not (window[4] or window[5]):
-        return bias.sum(0) if bias.shape[0] > 1 else bias[0] * (kh * kw * types)
+        return bias.sum(0) if len(bias) > 1 else bias[0] * (window[0] * window[1] * children.shape[-3])
     if gate is None:
         gate = children.new_ones((1, *children.shape[1:4]))
-    if bias.shape[0] == 1:
-        total = gate.sum(-1)
-        total = total if tuple(window) == SET_WINDOW else _window_sum(total, window)
-        return total[..., None, None, None] * bias[0]
-    if tuple(window) == SET_WINDOW:
-        return torch.tensordot(gate, bias, dims=1)
-    kernel = bias.unflatten(0, (kh, kw, types)).flatten(3).permute(3, 2, 0, 1)  # [M * C * E, N, kh, kw]
-    result = _convolution(gate.movedim(-1, 1), kernel, window)
-    return result.movedim(1, -1).unflatten(-1, bias.shape[1:])
+    matrices = bias.flatten(2).unsqueeze(2)  # of poses of one number, the gates: [I or 1, M or 1, 1, C * E]
+    return _sums(gate[..., None, None], matrices, window).squeeze(-2).unflatten(-1, bias.shape[2:])

@@ -20,10 +20,10 @@ def _logits(all_votes: Tensor, query: Tensor | None, scale: float, normalize: bo
 
 
 def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
-    """Return the largest logit among children that count, ``[B, Ho, Wo, 1, M]``; 0 where that is not finite."""
+    """Return the largest logit among children that count, ``[..., 1, M]``; 0 where that is not finite."""
     if gate is not None:
         logits = logits.masked_fill(gate[..., None] == 0, -torch.inf)
-    top = logits.detach().amax(3, keepdim=True)
+    top = logits.detach().amax(-2, keepdim=True)
     return top.masked_fill(~top.isfinite(), 0.0)
 
 
@@ -142,4 +142,4 @@ def pooling_coefficients(votes: Votes, query: Tensor | None, scale: float, norma
     free = (logits - _top(logits, gate)).exp()
     if gate is not None:
         free = free.masked_fill(gate[..., None] == 0, 0.0) * gate[..., None]
-    return free * inverse_or_zero(free.sum(3, keepdim=True))
+    return free * inverse_or_zero(free.sum(-2, keepdim=True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.votes import Votes, windows
+from fastcaps.votes import Votes, as_grid, windows
 
 _BLOCK = 1 << 22  # votes that `in_blocks` makes at a time, counted in numbers: 16 MB of float32
 
@@ -79,9 +79,9 @@ def present(votes: Votes) -> Tensor | None:
 
 
 def gate_of(votes: Votes) -> Tensor | None:
-    """Return the gates as positions see them, ``[B | 1, Ho, Wo, I]``, 0 of absent children; None where all are 1."""
+    """Return the gates as positions see them, ``[B | 1, Ho, Wo, I]``, of sets ``[B, I]``; 0 of absent children."""
     (gate,) = widen(votes.children.dtype, votes.gate)
-    return present(votes) if gate is None else windows(gate, votes.window)
+    return present(votes) if gate is None else gate if votes.is_set else windows(gate, votes.window)
 
 
 def make_votes(children: Tensor, weight: Tensor | None, bias: Tensor | None, parents: int) -> Tensor:
@@ -110,19 +110,24 @@ def in_blocks(
 
 
 def pairs(votes: Votes, state: Sequence[Tensor | None], numbers: Callable[..., Tensor]) -> Tensor:
-    """Return ``numbers(votes, *state)`` ``[B, Ho, Wo, I, M]`` of each child and parent; 0 of absent children.
+    """Return ``numbers(votes, *state)`` of each child and parent, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``.
 
-    Votes are made for a few children of one sample at a time: beside the result only some 16 MB are used.
+    They are 0 of absent children. Votes are made for a few children of one sample at a time: beside the result only
+    some 16 MB are used.
     """
     children, weight, bias, *wide = widen(votes.children.dtype, *votes[:3], *state)
     assert children is not None
+    if votes.is_set:
+        children, *wide = (None if x is None else as_grid(x) for x in (children, *wide))
+        assert children is not None
     result, presence = children.new_empty((len(children), *votes.grid, votes.seen, votes.parents)), present(votes)
     for b in range(len(children)):
-        one, *own = (None if x is None else x[b : b + 1] for x in (children, *wide))
-        assert one is not None
-        for part, some in in_blocks(windows(one, votes.window), weight, bias, votes.parents):
+        own = [None if x is None else x[b : b + 1] for x in wide]
+        for part, some in in_blocks(windows(children[b : b + 1], votes.window), weight, bias, votes.parents):
             result[b, :, :, part] = numbers(make_votes(*some, votes.parents), *own)[0]
-    return result if presence is None else result.masked_fill_(presence[..., None] == 0, 0.0)
+    if presence is not None:
+        result.masked_fill_(presence[..., None] == 0, 0.0)
+    return result.view(votes.shares)
 
 
 def agreement(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
