@@ -83,11 +83,6 @@ def check_table(
     check_shape(name, value, wanted, symbols)
 
 
-def check_eps(eps: Any) -> float:
-    """Return ``eps``; raise unless it is a finite number of at least 0."""
-    return check_finite("eps", eps, 0.0)
-
-
 def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     """The end of a message about a name that is none of ``names``: the nearest, if any are near.
 

@@ -124,7 +124,7 @@ class Layout:
         """Return how many of ``count`` children or parents each process has; raise where one has none."""
         parts = [count]
         for size in (self.mesh.size(k) for k, each in enumerate(self.axes) if each == axis):
-            parts = [min(-(-part // size), part + (-part // size) * k) for part in parts for k in range(size)]
+            parts = [_chunk(part, size, k) for part in parts for k in range(size)]
         if min(parts) < 1:
             raise ValueError(f"{axis} must leave every process one, got {count}, of which PyTorch makes {parts}")
         return parts
@@ -137,7 +137,7 @@ class Layout:
     def gradients(self, name: str, rule: int) -> list[Placement]:
         """How the gradient of an argument comes out: in parts where an argument that is whole meets shards.
 
-        Where children are cut, what is used between two turns meets the joint sums, which are the same everywhere.
+        Where children are cut, what is used between two iterations meets the joint sums, which are the same everywhere.
         """
         between = name in (*self.routing.state, "norm_weight", "norm_bias") or (rule == Rule.EM and "beta" in name)
         same = (None, "children") if between else (None,)
@@ -163,8 +163,7 @@ class Layout:
         many, at = self.parents, self.mesh.get_coordinate() or [0] * self.mesh.ndim
         for k, axis in enumerate(self.axes):
             if axis == "parents":
-                step = -(-many // self.mesh.size(k))
-                many = min(step, many - step * at[k])
+                many = _chunk(many, self.mesh.size(k), at[k])
         local["parents"] = many
         return self.routing.cast(list(local.values()))
 
@@ -213,6 +212,12 @@ class Layout:
         (top,) = self.joined("parents", log_sum.detach(), by="max")
         own = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
         return own / self.entered("parents", *self.joined("parents", own))[0]
+
+
+def _chunk(count: int, size: int, k: int) -> int:
+    """Return how many of ``count`` the k-th of ``size`` processes has; below 1 if none."""
+    step = -(-count // size)
+    return min(step, count - step * k)
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:

@@ -73,7 +73,7 @@ class Inside:
 
     @torch.no_grad()
     def coefficients(self) -> Tensor:
-        """The coefficients of the last turn, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""
+        """The coefficients of the last iteration, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""
         found = self.layer.forward(**{**self.given, "return_coefficients": True})[-1]
         return found if found.dim() == 5 else found[:, None, None]
 

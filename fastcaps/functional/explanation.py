@@ -178,7 +178,7 @@ class _Listener(list[Explanation]):
 
 def _explain_op(routing: Routing, votes: Votes, own: Any, by_library: bool) -> Explanation:
     call, count = backends.Call.under_autocast(routing.stem, votes), routing.iterations(own)
-    described = _describe(votes, call) + (f", {count} turns" if count > 1 else "")
+    described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
     found = _explain(call, described, backends.refusal)
     if found.backend is None:
         return found

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_count, check_eps, check_finite, check_shape, check_tensor
+from fastcaps.checks import check_count, check_finite, check_shape, check_tensor
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op, pose_of, to_op
@@ -66,9 +66,9 @@ def inverted_attention_routing(
     normalize : bool
         False leaves LayerNorm out; so does a pose of one number.
     iterations : int
-        Turns, at least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
+        How many, at least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
     return_coefficients : bool
-        Also return the r of the last turn.
+        Also return the r of the last iteration.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def inverted_attention_routing(
     query = None if parents is None else to_op(parents, window)
     rows, _, columns = pose_of(votes)
     pose = rows * columns
-    eps, iterations = check_eps(eps), check_count("iterations", iterations)
+    eps, iterations = check_finite("eps", eps, 0.0), check_count("iterations", iterations)
     scale = pose**-0.5 if scale is None else check_finite("scale", scale)
     rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
     if rule == Rule.PLAIN:

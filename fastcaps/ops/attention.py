@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends, reference
-from fastcaps.checks import accumulation_dtype, is_tracing
+from fastcaps.checks import accumulation_dtype, is_tracing, widen
 from fastcaps.ops import uniform
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.signature import Results
 from fastcaps.ops.watchers import listener
-from fastcaps.reference.attention import layer_norm, uniform_shares
+from fastcaps.reference.attention import parents_of, uniform_shares
 from fastcaps.rules import Rule
-from fastcaps.vectors import squash
-from fastcaps.votes import POSE, Votes, autocast_dtype
+from fastcaps.votes import Votes, autocast_dtype
 
 
 class Attention(NamedTuple):
@@ -100,13 +99,8 @@ class AttentionRouting(QueryRouting):
         return super().gradient_shape(name, given)
 
     def left(self, own: Attention, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        parents = sums
-        if own.rule == Rule.SQUASH:
-            parents = squash(sums, POSE)
-        elif own.rule == Rule.LAYER_NORM:
-            affine = [None if t is None else t.to(sums.dtype) for t in (own.norm_weight, own.norm_bias)]
-            parents = layer_norm(sums, affine[0], affine[1], own.eps)
-        return parents.to(dtype)
+        scale, shift = widen(dtype, own.norm_weight, own.norm_bias)
+        return parents_of(sums, scale, shift, own.eps, own.rule).to(dtype)
 
     def coefficients(self, votes: Votes, own: Attention, results: Results) -> Tensor:
         query = self.last_query(own, results[1], votes.children.dtype)

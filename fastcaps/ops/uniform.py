@@ -29,8 +29,8 @@ def library_serves(votes: Votes) -> bool:
     they lie, 17. Where children share weights, summing them first wins. On a GPU the library's convolution may round
     float32 to TF32 though its matmul, whose setting is the one that counts here, may not; and neither makes three
     products of one (:func:`fastcaps.backends.tf32x3`): then our kernel runs. Nothing but shapes and settings decides,
-    so that the same numbers give the same bits with and without gradients. Of DTensors something has to cross, which
-    the op's own way knows.
+    so that the same numbers give the same bits with and without gradients. DTensors are parted first: each
+    process's own part then comes here.
     """
     children, weight, window = votes.children, votes.weight, votes.window
     if weight is None or backends.forced() == "reference" or is_sharded(votes[:4]):

@@ -57,12 +57,15 @@ def attention_routing(
     shares = logits(seen).softmax(-1)
     shares = seen.gated(shares.detach() if detach else shares)
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, seen.votes).contiguous()
-    parents = sums
-    if rule == Rule.LAYER_NORM:
-        parents = layer_norm(sums, norm_weight, norm_bias, eps)
-    elif rule == Rule.SQUASH:
-        parents = squash(sums, POSE)
+    parents = parents_of(sums, norm_weight, norm_bias, eps, rule)
     return parents.to(dtype, copy=parents is sums), sums.unsqueeze(0)
+
+
+def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, rule: int) -> Tensor:
+    """Return the parents that S makes by a rule; the affine of LayerNorm is in the dtype of S."""
+    if rule == Rule.SQUASH:
+        return squash(sums, POSE)
+    return layer_norm(sums, norm_weight, norm_bias, eps) if rule == Rule.LAYER_NORM else sums
 
 
 def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:

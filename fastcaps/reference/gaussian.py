@@ -52,7 +52,7 @@ def _see(votes: Votes, mean: Tensor | None, variance: Tensor | None) -> tuple[Se
 
 
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
-    """Return what the next turn adds to its logits: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
+    """Return what the next iteration adds to its logits: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
     log_weight = F.logsigmoid(scores)
     return log_weight if rule == Rule.KMEANS else log_weight - log_sigmas(variances)
 
@@ -81,9 +81,9 @@ def gaussian_routing(
     ``score_m = temperature (beta_a_m - sum_ce (beta_u_m + ln sigma_m) n_m)``, or Heinsen's
     ``score_m = sum_i beta_use_im w_im - sum_i beta_ignore_im (g_i - w_im)``.
 
-    Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first turn. A mean
-    without a variance makes it k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. Where ``n + eps`` is 0,
-    means and narrow variances are 0, with gradient 0. Numbers of a parent whose variance is 0 have no part in the
+    Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first iteration. A
+    mean without a variance makes it k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. Where ``n + eps`` is
+    0, means and narrow variances are 0, with gradient 0. Numbers of a parent whose variance is 0 have no part in the
     distance and in ``sum ln sigma``.
 
     Parameters
@@ -93,7 +93,7 @@ def gaussian_routing(
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``; of EM beta_u and beta_a, ``[M]``.
     temperatures : sequence of float
-        EM's inverse temperature of the turn.
+        EM's inverse temperature of the iteration.
     rule : int
         ``EM``, ``HEINSEN`` or ``KMEANS``, see :class:`Rule`.
 
