@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
-from fastcaps.ops.sharding import AXES, cuts_of
-from fastcaps.reference.gaussian import distances, log_sigmas
+from fastcaps.ops.sharding import AXES, cuts_of, lying
+from fastcaps.reference.gaussian import benefits, logits_of
 from fastcaps.reference.seen import agreement, in_blocks, inverse_or_zero, make_votes
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import Votes, as_grid, hidden
@@ -131,8 +131,7 @@ class Layout:
 
     def placements(self, name: str) -> list[Placement]:
         """How an argument has to lie."""
-        dims = (None if axis is None else self.cuts[axis].get(name) for axis in self.axes)
-        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return [lying(None if axis is None else self.cuts[axis].get(name)) for axis in self.axes]
 
     def gradients(self, name: str, rule: int) -> list[Placement]:
         """How the gradient of an argument comes out: in parts where an argument that is whole meets shards.
@@ -169,9 +168,8 @@ class Layout:
 
     def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
         """Return a process's part of a result as a DTensor whose dimensions of parents, and of children, are told."""
-        dims = {"batch": 0, "parents": parents, "children": children}
-        cut = [None if axis is None else dims[axis] for axis in self.axes]
-        placements = [Replicate() if dim is None else Shard(dim) for dim in cut]
+        dims = {None: None, "batch": 0, "parents": parents, "children": children}
+        placements = [lying(dims[axis]) for axis in self.axes]
         stride = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
         size = torch.Size(shape)
         return DTensor.from_local(local.contiguous(), self.mesh, placements, run_check=False, shape=size, stride=stride)
@@ -331,13 +329,8 @@ def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
     em, eps, state = own.rule == Rule.EM, own.eps, own[:3]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
     betas = (one, one) if em else (own.beta_use, own.beta_ignore)
-
-    def logits(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None) -> Tensor:
-        found = -distances(all_votes, mean, variance)
-        return found if weight is None else found + weight.unsqueeze(3)
-
     asked = layout.entered("children", *state)
-    share = layout.share(votes, logits, *asked)
+    share = layout.share(votes, logits_of, *asked)
     gated = _gated(votes, share)
     settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
     counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
@@ -353,10 +346,8 @@ def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
     (second,) = layout.joined("children", whole * narrow + apart * (2 * eps * means + n * apart))
     variances = second * inverse + eps
     if em:
-        numbers = mean.shape[-2] * mean.shape[-1]
         assert own.beta_use is not None and own.beta_ignore is not None
-        cost = (numbers * own.beta_use + log_sigmas(variances)) * counts
-        evidence = own.temperatures[0] * (own.beta_ignore - cost)
+        evidence = own.temperatures[0] * benefits(counts, variances, own.beta_use, own.beta_ignore)
     shares = None
     if own.coefficients:
         shares = reference.gaussian_coefficients(votes, *state)

@@ -18,7 +18,7 @@ from fastcaps.checks import (
     check_table,
     is_tracing,
 )
-from fastcaps.reference.gaussian import log_sigmas
+from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op
@@ -205,21 +205,18 @@ def _with_normalized_cost(first_votes: Votes, votes: Votes, own: ops.Gaussian) -
     one = beta_u.new_ones((1, 1))
     counting = own._replace(beta_use=one, beta_ignore=torch.zeros_like(one), rule=int(Rule.HEINSEN))
 
-    def scored(temperature: float, results: Any) -> tuple[Tensor, Tensor]:
-        counts, means, variances = results[:3]
-        log_sigma = log_sigmas(variances)
-        benefit = beta_a - (means.shape[-2] * means.shape[-1] * beta_u + log_sigma) * counts
-        return temperature * F.layer_norm(benefit, benefit.shape[-1:]), log_sigma
+    def scored(temperature: float, results: Any) -> Tensor:
+        benefit = benefits(results[0], results[2], beta_u, beta_a)
+        return temperature * F.layer_norm(benefit, benefit.shape[-1:])
 
     def run(votes: Votes, own: ops.Gaussian) -> Any:
         return ops.gaussian_routing(first_votes if own.mean is None else votes, own)
 
     def advance(own: ops.Gaussian, results: Any) -> dict[str, Tensor | None]:
-        scores, log_sigma = scored(own.temperatures[0], results)
-        return {"mean": results[1], "variance": results[2], "log_weight": F.logsigmoid(scores) - log_sigma}
+        return ops.gaussian_routing.advance(own, (scored(own.temperatures[0], results), *results[1:3]))
 
     last = ops.gaussian_routing.iterate(run, votes, counting, advance)[-1]
-    return scored(own.temperatures[-1], last)[0], last[1], last[-1]
+    return scored(own.temperatures[-1], last), last[1], last[-1]
 
 
 def weighed_by_ones(votes: Votes) -> Votes:

@@ -66,7 +66,7 @@ def inverted_attention_routing(
     normalize : bool
         False leaves LayerNorm out; so does a pose of one number.
     iterations : int
-        How many, at least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
+        At least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
     return_coefficients : bool
         Also return the r of the last iteration.
 

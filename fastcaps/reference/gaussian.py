@@ -30,10 +30,10 @@ def distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -
     return ((all_votes - mean.unsqueeze(3)).square() * _precision(variance)).sum((-2, -1))
 
 
-def _shares(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
-    """Return the responsibilities r ``[B, Ho, Wo, I, M]``."""
+def logits_of(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
+    """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)`` ``[B, Ho, Wo, I, M]``."""
     logits = -distances(all_votes, mean, variance)
-    return (logits if log_weight is None else logits + log_weight.unsqueeze(3)).softmax(-1)
+    return logits if log_weight is None else logits + log_weight.unsqueeze(3)
 
 
 def _see(votes: Votes, mean: Tensor | None, variance: Tensor | None) -> tuple[Seen, Tensor]:
@@ -60,6 +60,12 @@ def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
 def log_sigmas(variances: Tensor) -> Tensor:
     """Return ``sum_ce ln sigma_m``, in which numbers without a variance are left out."""
     return 0.5 * log_or_zero(variances).sum(POSE)
+
+
+def benefits(counts: Tensor, variances: Tensor, beta_u: Tensor, beta_a: Tensor) -> Tensor:
+    """Return EM's benefit of each parent less its cost, ``beta_a - sum_ce (beta_u + ln sigma_m) n_m``."""
+    numbers = variances.shape[-2] * variances.shape[-1]
+    return beta_a - (numbers * beta_u + log_sigmas(variances)) * counts
 
 
 def gaussian_routing(
@@ -108,7 +114,7 @@ def gaussian_routing(
         votes.children.dtype, mean, variance, log_weight, beta_use, beta_ignore
     )
     seen, all_votes = _see(votes, mean, variance)
-    gated = seen.gated(_shares(all_votes, mean, variance, log_weight))
+    gated = seen.gated(logits_of(all_votes, mean, variance, log_weight).softmax(-1))
     counts = gated.sum(3)
     inverse = inverse_or_zero(counts + eps)[..., None, None]
     means = (torch.einsum("bhwim,bhwimce->bhwmce", gated, all_votes) * inverse).contiguous()
@@ -118,8 +124,7 @@ def gaussian_routing(
     variances = narrow + eps
     assert beta_use is not None and beta_ignore is not None
     if rule == Rule.EM:
-        numbers = narrow.shape[-2] * narrow.shape[-1]
-        scores = temperatures[0] * (beta_ignore - (numbers * beta_use + log_sigmas(variances)) * counts)
+        scores = temperatures[0] * benefits(counts, variances, beta_use, beta_ignore)
     else:
         whole = 1.0 if seen.gate is None else seen.gate[..., None]
         scores = (beta_use * gated - beta_ignore * (whole - gated)).sum(3)
@@ -170,4 +175,4 @@ def gaussian_coefficients(
 
     ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
     """
-    return pairs(votes, (mean, variance, log_weight), _shares)
+    return pairs(votes, (mean, variance, log_weight), lambda *given: logits_of(*given).softmax(-1))
