@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -68,15 +67,12 @@ class AttentionRouting(QueryRouting):
 
     def _without_parents(self, votes: Votes, own: Attention) -> Tensor:
         """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
-        device = votes.children.device.type
-        apart: AbstractContextManager[None] = nullcontext()
-        if autocast_dtype(device) is not None:
-            votes, own = self.given(self.cast((*votes, *own)))
-            apart = torch.autocast(device, enabled=False)
-        with apart:
-            return uniform.uniform_parents(
-                votes, own.norm_weight, own.norm_bias, own.eps, norm=own.rule == Rule.LAYER_NORM
-            )
+        device, norm = votes.children.device.type, own.rule == Rule.LAYER_NORM
+        if autocast_dtype(device) is None:
+            return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
+        votes, own = self.given(self.cast((*votes, *own)))
+        with torch.autocast(device, enabled=False):
+            return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
 
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.attention_routing, reference.attention_routing_backward

@@ -95,10 +95,6 @@ class Routing(Signature, ABC):
         for key in ("AutocastCPU", "AutocastCUDA"):
             LIBRARY.impl(self.name, self._autocast_kernel(key), key)
 
-    def __call__(self, votes: Votes, own: Any) -> Any:
-        """Run the op: the only entrance that functions use."""
-        return self.route(votes, own)
-
     def route(self, votes: Votes, own: Any) -> Any:
         """Run the op by a backend, in the way that those who watch need."""
         if torch.compiler.is_compiling():
@@ -117,6 +113,9 @@ class Routing(Signature, ABC):
                 if tensor is not None and tensor.requires_grad:
                     return _Recorded.apply(self, votes, own, *tensors)  # type: ignore[attr-defined]
         return self.compute(votes, own)
+
+    __call__ = route
+    """The entrance that functions use."""
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
@@ -260,10 +259,12 @@ class Routing(Signature, ABC):
         history = (torch.cat(kind).detach() for kind in zip(*(results[final:] for results in every), strict=True))
         return (*every[-1][:final], *history)
 
-    @torch.no_grad()
     def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor | None:
         """Return the coefficients, if they are wanted."""
-        return self.coefficients(votes, own, results) if own.coefficients else None
+        if not own.coefficients:
+            return None
+        with torch.no_grad():
+            return self.coefficients(votes, own, results)
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 

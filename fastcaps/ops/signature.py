@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.define import tensors_of, written
+from fastcaps.ops.define import tensor_names, written
 from fastcaps.votes import Votes, autocast_dtype
 
 Gradients = Sequence[Tensor | None]
@@ -63,14 +63,14 @@ class Signature:
         self.name = f"{self.stem}_routing"
         taken = {**Votes.__annotations__, **self.Own.__annotations__}
         self.names = list(taken)
-        self.tensors = tensors_of(taken)
+        self.tensors = tensor_names(taken)
         self.places = [self.names.index(name) for name in self.tensors]
         self.tensors_of = itemgetter(*self.places)
         flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
         self.native_count = len(self.Own._fields) - len(flags)
         given = {**self.heads, **Votes.__annotations__, **self.Rest.__annotations__}
         self.backward_names = [*given, "needs"]
-        self.stacked = {*tensors_of(self.Rest.__annotations__)} - ({*self.tensors} - {*self.state})
+        self.stacked = {*tensor_names(self.Rest.__annotations__)} - ({*self.tensors} - {*self.state})
 
         plain = written({name: kind for name, kind in taken.items() if name not in flags})
         made = ", ".join(f"Tensor {name}" for name in (*self.finals, *self.history))
