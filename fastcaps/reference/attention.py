@@ -112,13 +112,12 @@ def attention_routing_backward(
     if sums is not None:  # the backward is not told of norm_bias, whose gradient does not depend on it
         affine = (votes.children.new_ones(pose) if norm_weight is None else norm_weight, votes.children.new_zeros(pose))
 
-    def run(*tensors: Any) -> tuple[Tensor]:
-        own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
-        _, found = attention_routing(own, query, None, None, scale, eps, Rule.PLAIN, 1, bool(needs & DETACH))
-        if sums is None:
-            return (found[0],)
-        norm_weight, norm_bias = widen(own.children.dtype, *tensors[5:])
-        return (layer_norm(found[0], norm_weight, norm_bias, eps),)
+    rule = Rule.PLAIN if sums is None else Rule.LAYER_NORM
+
+    def run(*tensors: Any) -> tuple[Tensor, ...]:
+        *parts, query, scales, shifts = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
+        own = Votes._make((*parts, votes.parents, votes.window))
+        return attention_routing(own, query, scales, shifts, scale, eps, rule, 1, bool(needs & DETACH))[:1]
 
     return differentiate(run, (*votes[:4], query, *affine), (grad,), needs)
 
