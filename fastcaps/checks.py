@@ -117,7 +117,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
             raise ValueError(f"{name} must be an int >= {least}, got {count}")
         if count > _MOST_COUNT:
             raise ValueError(f"{name} must be an int <= 2**63 - 2, got {count}")
-    return count  # type: ignore[no-any-return]
+    return count
 
 
 def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
