@@ -27,7 +27,7 @@ def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
     return top.masked_fill(~top.isfinite(), 0.0)
 
 
-def _agreement(
+def _exponentials(
     votes: Votes, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
 ) -> tuple[Seen, Tensor, Tensor]:
     """Return the children without the broken ones, exp(logits - shift), and the shift.
@@ -88,7 +88,7 @@ def pooling_routing(
     """
     dtype = votes.children.dtype
     (query,) = widen(dtype, query)
-    seen, shares, shift = _agreement(votes, query, scale, normalize)
+    seen, shares, shift = _exponentials(votes, query, scale, normalize)
     shares = seen.gated(shares)
     if detach:
         shares, shift = shares.detach(), shift.detach()
@@ -122,7 +122,7 @@ def pooling_routing_backward(
     def run(*tensors: Any) -> tuple[Tensor]:
         own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
         wide = widen(own.children.dtype, query, sums, logsumexp)
-        seen, free, _ = _agreement(own, wide[0], scale, normalize, wide[2])
+        seen, free, _ = _exponentials(own, wide[0], scale, normalize, wide[2])
         shares = seen.gated(free.masked_fill(empty, 0.0))
         offsets = seen.votes - wide[1].unsqueeze(3)  # type: ignore[union-attr]
         shares = shares.detach() if needs & DETACH else shares

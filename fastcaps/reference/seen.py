@@ -47,20 +47,20 @@ def see(votes: Votes, numbers: Callable[[Seen], Tensor]) -> Seen:
 
     ``numbers`` returns what becomes of votes ``[B, Ho, Wo, I, M]``, and has to be finite too.
     """
-    gate, presence = gate_of(votes), present(votes)
+    gate = gate_of(votes)
     if gate is None:
-        return _see(votes, None, None, None)
+        return _see(votes, None, None)
     with torch.no_grad():
-        seen = _see(votes, gate, presence, None)
+        seen = _see(votes, gate, None)
         finite = seen.votes.isfinite().all(-1).all(-1) & numbers(seen).isfinite()
         broken = (gate == 0) & ~finite.all(-1)
-    return _see(votes, gate.expand(broken.shape).masked_fill(broken, 0.0), presence, broken)
+    return _see(votes, gate.expand(broken.shape).masked_fill(broken, 0.0), broken)
 
 
-def _see(votes: Votes, gate: Tensor | None, presence: Tensor | None, broken: Tensor | None) -> Seen:
+def _see(votes: Votes, gate: Tensor | None, broken: Tensor | None) -> Seen:
     children, weight, bias = widen(votes.children.dtype, *votes[:3])
     assert children is not None
-    seen = windows(children, votes.window)
+    seen, presence = windows(children, votes.window), present(votes)
     if broken is not None:
         seen = seen.masked_fill(broken[..., None, None], 0.0)
     made = make_votes(seen, weight, bias, votes.parents)
