@@ -10,7 +10,7 @@ Workspace
 ---------
 With "parents" short for the B * L * M * C * E numbers of one parents tensor, results hold the parents and the history:
 one parents an iteration for attention, the same and a number for each parent for pooling, two of each for Gaussians.
-Coefficients, if asked for, are B * L * I * M numbers (while pooling makes them, up to four times that); some 16 MB of
+Coefficients, if asked for, are B * L * I * M numbers (while pooling makes them, twice that); some 16 MB of
 votes are used to make them. Besides, the CPU kernels use
 
 ``attention_routing``: partial sums where positions are too few to keep the threads busy, all together a 64th of what

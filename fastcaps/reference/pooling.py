@@ -139,7 +139,7 @@ def pooling_coefficients(votes: Votes, query: Tensor | None, scale: float, norma
     """
     logits = pairs(votes, (query,), lambda all_votes, query: _logits(all_votes, query, scale, normalize))
     gate = gate_of(votes)
-    free = (logits - _top(logits, gate)).exp()
+    shares = logits.sub_(_top(logits, gate)).exp_()  # in place: they may be large
     if gate is not None:
-        free = free.masked_fill(gate[..., None] == 0, 0.0) * gate[..., None]
-    return free * inverse_or_zero(free.sum(-2, keepdim=True))
+        shares.masked_fill_(gate[..., None] == 0, 0.0).mul_(gate[..., None])
+    return shares.mul_(inverse_or_zero(shares.sum(-2, keepdim=True)))
