@@ -80,15 +80,10 @@ struct HeldPose {
   }
 };
 
-// Every thread of a warp goes round equally often, since lanes speak to each other; `exists` says which have a parent.
 template <int PER>
 FASTCAPS_KERNEL(256, 2)
 finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  const int64_t step = blocks_x() * (block_threads() / args.lanes);
-  const int64_t mine = block_x() * (block_threads() / args.lanes) + thread_index() / args.lanes;
-  for (int64_t base = 0; base < args.count; base += step) {
-    const int64_t parent = base + mine;
-    const bool exists = parent < args.count;
+  each_parent(args.count, args.lanes, [&](int64_t parent, bool exists) {
     float x[PER] = {};
     const HeldPose<PER> pose(args, x);
     float top = -INFINITY, total = 0.0f;
@@ -119,20 +114,16 @@ finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       store_number(args.parents, parent * pose.numbers + pose.index(k), affine(args, number, pose.index(k)),
                    args.storage);
     });
-  }
+  });
 }
 
 // dL/dS, and each block's part of the affine's gradients.
 template <int PER>
 FASTCAPS_KERNEL(256, 1)
 prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  const int64_t step = blocks_x() * (block_threads() / args.lanes);
-  const int64_t mine = block_x() * (block_threads() / args.lanes) + thread_index() / args.lanes;
   float dweight[PER] = {}, dbias[PER] = {}, ds[PER], s[PER];
   const HeldPose<PER> grad(args, ds), standard(args, s);
-  for (int64_t base = 0; base < args.count; base += step) {
-    const int64_t parent = base + mine;
-    const bool exists = parent < args.count;
+  each_parent(args.count, args.lanes, [&](int64_t parent, bool exists) {
     const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
     const auto offset = [&](int number) {
       const int c = number / args.E;
@@ -162,7 +153,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     grad.each([&](float number, int k) {
       if (exists) args.dsums[parent * grad.numbers + grad.index(k)] = number;
     });
-  }
+  });
   if (!args.dnorm) return;
   // Threads that hold the same numbers of different parents meet in shared memory, two by two.
   float* meeting = reinterpret_cast<float*>(shared_memory());  // [threads / lanes, 2, C * E]

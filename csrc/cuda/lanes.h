@@ -140,7 +140,7 @@ struct Lane {
   FASTCAPS_DEVICE bool alive(int p) const { return m(p) < args.M; }
   FASTCAPS_DEVICE bool alive(int r, int p) const { return at(r).exists() && alive(p); }
   // How many parents lie before a part of results that are made in parts.
-  FASTCAPS_DEVICE int64_t part(int which) const { return which * args.positions * args.M; }
+  FASTCAPS_DEVICE int64_t part(int number) const { return number * args.positions * args.M; }
   FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
   FASTCAPS_DEVICE int e(int j) const {
     constexpr int V = Pose::kWeightVector;
