@@ -225,3 +225,7 @@ class Call:
     def launch(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Start a kernel of this call."""
         launch(kernel, programs, **arguments, ROUTING=self.routing.name)
+
+    def walk(self, kernel: Any, programs: int, **arguments: Any) -> None:
+        """Start a kernel of this call that walks over its children."""
+        self.launch(kernel, programs, votes=self.votes, algebra=self.routing.algebra, **self.sizes, **arguments)
