@@ -257,7 +257,7 @@ def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products
             if made.depth or made.votes:
                 assert made.positions * made.rows >= 16 and made.parents * made.columns >= 16
             assert f"{made.positions} positions" in str(made)
-        same = replace(facts, same_votes=True)
+        same = replace(facts, traits=schedule.Traits(same_votes=True))
         assert schedule.schedule(same).votes == schedule.schedule(same, backward=True).votes
         made = schedule.matrix_schedule(facts)
         assert made.position_splits * made.per_split >= made.tile.blocks

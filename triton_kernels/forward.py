@@ -52,7 +52,7 @@ class Algebra(NamedTuple):
     finish: Any
     idle: Any = None
     load_grads: Any = None
-    dshare: Any = None
+    gain: Any = None
     dscore: Any = None
     dvote: Any = None
     dstart: Any = None
@@ -134,7 +134,7 @@ def _forward_kernel(
 
 @kernel
 def _normalizer_kernel(
-    votes, iteration, grads, normalizers, totals, mean_dshares, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles,
+    votes, iteration, grads, normalizers, totals, averages, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles,
     per_split, tile, algebra, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """normalizers_i = log sum_m exp(a_im) of the logits a; mean_dshares_i = sum_m r_im t_im with gradients ``grads``.
@@ -142,7 +142,7 @@ def _normalizer_kernel(
     The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, each
     with all children of the program's range, so that parents, and matrices that children share, are read once a tile.
     From tile to tile a child's running maximum (as FlashAttention's) and its sums about that lie in ``normalizers``,
-    ``totals`` and ``mean_dshares``.
+    ``totals`` and ``averages``.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
@@ -153,7 +153,7 @@ def _normalizer_kernel(
         at = place(tile, block.positions, exists, tl.cast(k, tl.int32) * tile.BM, M)
         parents = algebra.load(iteration, at, tile)
         given = None
-        if mean_dshares is not None:
+        if averages is not None:
             given = algebra.load_grads(grads, at)
         known = exists & (k > 0)
         last = k == tiles - 1
@@ -168,12 +168,12 @@ def _normalizer_kernel(
             higher = tl.maximum(top, tl.max(logits, axis=1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of -inf alone must not make NaN
             fade = tl.exp(top - shift)
-            shares = tl.exp(logits - shift[:, None])
-            total = tl.load(totals + offsets, mask=known, other=0.0) * fade + tl.sum(shares, axis=1)
-            if mean_dshares is not None:
-                dshare = algebra.dshare(iteration, grads, given, vote, i, at, tile)
-                sums = tl.load(mean_dshares + offsets, mask=known, other=0.0) * fade + tl.sum(shares * dshare, axis=1)
-                tl.store(mean_dshares + offsets, tl.where(last, sums / total, sums), mask=exists)
+            exponentials = tl.exp(logits - shift[:, None])
+            total = tl.load(totals + offsets, mask=known, other=0.0) * fade + tl.sum(exponentials, axis=1)
+            if averages is not None:
+                gains = algebra.gain(iteration, grads, given, vote, i, at, tile)
+                sums = tl.load(averages + offsets, mask=known, other=0.0) * fade + tl.sum(exponentials * gains, axis=1)
+                tl.store(averages + offsets, tl.where(last, sums / total, sums), mask=exists)
             tl.store(normalizers + offsets, tl.where(last, higher + tl.log(total), higher), mask=exists)
             tl.store(totals + offsets, total, mask=exists)
 

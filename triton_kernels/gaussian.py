@@ -23,15 +23,15 @@ from .attention import one_iteration, start_of
 from .call import Call, Routing, current
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Answer, Gradients, forward, shapes_of
-from .schedule import LIMITS, Crowd, Limits
+from .schedule import LIMITS, Limits, Traits
 
 ROUTING = Routing(
     "gaussian",
     GAUSSIAN,
     sums=("pose", "pose", "each", "each"),
     gradients=("pose", "pose", "each"),
-    crowd=Crowd(forward=2, products=4, backward=2, pose=8),
-    same_votes=True,  # differences from means and between votes may be all that is left
+    # differences from means and between votes may be all that is left
+    traits=Traits(forward=2, products=4, backward=2, pose=8, same_votes=True),
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """An iteration without means, which leaves their base besides."""
@@ -115,7 +115,7 @@ def _beta_gradients(
 
 
 def gaussian_routing_backward(
-    heads: Sequence[Tensor | None], votes: Votes, rest: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor | None], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T iterations.
 
@@ -123,7 +123,7 @@ def gaussian_routing_backward(
     measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`).
     Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
-    mean, variance, log_weight, beta_use, beta_ignore, counts, means, variances, eps = rest
+    mean, variance, log_weight, beta_use, beta_ignore, counts, means, variances, eps = own
     iterations = len(counts)
     call = Call(ROUTING, votes, options, limits)
     state = (mean, None if mean is None else variance, log_weight)

@@ -24,17 +24,17 @@ from .forward import _finish_kernel, _forward_kernel, _normalizer_kernel
 from .schedule import Schedule, matrix_schedule, power_of_two
 from .tiles import ADD, ATOMIC, STORE
 
-_CROWDED = 64  # children that share their matrices
+_MANY_SHARE = 64  # children that share their matrices
 _ALONE = (1, 1, 1, 1, 0, 0, 1, 1)  # every child is seen once, by one position
 
 
 def _normalizers(call: Call, iteration: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
     """Sweep over all parents once: for every (position, child) the log-sum-exp of its scores.
 
-    With given gradients also the mean of its shares' gradients, weighed by the shares.
+    With given gradients also the average gain, weighed by the coefficients.
     """
     normalizers = call.empty(call.positions, call.children)
-    mean_dshares = None if grads is None else torch.empty_like(normalizers)
+    averages = None if grads is None else torch.empty_like(normalizers)
     wanted = call.facts.limits.resident * processors(call.device) // (chosen.blocks * chosen.warps)
     per_split = -(-call.children // min(call.children, max(1, wanted)))
     call.walk(
@@ -44,13 +44,13 @@ def _normalizers(call: Call, iteration: Any, chosen: Schedule, grads: Any) -> tu
         grads=grads,
         normalizers=normalizers,
         totals=torch.empty_like(normalizers),
-        mean_dshares=mean_dshares,
+        averages=averages,
         blocks=chosen.blocks,
         tiles=chosen.tiles,
         per_split=per_split,
         **call.tile(chosen),
     )
-    return normalizers, mean_dshares
+    return normalizers, averages
 
 
 def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
@@ -65,7 +65,7 @@ def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scor
     """
     chosen = call.schedule(backward=False)
     normalizers = None
-    if call.routing.competing and chosen.tiles > 1 and scored:
+    if call.routing.traits.competing and chosen.tiles > 1 and scored:
         normalizers, _ = _normalizers(call, iteration, chosen, None)
     whole = chosen.splits == 1
     parts = () if whole else tuple(call.empty(*call.parts(kind, chosen.splits)) for kind in call.routing.sums)
@@ -136,7 +136,7 @@ class Gradients:
         swept: list[tuple[Tensor, Tensor | None]] = []
 
         def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
-            if not call.routing.competing or chosen.tiles == 1 or not (scored or self.gate):
+            if not call.routing.traits.competing or chosen.tiles == 1 or not (scored or self.gate):
                 return None, None
             if not swept:  # both kernels can use what it finds, whatever their tiles
                 swept.append(_normalizers(call, iteration, chosen, grads))
@@ -144,7 +144,7 @@ class Gradients:
 
         matrices = self.weight or self.bias is not None or self.betas
         # Atomics of many children to the same matrices queue up: programs that own these make the votes once more.
-        apart = call.deterministic or _CROWDED * call.groups <= call.children
+        apart = call.deterministic or _MANY_SHARE * call.groups <= call.children
         if apart and matrices:
             self._add_matrices(given, sweep)
         if self.children or self.gate or any(self.parents) or (matrices and not apart):
@@ -171,13 +171,13 @@ class Gradients:
             made["bias"] = call.empty(*lead, call.parents, rows, columns)
         if self.betas:
             made["betas"] = call.empty(parts[0], 2, call.children, call.parents)
-        normalizers, mean_dshares = sweep(tile)
+        normalizers, averages = sweep(tile)
         call.walk(
             _matrix_backward_kernel,
             call.groups * tile.tiles * -(-inner // depth) * chosen.splits * chosen.position_splits,
             **given,
             normalizers=normalizers,
-            mean_dshares=mean_dshares,
+            averages=averages,
             dweight=made["weight"],
             dbias=made["bias"],
             dbetas=made["betas"],
@@ -225,7 +225,7 @@ class Gradients:
             make(*call.parts(kind, chosen.splits)) if want else None
             for kind, want in zip(call.routing.gradients, self.parents, strict=True)
         )
-        normalizers, mean_dshares = sweep(chosen)
+        normalizers, averages = sweep(chosen)
         launches = [(0, chosen.tiles, 0, call.children)]
         if ordered:
             launches = [
@@ -239,7 +239,7 @@ class Gradients:
                 chosen.blocks * tiles * chosen.splits,
                 **given,
                 normalizers=normalizers,
-                mean_dshares=mean_dshares,
+                averages=averages,
                 dchildren=self._sum("children", *children.shape) if self.children else None,
                 dweight=dweight,
                 dbias=dbias,

@@ -391,7 +391,7 @@ def real_parents(at, tile):
 
 
 @triton.jit
-def shares_of(logits, normalizer, at, tile):
+def coefficients_of(logits, normalizer, at, tile):
     """Return ``r = softmax over m`` of logits ``[BL, BM]``.
 
     With ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
@@ -399,12 +399,12 @@ def shares_of(logits, normalizer, at, tile):
     logits = tl.where(real_parents(at, tile), logits, float("-inf"))
     if normalizer is not None:
         return tl.exp(logits - normalizer[:, None])
-    shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    return shares / tl.sum(shares, axis=1)[:, None]
+    coefficients = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    return coefficients / tl.sum(coefficients, axis=1)[:, None]
 
 
 @triton.jit
-def equal_shares(at, tile):
+def equal_coefficients(at, tile):
     """Return r = 1 / M."""
     return tl.where(real_parents(at, tile), tl.full([tile.BL, tile.BM], 1.0, tl.float32) / at.M, 0.0)
 
