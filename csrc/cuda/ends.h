@@ -2,7 +2,6 @@
 // become parents; and the parents' gradient becomes that of the sums. A few lanes hold one parent's pose.
 #pragma once
 
-#include "../algebra/pose.h"
 #include "call.h"
 #include "stage.h"
 
@@ -107,8 +106,7 @@ finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       }
       if (args.sums) args.sums[at] = sum;
     });
-    if (args.rule == Rule::kLayerNorm) standardise(pose, args.eps);
-    if (args.rule == Rule::kSquash) squash(pose);
+    between(args, pose, true);
     pose.each([&](float number, int k) {
       if (!exists) return;
       store_number(args.parents, parent * pose.numbers + pose.index(k), affine(args, number, pose.index(k)),

@@ -1,8 +1,10 @@
 // Bringing children and weights into shared memory: a stage of a few children for all positions of the block's tile.
 #pragma once
 
+#include <cfloat>
 #include <type_traits>
 
+#include "../algebra/pose.h"
 #include "lanes.h"
 
 namespace fastcaps::gpu {
@@ -53,7 +55,22 @@ FASTCAPS_DEVICE void widen_vector(float2 pairs, float (&to)[4]) {
   for (int k = 0; k < 4; ++k) to[k] = widened(uint16_t(bits[k / 2] >> k % 2 * 16), S);
 }
 
-// LayerNorm's, of the k-th number of a pose.
+// 1 / |x|, and 0 where that is more than a number can be.
+FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
+
+// What a rule makes of a pose of sums; LayerNorm's affine is left to the caller. The last parents by kUnit are sums.
+template <class Pose>
+FASTCAPS_DEVICE void between(const ParentArgs& args, const Pose& pose, bool last) {
+  if (args.rule == Rule::kLayerNorm) {
+    standardise(pose, args.eps);
+  } else if (args.rule == Rule::kSquash || (args.rule == Rule::kUnit && !last)) {
+    const float size = length(pose);
+    const float factor = args.rule == Rule::kSquash ? squash_factor(size) : inverse_of_length(size);
+    pose.each([&](float& x, int) { x *= factor; });
+  }
+}
+
+// LayerNorm's affine, of the k-th number of a pose.
 FASTCAPS_DEVICE float affine(const ParentArgs& args, float x, int k) {
   if (args.norm_weight) x *= load_number(args.norm_weight, k, args.storage);
   if (args.norm_bias) x += load_number(args.norm_bias, k, args.storage);
