@@ -147,11 +147,10 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tensor.stride()
 
 
-def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of children and of parents in a bias; 0 where all share one."""
-    if bias is None:
-        return 0, 0
-    return tuple(0 if bias.shape[k] == 1 else bias.stride(k) for k in (0, 1))
+def table_strides(table: Tensor | None) -> tuple[int, int]:
+    """Return the strides of children and of parents in a table of both; 0 where all share an entry."""
+    i, m = (0 if table is None or table.shape[k] == 1 else table.stride(k) for k in (0, 1))
+    return i, m
 
 
 class Call:
@@ -174,7 +173,7 @@ class Call:
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *table_strides(bias)),
             *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw)),
         )

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 from torch import Tensor
 
 from fastcaps.reference.gaussian import log_sigmas
@@ -20,7 +19,7 @@ from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
 from .attention import one_iteration, start_of
-from .call import Call, Routing, current
+from .call import Call, Routing, current, table_strides
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Answer, Gradients, forward, shapes_of
 from .schedule import LIMITS, Limits, Traits
@@ -50,12 +49,9 @@ def iteration_of(
     mean, variance, log_weight = state
     if variance is not None and eps == 0.0:  # a variance of 0 says nothing: the kernels' 1 / (2 variance) is then 0
         variance = variance.masked_fill(variance == 0.0, torch.inf)
-    tensors = (mean, None if mean is None else variance, log_weight, *betas, *results)
-    forms = [size > 1 for beta in betas for size in ((1, 1) if beta is None else beta.shape)]
-    return Gaussian(
-        *(None if tensor is None else tensor.contiguous() for tensor in tensors),  # type: ignore[arg-type]
-        *(eps, *(tl.constexpr(large) for large in forms)),
-    )
+    given = (mean, None if mean is None else variance, log_weight, *betas, *results)
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in given]
+    return Gaussian(*tensors, eps, *table_strides(tensors[3]), *table_strides(tensors[4]))  # type: ignore[arg-type]
 
 
 def gaussian_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, ...]:

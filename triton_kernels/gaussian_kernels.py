@@ -47,7 +47,11 @@ TIGHT = tl.constexpr(2.0**-6)
 
 
 class Gaussian(NamedTuple):
-    """The tensors and numbers of a Gaussian routing; ``counts`` to ``variances`` are its results, for the rest."""
+    """The tensors and numbers of a Gaussian routing.
+
+    ``counts`` to ``variances`` are its results, for the rest; ``use_i`` to ``ignore_m`` the betas' strides, 0 where all
+    children, or all parents, have the same.
+    """
 
     mean: Any
     variance: Any
@@ -58,10 +62,10 @@ class Gaussian(NamedTuple):
     means: Any
     variances: Any
     eps: float
-    USE_OWN: tl.constexpr  # whether every child, and every parent, has a beta_use of its own
-    USE_EACH: tl.constexpr
-    IGNORE_OWN: tl.constexpr
-    IGNORE_EACH: tl.constexpr
+    use_i: int
+    use_m: int
+    ignore_i: int
+    ignore_m: int
 
 
 @triton.jit
@@ -80,29 +84,22 @@ def load(iteration, at, tile):
 
 
 @triton.jit
-def beta(pointer, i, at, OWN: tl.constexpr, EACH: tl.constexpr, tile):
+def beta(pointer, stride_i, stride_m, i, at, tile):
     """Return the betas of child i, ``[1, BM]``."""
     m = at.first + tl.arange(0, tile.BM)
-    offsets = m * 0
-    if EACH:
-        offsets = m
-    if OWN and EACH:
-        offsets = tl.cast(i, tl.int64) * at.M + m
-    elif OWN:
-        offsets = m * 0 + i
-    return tl.load(pointer + offsets, mask=m < at.M, other=0.0)[None, :]
+    return tl.load(pointer + tl.cast(i, tl.int64) * stride_i + m * stride_m, mask=m < at.M, other=0.0)[None, :]
 
 
 @triton.jit
 def beta_use(iteration, i, at, tile):
     """Return beta_use of child i."""
-    return beta(iteration.beta_use, i, at, iteration.USE_OWN, iteration.USE_EACH, tile)
+    return beta(iteration.beta_use, iteration.use_i, iteration.use_m, i, at, tile)
 
 
 @triton.jit
 def beta_ignore(iteration, i, at, tile):
     """Return beta_ignore of child i."""
-    return beta(iteration.beta_ignore, i, at, iteration.IGNORE_OWN, iteration.IGNORE_EACH, tile)
+    return beta(iteration.beta_ignore, iteration.ignore_i, iteration.ignore_m, i, at, tile)
 
 
 @triton.jit

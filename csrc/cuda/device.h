@@ -120,7 +120,6 @@ FASTCAPS_DEVICE float reciprocal(float x) {  // 1 ulp
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-FASTCAPS_DEVICE float reciprocal_sqrt(float x) { return 1.0f / sqrtf(x); }
 FASTCAPS_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 FASTCAPS_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 FASTCAPS_DEVICE float bfloat16_to_float(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
