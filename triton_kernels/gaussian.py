@@ -51,7 +51,8 @@ def iteration_of(
         variance = variance.masked_fill(variance == 0.0, torch.inf)
     given = (mean, None if mean is None else variance, log_weight, *betas, *results)
     tensors = [None if tensor is None else tensor.contiguous() for tensor in given]
-    return Gaussian(*tensors, eps, *table_strides(tensors[3]), *table_strides(tensors[4]))  # type: ignore[arg-type]
+    strides = (*table_strides(tensors[3]), *table_strides(tensors[4]))
+    return Gaussian(*tensors, eps, *strides)  # type: ignore[arg-type, call-arg]
 
 
 def gaussian_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, ...]:
