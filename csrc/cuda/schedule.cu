@@ -146,14 +146,14 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 // even one fits into shared memory.
 bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine) {
   const PassKernel& kernel = *c.kernel;
-  const int of_warp = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));
+  const int positions_of_warp = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));
   double best = -1;
   for (int warps = most; warps >= 1; --warps) {
     Schedule trial = c;
     trial.warps_positions = warps;
-    trial.tile_size = warps * of_warp;
+    trial.tile_size = warps * positions_of_warp;
     trial.tiles = ceil_div(std::max<int64_t>(v.positions(), 1), trial.tile_size);
-    if (warps > 1 && (warps - 1) * of_warp >= v.positions()) continue;  // a warp would have nothing to do
+    if (warps > 1 && (warps - 1) * positions_of_warp >= v.positions()) continue;  // a warp would have nothing to do
     const Shared shared(trial, v, task);
     if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());

@@ -1,4 +1,5 @@
-// Bringing children and weights into shared memory: a stage of a few children for all positions of the block's tile.
+// Numbers as they lie in memory; what a rule makes of a pose. Then bringing children and weights into shared memory: a
+// stage of a few children for all positions of the block's tile.
 #pragma once
 
 #include <cfloat>
