@@ -43,8 +43,8 @@ class Table:
         Of the covering array.
     make
         Returns a case of the rule that most rows have, by its name and fields.
-    named
-        Rows for the paths of the schedules, and for what hurt once.
+    named, lanes
+        Rows for the paths of all schedules, and for what hurt once; rows for paths that the CPU's schedule alone has.
     """
 
     rules: dict[str, dict[str, Any]]
@@ -52,6 +52,7 @@ class Table:
     seed: int
     make: Callable[..., Case]
     named: tuple[Case, ...]
+    lanes: tuple[Case, ...]
 
     def __post_init__(self) -> None:
         self.factors["how"] = list(self.rules)
@@ -90,29 +91,39 @@ _norm, _squash = _named(Rule.LAYER_NORM), _named(Rule.SQUASH, scale=1.0)
 _unit, _em, _heinsen = _named(Rule.UNIT, normalize=True), _named(Rule.EM), _named(Rule.HEINSEN, betas="1M")
 
 
-def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
-    """Return rows for what a schedule can decide, whatever the routing."""
+def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
+    """Return rows for what the CPU's schedule alone decides, whatever the routing."""
     return (
         *_double(
             # more numbers of parents than a block keeps votes of; rows of a pose, so that no sum is long
-            make("twice-positions", batch=17, types=2, parents=260, pose=(64, 2, 2)),
-            make("twice-children", batch=1, types=20, parents=260, pose=(64, 2, 2)),
+            make("twice-positions", batch=9, types=2, parents=260, pose=(64, 1, 2)),
+            make("twice-children", batch=1, types=20, parents=260, pose=(64, 1, 2)),
             # weights so large that several tiles of positions meet them together
-            make("rows", batch=35, types=3, parents=5, pose=(1, 64, 64), gate="some"),
-            # too few positions to fill the lanes: children do, with weights of their own or shared ones
-            make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
+            make("rows", batch=17, types=2, parents=5, pose=(1, 64, 64), gate="some"),
+            # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
-            # few enough children to stay from turn to turn
-            make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
         ),
         make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
         make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types", window=WHOLE,
              bias="1M", turns=2),
-        make("ranges", batch=8, types=300, parents=10, pose=(4, 4, 4)),
-        # what is NaN behind a gate of 0: positions or children in the lanes, weights that are shared, half precision
-        make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False, turns=2),
+        make("ranges", batch=8, types=100, parents=10, pose=(4, 4, 4)),
+        # what is NaN behind a gate of 0: children in the lanes, weights that are shared
         make("broken-children", batch=1, types=37, parents=5, pose=(4, 4, 4), gate="broken", turns=2),
-        make("broken-shared", batch=20, types=19, parents=5, pose=(1, 8, 16), groups="one", gate="broken", turns=2),
+        make("broken-shared", batch=20, types=9, parents=5, pose=(1, 8, 16), groups="one", gate="broken", turns=2),
+    )  # fmt: skip
+
+
+def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
+    """Return rows for what every schedule can decide, whatever the routing."""
+    return (
+        *_double(
+            # too few positions to fill the lanes of a CPU: children do
+            make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
+            # few enough children to stay from turn to turn
+            make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
+        ),
+        # what is NaN behind a gate of 0, in half precision too
+        make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False, turns=2),
         make("broken-half", types=7, parents=5, pose=(1, 64, 64), gate="broken", dtype=torch.bfloat16),
         # kernels of their own, on a GPU by parents a warp; lanes that stand for no position, whose sums are 0
         *(make(f"pose-{p[0]}x{p[1]}", batch=3, types=7, parents=5, pose=p, eps=0.0, bias="1M") for p in POSES_OF_ALL),
@@ -121,12 +132,12 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         make("conv", batch=1, grid=(5, 5), types=2, parents=32, pose=(4, 4, 4), window=CONV, gate="some", turns=2),
         make("one-parent-shared", batch=1, types=64, parents=1, pose=(1, 16, 16), groups="one"),
         # on a GPU: parents in several blocks, children in several ranges, poses at the limits of 32 lanes
-        make("sweeps", batch=1, types=2, parents=1100, pose=(4, 4, 4), gate="some", turns=2),
-        make("sweeps-any", batch=1, grid=(2, 1), types=1, parents=700, window=(2, 1, 1, 1, 0, 0, 1, 1)),
+        make("sweeps", batch=1, types=2, parents=520, pose=(4, 4, 4), gate="some", turns=2),
+        make("sweeps-any", batch=1, grid=(2, 1), types=1, parents=300, window=(2, 1, 1, 1, 0, 0, 1, 1)),
         make("one-position", batch=1, types=400, parents=3, pose=(4, 4, 4), groups="one", gate="some", bias="I1"),
         make("one-position-any", batch=1, types=200, parents=3, start=False, bias="1M", gate="silent"),
         make("largest-pose", batch=1, types=3, pose=(16, 9, 32)),
-        make("long-vector", batch=1, types=3, parents=2, pose=(1, 260, 130)),
+        make("long-vector", batch=1, types=3, parents=2, pose=(1, 70, 130)),
         make("tall-pose", types=3, parents=5, pose=(37, 3, 2), bias="IM"),
         # votes that are the children themselves
         make("same-4x4", types=9, parents=1, pose=(4, 4, 4), groups="none", gate="some"),
@@ -141,46 +152,50 @@ POSES_OF_ALL = ((4, 4, 4), (1, 8, 16), (1, 16, 16), (2, 3, 5))
 OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (2, 3, 5))
 _ATTENTION = (
     *_paths(_norm),
-    # kernels of its own: children in lanes; on a GPU with a bias, and plain ones
-    *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
+    # kernels of its own: on a GPU with a bias, and plain ones
     *(_norm(f"bias-{p[0]}x{p[1]}", types=6, parents=5, pose=p, bias="1M", gate="some")
       for p in OWN_POSES if p not in POSES_OF_ALL),
     *(_norm(f"plain-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p, gate="some")
       for p in OWN_POSES for m in ((5, 10, 15, 16, 33) if p == (4, 4, 4) else (5,))),
     _norm("bias-4x4-16", types=6, parents=16, pose=(4, 4, 4), bias="I1"),
     _norm("plain-any", scale=30.0),
+    _squash("one-parent-squash", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", turns=3),
+    _norm("pointwise", grid=(3, 5), types=4, window=(1, 1, 2, 3, 0, 0, 1, 1), bias="I1"),
+    _norm("whole-grid", grid=(4, 3), types=2, window=(4, 3, 1, 1, 0, 0, 1, 1), turns=3),
+)  # fmt: skip
+_ATTENTION_LANES = (
+    *_lanes(_norm),
+    *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
     # weights that act on the parents instead of on the children
-    _squash("folded-4x4", batch=20, types=19, parents=7, pose=(4, 4, 4), groups="one", turns=3),
-    _squash("folded-1x8", batch=20, types=19, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
-    _squash("folded-any", batch=20, types=19, parents=5, pose=(2, 3, 5), groups="one", turns=2),
+    _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", turns=3),
+    _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
+    _squash("folded-any", batch=20, types=9, parents=5, pose=(2, 3, 5), groups="one", turns=2),
     _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", turns=2),
     _norm("folded-sharing-1x8", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one"),
     _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=WHOLE, groups="types",
           turns=2),
-    _norm("folded-types", batch=9, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
+    _norm("folded-types", batch=3, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
           groups="types"),
     # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
-    _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16, turns=2),
+    _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-children", batch=1, types=18, parents=2, pose=(2, 32, 32), dtype=torch.bfloat16, gate="some"),
-    _squash("one-parent-squash", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", turns=3),
-    _norm("pointwise", grid=(3, 5), types=4, window=(1, 1, 2, 3, 0, 0, 1, 1), bias="I1"),
-    _norm("whole-grid", grid=(4, 3), types=2, window=(4, 3, 1, 1, 0, 0, 1, 1), turns=3),
 )  # fmt: skip
 _POOLING = (
     *_paths(_unit),
-    *_double(_unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", turns=3, gate="some")),
-    _unit("same-1x16", batch=20, types=33, parents=1, pose=(1, 16, 16), groups="none", turns=3),
     _unit("same-1x16-children", batch=1, types=70, parents=2, pose=(1, 16, 16), groups="none", gate="silent"),
-    _unit("same-any-children", batch=1, types=70, parents=3, pose=(2, 3, 3), groups="none"),
     _unit("one-parent", types=67, parents=1, pose=(1, 8, 8), groups="one", gate="some", turns=3),
     _unit("sharp", scale=30.0),
 )
+_POOLING_LANES = (
+    *_lanes(_unit),
+    *_double(_unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", turns=3, gate="some")),
+    _unit("same-1x16", batch=20, types=9, parents=1, pose=(1, 16, 16), groups="none", turns=3),
+    _unit("same-any-children", batch=1, types=70, parents=3, pose=(2, 3, 3), groups="none"),
+)
 _GAUSSIAN = (
     *_paths(_heinsen),
-    _heinsen("1x64-1x2", batch=20, types=9, parents=64, pose=(1, 64, 2), groups="one", turns=2),
-    _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), turns=2),
-    _heinsen("sweeps-means", batch=1, types=2, parents=700, log_weight=False),
+    _heinsen("sweeps-means", batch=1, types=2, parents=300, log_weight=False),
     # a parent that about one child makes
     _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, turns=3, gate="some"),
@@ -192,6 +207,11 @@ _GAUSSIAN = (
     *(make(f"shut-no-eps-{name}", batch=3, bias="1M", eps=0.0, types=9, start=False, turns=2, gate="shut")
       for name, make in (("em", _em), ("heinsen", _heinsen))),
 )  # fmt: skip
+_GAUSSIAN_LANES = (
+    *_lanes(_heinsen),
+    _heinsen("1x64-1x2", batch=17, types=3, parents=17, pose=(1, 64, 2), groups="one", turns=2),
+    _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), turns=2),
+)
 
 ATTENTION = Table(
     rules={
@@ -204,6 +224,7 @@ ATTENTION = Table(
     seed=1,
     make=_norm,
     named=_ATTENTION,
+    lanes=_ATTENTION_LANES,
 )
 POOLING = Table(
     rules={
@@ -216,6 +237,7 @@ POOLING = Table(
     seed=2,
     make=_unit,
     named=_POOLING,
+    lanes=_POOLING_LANES,
 )
 GAUSSIAN = Table(
     rules={"em": {"rule": Rule.EM}, "heinsen": {"rule": Rule.HEINSEN}, "k-means": {"rule": Rule.KMEANS}},
@@ -224,4 +246,5 @@ GAUSSIAN = Table(
     seed=3,
     make=_heinsen,
     named=_GAUSSIAN,
+    lanes=_GAUSSIAN_LANES,
 )

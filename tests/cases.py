@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW, output_size
 
-__all__ = ["GPU_DTYPES", "LAYOUTS", "TEMPERATURES", "Case", "case_of", "common_factors", "on_device"]
+__all__ = ["GPU_DTYPES", "LAYOUTS", "TEMPERATURES", "Case", "apart", "case_of", "common_factors", "on_device"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,6 +62,20 @@ def expanded(tensor: Tensor) -> Tensor:
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     layout.__name__: layout for layout in (plain, transposed, interleaved, rows_first, offset, expanded)
 }
+
+
+def apart(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Same numbers with those strides, in address space that the system commits only where it is written.
+
+    Raises
+    ------
+    OSError
+        If there is not so much.
+    """
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.12 on
+    memory = mmap.mmap(-1, extent * tensor.dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
 def on_device(tensor: Tensor | None, device: str) -> Tensor | None:

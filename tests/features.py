@@ -55,7 +55,8 @@ class Routing:
 
     ``leaves``: the tensors that it is given, of which ``child`` has a number for each child. ``results``: the parts of
     what it returns. ``turns``: how often its votes are read; ``first``: whether the first of these turns has no query
-    and no state.
+    and no state; ``moments``: the sums over the votes of a turn. ``library``: whether the library may make the first
+    turn; ``ops``: the calls of an op.
     """
 
     name: str
@@ -66,6 +67,9 @@ class Routing:
     results: tuple[str, ...] = ("poses",)
     turns: int = 3
     first: bool = True
+    moments: int = 1
+    library: bool = False
+    ops: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -102,14 +106,14 @@ AFFINE = ("norm_weight", "norm_bias")
 
 
 def _attention(name: str, *more: str, **settings: Any) -> Routing:
-    turns = settings.get("iterations", 1)
-    return Routing(
-        name, inverted_attention_routing, (*VOTES, *more), settings, turns=turns, first="parents" not in more
-    )
+    turns, first = settings.get("iterations", 1), "parents" not in more
+    options = {"turns": turns, "first": first, "library": first, "ops": int(turns > 1 or not first)}
+    return Routing(name, inverted_attention_routing, (*VOTES, *more), settings, **options)
 
 
 def _dynamic(name: str, *more: str, **settings: Any) -> Routing:
-    return Routing(name, dynamic_routing, (*VOTES, *more), {"iterations": 3, **settings})
+    ops = 3 if "eps" in settings else 1  # then every turn is an op of its own
+    return Routing(name, dynamic_routing, (*VOTES, *more), {"iterations": 3, **settings}, ops=ops)
 
 
 def _pool(name: str, *leaves: str) -> Routing:
@@ -118,7 +122,8 @@ def _pool(name: str, *leaves: str) -> Routing:
 
 def _heinsen(model: str) -> Routing:
     leaves, results = (*VOTES[:3], "scores", "beta_use", "beta_ignore"), ("poses", "scores", "variances")
-    return Routing(f"heinsen-{model}", heinsen_routing, leaves, {"iterations": 3, "model": model}, "scores", results)
+    settings = {"iterations": 3, "model": model}
+    return Routing(f"heinsen-{model}", heinsen_routing, leaves, settings, "scores", results, moments=2)
 
 
 ROUTINGS = [
@@ -142,6 +147,7 @@ ROUTINGS = [
         {"iterations": 3, "inverse_temperature": 0.3},
         "activations",
         ("poses", "activations"),
+        moments=2,
     ),
     _heinsen("gaussian"),
     _heinsen("kmeans"),

@@ -19,7 +19,7 @@ from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
-from fastcaps import reference
+from fastcaps import ops, reference
 from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
@@ -107,53 +107,35 @@ def _gaussian_next(given: Given, results: Given, state: Given) -> Given:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One routing op and its backward.
+    """One routing op and its backward: what the border (:class:`fastcaps.ops.Routing`) does not say of them itself.
 
     Attributes
     ----------
-    name
-        Of the op; that of its backward ends in ``_backward``.
+    border
+        What the functions call, which defines the op and its backward.
     table
         Its cases.
-    state
-        The arguments that a turn takes from the turn before.
-    results
-        The results that have a gradient. All others are the history: turns lead.
-    grads, saved, fixed
-        Of the backward: the gradients that lead its arguments; which of the history it takes, by the names of the
-        results; and which of the op's arguments it takes beside votes and state.
     rest, following, loop
         The arguments beside the votes; what the next turn is given, from the results and the state of one; all turns of
         one position as a plain loop.
-    coefficients
-        The arguments beside votes and state that make its coefficients.
-    by_shares
-        The arguments that act through the coefficients alone, and have no gradient where those are constants; none:
-        they never are.
     competing
         Whether parents compete for a child, or else children for a parent.
-    wide
-        Whether its results are in the dtype of sums, whatever that of the children is.
+    folds, rounds
+        Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
     rounded
         The history that has the dtype of the children.
     absent
         What a backward is not given, by rule.
     """
 
-    name: str
+    border: ops.Routing
     table: case_rows.Table
-    state: tuple[str, ...]
-    results: tuple[str, ...]
-    grads: tuple[str, ...]
-    saved: dict[str, str]
-    fixed: tuple[str, ...]
     rest: Callable[[Case, int], Given]
     following: Callable[[Given, Given, Given], Given]
     loop: Callable[..., Given]
-    coefficients: tuple[str, ...] = ()
-    by_shares: tuple[str, ...] = ()
     competing: bool = True
-    wide: bool = False
+    folds: bool = False
+    rounds: bool = False
     rounded: tuple[str, ...] = ()
     absent: Mapping[Rule, tuple[str, ...]] = field(default_factory=dict)
 
@@ -162,16 +144,31 @@ class Routing:
 
     @property
     def stem(self) -> str:
-        """``attention``, ``pooling`` or ``gaussian``."""
-        return self.name.removesuffix("_routing")
+        """The name of the routing's files, everywhere."""
+        return self.border.stem
+
+    @property
+    def name(self) -> str:
+        """Of the op; that of its backward ends in ``_backward``."""
+        return self.border.name
 
     @property
     def op(self) -> Any:
-        return getattr(torch.ops.fastcaps, self.name).default
+        return self.border.op
 
     @property
     def backward_op(self) -> Any:
-        return getattr(torch.ops.fastcaps, f"{self.name}_backward").default
+        return self.border.backward_op
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The arguments that a turn takes from the turn before."""
+        return self.border.state
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The results that have a gradient. All others are the history: turns lead."""
+        return self.border.finals
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -179,14 +176,41 @@ class Routing:
         return tuple(returned.name for returned in self.op._schema.returns)[:-1]  # coefficients come last
 
     @property
+    def grads(self) -> tuple[str, ...]:
+        """The gradients that lead the arguments of the backward."""
+        return tuple(self.border.heads)
+
+    @property
+    def saved(self) -> dict[str, str]:
+        """Which of the history the backward takes, by the names of the results."""
+        whole = {name: name for name in self.border.history} | {n.removeprefix("all_"): n for n in self.border.history}
+        return {name: whole[name] for name in self.border.Rest._fields if name in whole}
+
+    @property
+    def fixed(self) -> list[str]:
+        """Which of the op's arguments the backward takes beside votes and state."""
+        return [name for name in self.border.Rest._fields if name not in (*self.state, *self.saved)]
+
+    @property
     def gradients(self) -> tuple[str, ...]:
         """The names of the backward's results, in the order of their bits in ``needs``."""
         return tuple(returned.name for returned in self.backward_op._schema.returns)
 
     @property
+    def by_shares(self) -> frozenset[str]:
+        """The arguments that act through the coefficients alone, and have no gradient where those are constants; none:
+        they never are."""
+        return self.border.constant
+
+    @property
+    def wide(self) -> bool:
+        """Whether its results are in the dtype of sums, whatever that of the children is."""
+        return self.border.wide
+
+    @property
     def cases(self) -> tuple[Case, ...]:
         """The calls that every backend must get right: a few in which each factor has each value, and named ones."""
-        return (*self.table.covering[0], *self.table.named)
+        return (*self.table.covering[0], *self.table.named, *self.table.lanes)
 
     @property
     def pairs(self) -> tuple[Case, ...]:
@@ -425,48 +449,30 @@ class BackwardCall:
 
 
 ATTENTION = Routing(
-    name="attention_routing",
+    border=ops.attention_routing,
     table=case_rows.ATTENTION,
-    state=("query",),
-    results=("parents",),
-    grads=("grad",),
-    saved={"sums": "sums"},
-    fixed=("norm_weight", "scale", "eps"),
     rest=_attention_rest,
     following=_attention_next,
     loop=loops.attention_routing,
-    coefficients=("scale",),
-    by_shares=("query",),
+    folds=True,
+    rounds=True,
     absent={Rule.PLAIN: ("sums",), Rule.SQUASH: ("sums",)},
 )
 POOLING = Routing(
-    name="pooling_routing",
+    border=ops.pooling_routing,
     table=case_rows.POOLING,
-    state=("query",),
-    results=("parents",),
-    grads=("grad",),
-    saved={"sums": "sums", "logsumexp": "logsumexp"},
-    fixed=("scale", "normalize"),
     rest=_pooling_rest,
     following=_pooling_next,
     loop=loops.pooling_routing,
-    coefficients=("scale", "normalize"),
-    by_shares=("query", "gate"),
     competing=False,
     rounded=("sums",),
 )
 GAUSSIAN = Routing(
-    name="gaussian_routing",
+    border=ops.gaussian_routing,
     table=case_rows.GAUSSIAN,
-    state=("mean", "variance", "log_weight"),
-    results=("scores", "means", "variances"),
-    grads=("grad_counts", "grad_means", "grad_variances", "grad_evidence"),
-    saved={"counts": "all_counts", "means": "all_means", "variances": "all_variances"},
-    fixed=("beta_use", "beta_ignore", "eps"),
     rest=_gaussian_rest,
     following=_gaussian_next,
     loop=loops.gaussian_routing,
-    wide=True,
     absent={Rule.EM: ("beta_use", "beta_ignore", "grad_evidence")},
 )
 ROUTINGS = (ATTENTION, POOLING, GAUSSIAN)
@@ -478,9 +484,13 @@ def routing_of(name: str) -> Routing:
 
 
 def gpu_cases(routing: Routing, pairs: bool = False) -> list[Case]:
-    """Return a routing's cases in the dtypes of a GPU, without those that take a CPU in its place too long."""
-    cases = [case for case in (routing.pairs if pairs else routing.cases) if case.products < 6e5]
-    kept = [case for case in cases if not case.name.endswith("-float64")]
+    """Return a routing's cases in the dtypes of a GPU; those for the CPU's lanes are among the many of all ``pairs``.
+
+    Those that take a CPU in the place of a GPU too long are left out.
+    """
+    lanes = routing.table.lanes
+    cases = [*routing.pairs, *lanes] if pairs else [case for case in routing.cases if case not in lanes]
+    kept = [case for case in cases if case.products < 6e5 and not case.name.endswith("-float64")]
     return [replace(c, dtype=torch.float32) if c.dtype == torch.float64 else c for c in kept]
 
 

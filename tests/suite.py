@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from case_rows import allowed
 from cases import Case
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from registry import ROUTINGS, Routing, every_case
+from registry import GAUSSIAN, ROUTINGS, BackwardCall, Call, Routing, every_case
+from torch import Tensor
 
 from fastcaps import backends
+from fastcaps.rules import Rule
 
 native_only = pytest.mark.skipif(
     not backends.native_serves(), reason=f"no native CPU kernels: {backends.listing()[2].detail}"
 )
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_backend = pytest.mark.parametrize("name", [pytest.param("cpu", marks=native_only), "reference"])
+
+
+def python(*command: str, cwd: str | Path = Path(__file__).parents[1], **environ: str) -> Any:
+    """Run a fresh interpreter, which finds what this one finds: code, or several arguments."""
+    arguments = ["-c", *command] if len(command) == 1 else command
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
+    return subprocess.run([sys.executable, *arguments], env=variables, cwd=cwd, capture_output=True, text=True)
 
 
 def drawn(examples: int) -> Any:
@@ -43,6 +56,40 @@ def cases_named(names: Iterable[str]) -> pytest.MarkDecorator:
     """Return the mark that gives a test the cases of these names, of whatever routings have them."""
     wanted = set(names)
     return cases_where(lambda case: case.name in wanted, pairs=False)
+
+
+def hold_far_from_zero(run: Callable[[Call], dict[str, Tensor]], types: int, start: bool) -> None:
+    """Assert that a backend's variances and means of votes about 10,000 with a spread of 1 are right.
+
+    Some children are behind a gate of 0; the votes are measured from a mean, or from none.
+    """
+    case = Case("far", Rule.HEINSEN, batch=1, types=types, pose=(1, 4, 4), groups="one", start=start, gate="silent",
+                eps=0.0, betas="11")  # fmt: skip
+    call = GAUSSIAN.call(case)
+    call.given["children"] += 1e4
+    call.given["weight"].copy_(torch.eye(4))
+    if start:
+        call.given["mean"] += 1e4
+    exact, found = call.having([tensor.double() for tensor in call.tensors]).by_loop(), run(call)
+    torch.testing.assert_close(found["all_variances"].double(), exact["all_variances"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found["all_means"].double(), exact["all_means"], rtol=1e-6, atol=0.0)
+
+
+def hold_each_gradient_alone(
+    run: Callable[[BackwardCall], dict[str, Tensor]], routing: Routing, case: Case, most: float
+) -> None:
+    """Assert that a backend's backward makes what is asked for and no more, each gradient as it is beside all others.
+
+    They may differ by ``most`` units in the last place of the largest number.
+    """
+    whole = routing.backward_call(replace(case, turns=1))
+    everything, names, there = run(whole), routing.gradients, whole.given["needs"]
+    for needs in (*(1 << k for k in range(len(names))), 0, 3, 6, 7):
+        found = run(BackwardCall(routing, {**whole.given, "needs": needs}))
+        assert set(found) == {name for k, name in enumerate(names) if (needs & there) >> k & 1}
+        for name, gradient in found.items():
+            scale = most * torch.finfo(gradient.dtype).eps * everything[name].abs().max()
+            assert (gradient - everything[name]).abs().max() <= scale, name
 
 
 @st.composite

@@ -16,17 +16,17 @@ from cuda_on_cpu import build
 from cuda_target import OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
-from suite import drawn, every_routing, random_cases
+from registry import ATTENTION, ROUTINGS, Call, Routing, gpu_cases
+from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from fastcaps.rules import Rule
 
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
 
 
-ORDERED = ("padded", "primes", "one-position", "sweeps", "broken-children", "same-2x3", "conv")
+ORDERED = ("padded", "primes", "broken", "pose-1x16", "one-position", "sweeps", "same-2x3", "conv")
 ROUNDED = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-1x64-5", "bias-1x64", "sweeps")
-"""Cases that differ where sums have one order, and those of the kernels that may round to TF32, which attention has."""
+"""Cases that differ where sums have one order, and those of the kernels that may round to TF32."""
 Run = tuple[Routing, Case, str]
 
 
@@ -34,7 +34,7 @@ def every_run(pairs: bool = False) -> list[Run]:
     """Return every kernel in the ways that it can run, once; with all ``pairs`` everything in all ways."""
     found = [(one, case, "fast") for one in ROUTINGS for case in gpu_cases(one, pairs)]
     for option in list(OPTIONS)[1:]:
-        for routing in ROUTINGS if option == "ordered" or pairs else (ATTENTION,):
+        for routing in (one for one in ROUTINGS if option == "ordered" or pairs or one.rounds):
             names = ORDERED if option == "ordered" else ROUNDED if option in ("tf32", "tf32x3") else ROUNDED[2:5:2]
             found += [(routing, case, option) for case in gpu_cases(routing) if pairs != (case.name in names)]
     return found
@@ -73,7 +73,7 @@ def test_three_products_err_as_little_as_float32(pose: tuple[int, int, int], par
 
 @on_every_target
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
-@pytest.mark.parametrize("name", ["pose-4x4", "pose-2x3", "primes", "padded", "sweeps"])
+@pytest.mark.parametrize("name", ["pose-4x4", "primes", "sweeps"])
 @every_routing
 def test_half_precision(routing: Routing, name: str, dtype: torch.dtype, target: Target) -> None:
     target.check(routing, replace(routing.case(name), dtype=dtype))
@@ -123,20 +123,10 @@ def test_random_calls(
 
 
 @on_every_target
-@pytest.mark.parametrize(
-    ("name", "option"), [("padded", "fast"), ("padded", "ordered"), ("primes", "ordered"), ("pose-4x4", "fast")]
-)
+@pytest.mark.parametrize(("name", "option"), [("padded", "ordered"), ("pose-4x4", "fast")])
 @every_routing
 def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, target: Target) -> None:
-    whole = routing.backward_call(replace(routing.case(name), turns=1))
-    everything = target.backward(whole, option)
-    all_needs, names = whole.given["needs"], routing.gradients
-    for needs in [1 << k for k in range(len(names))] + [0, 3, 6, 7]:
-        found = target.backward(BackwardCall(routing, {**whole.given, "needs": needs}), option)
-        wanted = {name for k, name in enumerate(names) if (needs & all_needs) >> k & 1}
-        assert {name for name in found if name in wanted} == set(found) and wanted <= set(found)
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, everything[name], rtol=1e-5, atol=1e-5, msg=name)
+    hold_each_gradient_alone(lambda call: target.backward(call, option), routing, routing.case(name), most=100)
 
 
 @on_every_target
@@ -231,4 +221,5 @@ def test_every_kernel_has_a_case(routing: Routing) -> None:
     assert met["kernel"] == set(ask("kernels", routing.stem).split(";"))
     assert met["iterations"] == {"one", "fused"}
     for key in ("parent_warps", "position_warps", "ranges", "sweeps", "stage", "blocks"):
-        assert met[key] == {"one", "several"}, key
+        few = key == "stage" and not any("1x16" in kernel for kernel in met["kernel"])  # so tools/mutate.py builds them
+        assert met[key] >= {"several", *([] if few else ["one"])}, key

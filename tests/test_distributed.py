@@ -7,7 +7,6 @@ The processes are forks of a server that has imported torch once.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import CHECKS, MESHES, SET, work
+from suite import python
 from torch.multiprocessing import start_processes
 
 Found = dict[str, str]
 
-ROOT = Path(__file__).parents[1]
 CASES = [str(case) for case in SET]
 
 
@@ -85,8 +84,6 @@ print(tried)
 @pytest.mark.slow
 def test_torchs_own_validation_accepts_every_rule() -> None:
     """In a process of its own: it takes a process group, and imports much of torch's test helpers."""
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command, variables = [sys.executable, "-c", VALIDATION], os.environ | path
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    done = python(VALIDATION)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 64, done.stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import BY_NAME, ROUTINGS, WINDOWS, Routing
+from features import FUNCTIONS, ROUTINGS, WINDOWS, Routing
 from suite import native_only
 from torch import Tensor, nn
 
@@ -104,10 +104,7 @@ def test_every_function_in_its_settings(routing: Routing, window: Window | None)
 
     told = told_of(call, routing.tensors(window, torch.float32))
     assert len(routing_calls) == 1 and told
-    library = routing.name in ("attention-uniform", "attention-3")
-    assert [one.backend for one in told] == (["torch"] if library else []) + [RUNS] * (len(told) - library)
-    ops = 3 if routing.name.endswith("prior") else routing.name != "attention-uniform"  # an op an iteration, or one
-    assert len(told) == library + ops
+    assert [one.backend for one in told] == ["torch"] * routing.library + [RUNS] * routing.ops
     for one in told:
         assert ("by 2x3 windows" in one.call) == (window is not None)
         assert "float32 on cpu" in one.call and "batch 3" in one.call
@@ -115,7 +112,7 @@ def test_every_function_in_its_settings(routing: Routing, window: Window | None)
             assert one.forward and one.backward
 
 
-@pytest.mark.parametrize("routing", [BY_NAME[name] for name in ("attention-1", "pool-weights", "em")], ids=str)
+@pytest.mark.parametrize("routing", FUNCTIONS.values(), ids=str)
 def test_a_forced_backend_that_cannot_take_the_call_is_part_of_the_answer(routing: Routing) -> None:
     given = routing.tensors(dtype=torch.float32)
     for name in ("cuda", "triton"):

@@ -4,27 +4,23 @@ long and very short poses, half precision, offsets beyond 32 bits; and calls tha
 
 from __future__ import annotations
 
-import gc
 import math
-import mmap
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, apart
 from features import ROUTINGS, WINDOWS, Leaves, Routing, Sizes, training
 from registry import Call
 from registry import Routing as Op
-from suite import every_backend, native_only
+from suite import every_backend, native_only, python
 from suite import every_routing as every_op
 from torch import Tensor
 
 from fastcaps import BackendError, Window, backend
 from fastcaps.functional import dynamic_routing, inverted_attention_routing, routing_pool
-from fastcaps.vectors import squash
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -68,9 +64,8 @@ def test_no_vote_outlives_a_call(routing: Routing) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         found = routing.ours(leaves)
     sizes = Sizes()
+    assert found
     assert max(kept) < sizes.batch * sizes.types * sizes.parents * sizes.pose[0] * sizes.pose[2]
-    del found
-    gc.collect()
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -118,7 +113,7 @@ def test_nan_and_infinity_come_out_where_they_went_in(routing: Routing, window: 
     assert torch.isfinite(gradient[[0, 2]]).all() and not torch.isfinite(gradient[1]).all()
 
 
-@pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.name != "attention-uniform"], ids=str)
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.ops], ids=str)
 @pytest.mark.parametrize("name", [None, "cpu", "reference"])
 def test_float16_on_the_cpu(name: str | None, routing: Routing) -> None:
     """The kernels of the CPU take none, and say so where they are forced; so the reference serves, sums in float32."""
@@ -157,33 +152,11 @@ def test_pooling_knows_no_scale(scale: float, window: Window | None, name: str) 
     torch.testing.assert_close(gradient.double(), slope, rtol=2e-4, atol=2e-5)
 
 
-def test_coefficients_of_the_published_size_err_no_more_than_twice_eager() -> None:
-    children, weight = torch.randn(2, 288, 1, 8), 0.3 * torch.randn(288, 10, 8, 16)
-    options = {"compete": "children", "detach": True, "return_coefficients": True}
-
-    def eager(children: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        votes = torch.einsum("bicd,imde->bimce", children, weight)
-        logits = torch.zeros(votes.shape[:3], dtype=votes.dtype)
-        for turn in range(3):
-            shares = logits.softmax(1)
-            parents = squash((shares[..., None, None] * votes).sum(1), (-2, -1))
-            logits = logits + torch.einsum("bimce,bmce->bim", votes, parents) if turn < 2 else logits
-        return shares
-
-    exact = eager(children.double(), weight.double())
-    limit = 2 * (eager(children, weight).double() - exact).abs().max().item() + 1e-9
-    shares = dynamic_routing(children, weight, **options)[1]
-    assert (shares.double() - exact).abs().max().item() <= limit
-
-
 # ---- a first turn that torch's own convolution does not survive ------------------------------------------------------
 
 FATAL = [  # grid, kernel, stride, padding, dilation: no output column sees an input column
     ((4, 1), (3, 1), (3, 3), (5, 2), (2, 2)),
-    ((3, 1), (1, 1), (3, 2), (7, 1), (2, 2)),
-    ((2, 2), (1, 1), (1, 4), (0, 2), (2, 4)),
     ((1, 1), (1, 2), (1, 2), (5, 5), (3, 2)),
-    ((8, 1), (1, 3), (2, 2), (5, 5), (1, 2)),
     ((4, 3), (3, 1), (1, 4), (1, 9), (2, 4)),
 ]
 _SCRIPT = """
@@ -212,9 +185,7 @@ print("survived")
 
 def test_first_turn_where_no_window_sees_a_column() -> None:
     """In a process of its own: oneDNN's bfloat16 convolution reads a null pointer there."""
-    run = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(cases=FATAL)], capture_output=True, text=True, timeout=300, check=False
-    )
+    run = python(_SCRIPT.format(cases=FATAL))
     assert run.stdout.strip() == "survived", f"ended with {run.returncode}: {run.stderr[-2000:]}"
 
 
@@ -260,14 +231,11 @@ def test_a_length_beyond_the_dtype_leaves_gradients_finite(compete: str, name: s
 # ---- sizes beyond 2^31 -----------------------------------------------------------------------------------------------
 
 
-def _far_apart(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in address space that the system commits only where it is written; skip where there is none."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+def _far_apart(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     try:
-        memory = mmap.mmap(-1, extent * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-    except (OSError, ValueError, OverflowError) as error:
-        pytest.skip(f"no address space of {extent * dtype.itemsize / 2**30:.0f} GB: {error}")
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+        return apart(tensor, strides)
+    except OSError as error:
+        pytest.skip(f"no address space for strides {strides}: {error}")
 
 
 def _same_bits(call: Call, far: Call) -> None:
@@ -275,7 +243,6 @@ def _same_bits(call: Call, far: Call) -> None:
     found, wanted = far.training(Call.by_op), call.training(Call.by_op)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
-    gc.collect()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
@@ -292,7 +259,7 @@ def test_children_whose_extent_exceeds_32_bits(routing: Op, dimension: int) -> N
         strides[k], step = step, step * shape[k]
     strides[dimension] = 2**30 + 1
     assert max((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) > 2**31
-    far = _far_apart(shape, tuple(strides), torch.bfloat16).copy_(call.given["children"])
+    far = _far_apart(call.given["children"], tuple(strides))
     _same_bits(call, replace(call, given={**call.given, "children": far}))
 
 
@@ -301,15 +268,16 @@ def test_children_whose_extent_exceeds_32_bits(routing: Op, dimension: int) -> N
 def test_state_gate_and_gradients_whose_extent_exceeds_32_bits(routing: Op) -> None:
     call = routing.call(Case("far", routing.cases[0].rule, 3, parents=4, gate="some", dtype=torch.bfloat16))
 
-    def apart(tensor: Tensor) -> Tensor:
-        return _far_apart(tuple(tensor.shape), (2**30 + 1, *tensor.stride()[1:]), tensor.dtype).copy_(tensor)
+    def far(tensor: Tensor) -> Tensor:
+        return _far_apart(tensor, (2**30 + 1, *tensor.stride()[1:]))
 
     moved = ("gate", *routing.state)
-    given = {n: apart(v) if n in moved and v is not None else v for n, v in call.given.items()}
-    _same_bits(call, replace(call, given=given, grads={n: apart(v) for n, v in call.grads.items()}))
+    given = {n: far(v) if n in moved and v is not None else v for n, v in call.given.items()}
+    _same_bits(call, replace(call, given=given, grads={n: far(v) for n, v in call.grads.items()}))
 
 
 @native_only
+@pytest.mark.slow
 def test_more_children_than_32_bits_count() -> None:
     """Stride-0 children whose virtual extent passes 2^31 numbers; 2^27 + 1 children of 16, all alike."""
     count = 2**27 + 1

@@ -7,13 +7,10 @@ gradients.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from suite import native_only
+from suite import native_only, python
 
 pytestmark = [
     pytest.mark.unpoisoned,
@@ -63,11 +60,7 @@ SHARED = (1, 100_000, 64, 1, 1, 16, 1, 1, 1)
 
 def growth(step: str, sizes: tuple[object, ...], few: tuple[object, ...], **variables: str) -> float:
     """Return by how many MB a fresh process grows in a forward and backward beyond what it keeps."""
-    script = STEP.format(step=step, sizes=sizes, few=few)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True,
-        cwd=Path(__file__).resolve().parents[1], env={**os.environ, **variables},
-    )  # fmt: skip
+    done = python("-W", "ignore", "-c", STEP.format(step=step, sizes=sizes, few=few), **variables)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 

@@ -5,6 +5,7 @@ Compilers, export, transforms and checkpoints see them through the public functi
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from registry import GAUSSIAN, ROUTINGS, VOTES, Call, Routing, votes_of
+from registry import ROUTINGS, VOTES, Call, Routing, votes_of
 from suite import cases_named, every_backend, every_routing, native_only
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +86,8 @@ def test_coefficients_are_those_of_the_last_turn(routing: Routing, case: Case) -
             for turn in range(turns - 1):
                 _, state = routing.turn(call.given, turn, state)
             shares = getattr(reference, f"{routing.stem}_coefficients")
-            wanted = shares(votes_of(call.given), *state.values(), *(call.given[name] for name in routing.coefficients))
+            given = {**call.given, **state, "votes": votes_of(call.given)}
+            wanted = shares(*(given[name] for name in inspect.signature(shares).parameters))
             assert not found.requires_grad
             torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
@@ -277,13 +279,14 @@ def test_wrong_arguments_are_named(routing: Routing, name: str) -> None:
 def test_wrong_arguments_of_a_backward_are_named(routing: Routing) -> None:
     """The state may have one turn less, nothing else may."""
     call = routing.backward_call(replace(routing.case("padded"), turns=3, start=True))
-    of_turns = "counts" if routing is GAUSSIAN else "grad"  # what tells how many turns there are
+    arguments = {one.name: str(one.type) for one in routing.backward_op._schema.arguments}
+    tells = next(name for name in (*routing.grads, *routing.saved) if arguments[name] == "Tensor")  # how many turns
     for argument in (*routing.grads, *routing.state, *routing.saved):
         right = call.given[argument]
         if right is None:
             continue
         wrongs = [right[..., :-1]]
-        if argument != of_turns:
+        if argument != tells:
             wrongs += [right[:1], torch.cat((right, right))] + ([] if argument in routing.state else [right[:-1]])
         for wrong in wrongs:
             with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):

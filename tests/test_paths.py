@@ -61,7 +61,7 @@ def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
     assert met["weights"] == {*product(both, both, lanes, ("own", "shared"))}
     assert met["rows"] == {*product(both, both, both)} and met["ranges"] == {*product(both, both)}
     wanted = {*product(both, both, lanes, ("kept", "twice"))}
-    if routing.stem == "attention":  # whose matrices may act on the parents instead; of doubles they do not
+    if routing.folds:  # matrices of doubles never act on the parents
         wanted |= {*product(both, [False], lanes, ["folded"])}
     spared = {*product(both, both, ["children"], ["twice"])} if widest < 64 else set()
     # bytes of a vector: the votes of so few children at once fit whatever the case

@@ -33,15 +33,9 @@ def test_rows_are_the_ops_that_are_registered() -> None:
 
 @every_routing
 def test_arguments_stand_in_the_order_of_the_schema(routing: Routing) -> None:
-    case = routing.case("padded")
+    call = routing.call(routing.case("padded"))
     names = [argument.name for argument in routing.op._schema.arguments]
-    call = routing.call(case)
     assert [*call.given] == names[: len(call.given)] and len(call.arguments()) == len(names)
-    backward = [argument.name for argument in routing.backward_op._schema.arguments]
-    assert [*routing.backward_call(case).given] == backward
-    assert {*routing.grads, *routing.state, *routing.saved, *routing.fixed} < set(backward)
-    assert {*routing.results, *routing.saved.values()} <= set(routing.outputs)
-    assert set(routing.state) < set(call.given)
 
 
 @every_routing

@@ -1,8 +1,8 @@
 """torch.compile in one graph with free sizes, and torch.export: every routing, and layers of many sizes.
 
 ``aot_eager`` does all that inductor does but generate code; one test goes through inductor. After a second size a graph
-must serve every further one: torch counts how many graphs it made. A row of each op and a few layers run always, the
-others are marked slow.
+must serve every further one: torch counts how many graphs it made. A row of each function and a few layers run always,
+the others are marked slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import BY_NAME, ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
+from features import BY_NAME, FUNCTIONS, ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
 from suite import every_backend
 from torch import Tensor, nn
 from torch._dynamo.utils import counters, maybe_enable_compiled_autograd
@@ -21,12 +21,12 @@ from torch.export import Dim
 import fastcaps
 from fastcaps import Window, backend
 
-ONE_OF_EACH_OP = ["attention-1", "attention-uniform", "dynamic-parents", "pool-weights", "em"]
+ONE_OF_EACH = list(FUNCTIONS.values())
 SLOW = pytest.mark.slow
 every_routing = pytest.mark.parametrize(
-    "routing", [pytest.param(row, marks=() if row.name in ONE_OF_EACH_OP else SLOW) for row in ROUTINGS], ids=str
+    "routing", [pytest.param(row, marks=() if row in ONE_OF_EACH else SLOW) for row in ROUTINGS], ids=str
 )
-one_of_each_op = pytest.mark.parametrize("routing", [BY_NAME[name] for name in ONE_OF_EACH_OP], ids=str)
+one_of_each = pytest.mark.parametrize("routing", ONE_OF_EACH, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_training_step_in_one_graph_for_any_batch(routing: Routing, window: Wind
     assert graphs() <= 2
 
 
-@one_of_each_op
+@one_of_each
 def test_inductor(routing: Routing) -> None:
     run = compiled(lambda leaves: routing.ours(leaves, coefficients=True), "inductor")
     for batch in (2, 5):
@@ -66,7 +66,7 @@ def test_inductor(routing: Routing) -> None:
         close(run(given), routing.ours(given, coefficients=True), rtol=1e-4, atol=1e-5)
 
 
-@one_of_each_op
+@one_of_each
 def test_autocast_in_one_graph(routing: Routing) -> None:
     given = routing.tensors(dtype=torch.float32)
 
@@ -156,7 +156,7 @@ def test_exported_program_holds_ops_not_formulas(routing: Routing) -> None:
 
     program = torch.export.export(Layer(), (routing.tensors(),))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    if routing.name != "attention-uniform":  # which is a matrix product
+    if routing.ops:  # else it is a matrix product
         assert any(name.startswith("fastcaps.") for name in names), names
 
 
@@ -179,10 +179,9 @@ def test_compiled_autograd_sees_an_eager_graph() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_each_window_makes_its_own_graph_and_no_more() -> None:
-    given = BY_NAME["attention-3"].tensors(WINDOWS["grid"])
-    run = compiled(lambda leaves, window: BY_NAME["attention-3"].ours(leaves, window))
-    for _ in range(2):
-        run(given, WINDOWS["grid"])
-        run(given, Window((2, 3), (2, 1), (1, 0), (1, 1)))
+def test_a_window_that_is_equal_makes_no_other_graph() -> None:
+    given = BY_NAME["attention-1"].tensors(WINDOWS["grid"])
+    run = compiled(lambda leaves, window: BY_NAME["attention-1"].ours(leaves, window))
+    for window in (WINDOWS["grid"], Window((2, 3), (2, 1), (1, 0), (1, 1))):
+        run(given, window)
     assert graphs() == 1

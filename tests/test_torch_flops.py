@@ -9,7 +9,6 @@ from suite import every_backend
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastcaps import Window, backend
-from fastcaps.functional import inverted_attention_routing
 
 
 def sizes(routing: Routing, window: Window | None) -> tuple[int, int]:
@@ -32,11 +31,10 @@ def test_forward_is_counted(name: str, window: Window | None, routing: Routing) 
     with backend(name), FlopCounterMode(display=False) as counter, torch.no_grad():
         routing.ours(routing.tensors(window, torch.float32), window)
     votes, one = sizes(routing, window)
-    sums = 2 if routing.name.startswith(("em", "heinsen")) else 1
-    wanted = routing.first * (votes + (2 * one if sums == 2 else 0))
-    wanted += (routing.turns - routing.first) * (votes + (1 + sums) * one)
+    wanted = routing.first * (votes + (2 * one if routing.moments == 2 else 0))
+    wanted += (routing.turns - routing.first) * (votes + (1 + routing.moments) * one)
     # a convolution of its own for the bias of the votes
-    more = one if routing.function is inverted_attention_routing and routing.first else 0
+    more = one if routing.library else 0
     assert counter.get_total_flops() in (wanted, wanted + more)
 
 

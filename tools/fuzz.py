@@ -251,7 +251,7 @@ def function(draw: st.DrawFn) -> tuple[Callable[..., Any], dict[str, Any]]:
             del given[name]
     if "weight" in given and draw(st.booleans()):
         given["weight"] = given["weight"][:1]
-    if row.name.startswith("attention") and sizes["pose"][0] * sizes["pose"][2] == 1:  # its own mean
+    if "norm_weight" in row.leaves and sizes["pose"][0] * sizes["pose"][2] == 1:  # its own mean
         given = {name: tensor for name, tensor in given.items() if not name.startswith("norm")} | {"normalize": False}
     return row.function, {**row.settings, **given, **({"window": window} if grid else {})}
 
