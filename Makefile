@@ -14,9 +14,6 @@ MUTATE_ARGS ?=
 WORKERS ?= auto
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 DEMO_ARGS   ?=
-# Interpreters with headers that a wheel holds fastcaps._C for, beside that of .venv.
-WHEEL_PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13; do python$$version -c 'import os, sys, sysconfig; \
-	os.path.exists(sysconfig.get_path("include") + "/Python.h") and print(sys.executable)' 2>/dev/null; done)
 
 BIN := $(VENV)/bin
 ABI  = build/abi/torch-$(TORCH)-$(notdir $(PYTHON))
@@ -93,11 +90,10 @@ docs: $(VENV)/.installed-docs ## build the documentation site in build/site, lin
 sdist: $(VENV)/.installed-wheel ## make the source distribution in dist/
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
 
-# Every one of WHEEL_PYTHONS gets its fastcaps._C; the kernels are compiled once, for all CUDA architectures.
+# The kernels are compiled for all CUDA architectures.
 wheel: sdist ## build one wheel for all Pythons in dist/: audited, under 10 MB
 	rm -rf build/wheel dist/*.whl
-	env -u TORCH_CUDA_ARCH_LIST FASTCAPS_PYTHONS="$(WHEEL_PYTHONS)" \
-		$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
+	env -u TORCH_CUDA_ARCH_LIST $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel show build/wheel/*.whl
 	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl; test -z "$$(find dist -name '*.whl' -size +10000000c)" || \
@@ -111,7 +107,7 @@ abi-check: wheel ## try the wheel under another torch (TORCH=2.10.0) and PYTHON,
 
 clean: ## remove builds and caches
 	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks fastcaps.egg-info
-	rm -rf fastcaps/lib fastcaps/_C*.so $(VENV)/.installed-*
+	rm -rf fastcaps/lib $(VENV)/.installed-*
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
@@ -133,7 +129,7 @@ $(BIN)/python: | python
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
-	$(INSTALL) torch setuptools cmake ninja pybind11
+	$(INSTALL) torch setuptools cmake ninja
 	@echo "fastcaps: compiling the kernels, where they are not yet: a few minutes on two cores, without a word"
 	$(INSTALL) --no-build-isolation --editable '.[$*,bench]'
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-demo) # dev holds both

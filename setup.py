@@ -135,19 +135,6 @@ def find_program(name: str, folder: str) -> str:
     return program
 
 
-def pythons(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Interpreters to build ``fastcaps._C`` for, by wheel tag: this one, and those that FASTCAPS_PYTHONS names."""
-    found = {f"cp{sys.version_info[0]}{sys.version_info[1]}": sys.executable}
-    for name in shlex.split(environ.get("FASTCAPS_PYTHONS", "")):
-        asked = [name, "-c", "import sys; print('cp%d%d' % sys.version_info[:2], sys.executable)"]
-        try:
-            tag, path = subprocess.check_output(asked, text=True).split(None, 1)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise SetupError(f"FASTCAPS_PYTHONS: {name!r} is no Python that runs ({error})") from None
-        found.setdefault(tag, path.strip())
-    return found
-
-
 def put_into(package: Path, install: Callable[[Path], None]) -> list[Path]:
     """Let ``install`` fill a folder beside the package's files, then rename each into its place; return the places.
 
@@ -187,8 +174,7 @@ class BuildNative(build_ext):
             shutil.rmtree(found, ignore_errors=True)
         print(f"fastcaps: torch at {torch}; {jobs} jobs; build folder {folder}", flush=True)
         configure = [cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DFASTCAPS_TORCH_DIR={torch}"]
-        configure += [f"-DFASTCAPS_PYTHONS={';'.join(pythons().values())}"]
+        configure += [f"-DFASTCAPS_TORCH_DIR={torch}"]
         self.call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         self.call([cmake, "--build", folder, "--parallel", str(jobs)])
         outputs = put_into(package, lambda staged: self.call([cmake, "--install", folder, "--prefix", str(staged)]))
@@ -217,16 +203,14 @@ class CleanBuild(build):
 
 
 class TagWheel(bdist_wheel):
-    """Name every Python that a wheel holds ``fastcaps._C`` for; nothing else in it depends on Python's version."""
+    """Let a wheel serve every Python 3: its libraries are loaded by ctypes, and know none."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        python, abi, platform = super().get_tag()
-        held = pythons() if native_build() else {}
-        return (".".join(sorted(held)), "none", platform) if len(held) > 1 else (python, abi, platform)
+        return "py3", "none", super().get_tag()[2]
 
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension("fastcaps._C", sources=[])] if native_build() else [],
+        ext_modules=[Extension("fastcaps.lib", sources=[])] if native_build() else [],
         cmdclass={"build": CleanBuild, "build_ext": BuildNative, "bdist_wheel": TagWheel},
     )

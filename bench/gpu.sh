@@ -3,7 +3,7 @@
 #
 #   bench/gpu.sh [--dry-run] [stage...]    # all stages, or some of them; or only what would run
 #
-# Wants Python with torch (CUDA) and Triton, setuptools, CMake, Ninja, pybind11, pytest-benchmark, nvcc; no network and
+# Wants Python with torch (CUDA) and Triton, setuptools, CMake, Ninja, pytest-benchmark, nvcc; no network and
 # no virtual environment. Results go to $OUT (bench/results/gpu-<date>): logs, JSON files, summary.md, to be committed.
 # A stage that fails does not stop those after it; the exit status is the number of stages that failed. The device's
 # settings (clocks, power, persistence, MIG) are left as they are.

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from bench.workload import PRECISIONS, size_of
+from fastcaps import libraries
 
 Call = Callable[[], Any]
 
@@ -138,9 +139,7 @@ def multiply_adds(threads: int) -> Call:
 
     No matrix product by a library will do for the peak: it stays a tenth below, and more where it is small.
     """
-    from fastcaps._C import multiply_adds as run  # not there in an install without native code
-
-    rounds = round(MULTIPLY_ADDS / run(1))
+    rounds, run = round(MULTIPLY_ADDS / libraries.multiply_adds(1)), libraries.multiply_adds
     pool = ThreadPoolExecutor(threads)
     return lambda: [*pool.map(run, [rounds] * threads)]
 

@@ -73,14 +73,6 @@ _HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "di
 _LAZY_MODULES = ("compat", "data", "distributed", "encapnet", "losses", "models", "nn", "training", "viz")
 
 
-def _route_shards(routing: ops.Routing, votes: Any, own: Any) -> tuple[Any, ...]:
-    """Route DTensors: the module is imported at the first one, since it takes PyTorch's own long to import."""
-    return import_module(f"{__name__}.distributed").route(routing, votes, own)
-
-
-ops.Routing.sharded = staticmethod(_route_shards)
-
-
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return import_module(f"{__name__}.{name}")
@@ -91,3 +83,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_LAZY_MODULES})
+
+
+# like all lazy modules it is imported on first use, which is the first DTensor: PyTorch's own takes long to import
+ops.Routing.sharded = staticmethod(lambda *call: __getattr__("distributed").route(*call))

@@ -7,8 +7,8 @@ This is a module of functions, not an object: ``fastcaps.backends.listing()`` re
 forces one for the whole process. Inside ``with fastcaps.backends.tf32x3()`` products on a GPU that may be rounded to
 TF32 keep about the digits of float32.
 
-A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
-attention is as a rule torch's own product, under every backend but the reference.)
+A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first iteration of
+inverted attention is as a rule torch's own product, under every backend but the reference.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in whatever thread that runs. A new thread starts without it, and so do those of ``nn.DataParallel``:
@@ -439,8 +439,8 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     TF32 keeps 11 bits of a number, float32 24. With ``torch.set_float32_matmul_precision("high")`` routings on a GPU
     round to TF32, as torch does. In the block they part each factor into two TF32 numbers and make three products of
     them: on tensor cores still, with an error near that of float32. Where TF32 is not allowed, on the CPU and in half
-    precision nothing changes. Torch makes its own products as before, so the first turn of inverted attention is then a
-    kernel too. A backward uses the block of its forward.
+    precision nothing changes. Torch makes its own products as before, so the first iteration of inverted attention is
+    then a kernel too. A backward uses the block of its forward.
 
     Parameters
     ----------

@@ -83,11 +83,6 @@ def check_table(
     check_shape(name, value, wanted, symbols)
 
 
-def check_eps(eps: Any) -> float:
-    """Return ``eps``; raise unless it is a finite number of at least 0."""
-    return check_finite("eps", eps, 0.0)
-
-
 def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     """The end of a message about a name that is none of ``names``: the nearest, if any are near.
 
@@ -102,41 +97,38 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
+def _integer(value: Any) -> Any:
+    """Return an integer (numpy's too) as an int, a compiler's as it is; None for anything else."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return ``value`` as an int; raise unless it is an integer (numpy's too) of at least ``least``."""
-    if type(value) is not int:
-        if isinstance(value, torch.SymInt):
-            return value  # type: ignore[return-value]
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
-        value = operator.index(value)
-    if value < least:
-        raise ValueError(f"{name} must be an int >= {least}, got {value}")
-    if value > _MOST_COUNT:
-        raise ValueError(f"{name} must be an int <= 2**63 - 2, got {value}")
-    return value
+    """Return ``value`` as an int; raise unless it is an integer of at least ``least``."""
+    count = _integer(value)
+    if count is None:
+        raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
+    if not isinstance(count, torch.SymInt):
+        if count < least:
+            raise ValueError(f"{name} must be an int >= {least}, got {count}")
+        if count > _MOST_COUNT:
+            raise ValueError(f"{name} must be an int <= 2**63 - 2, got {count}")
+    return count
 
 
 def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
     """Return ``value`` as (rows, columns); raise if it is not one or two integers of at least ``least``."""
     wanted = f"an int or a pair of ints from {least} to 2**31"
-    pair = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value, value)
-    numbers = []
-    for number in pair:
-        try:
-            known = isinstance(number, torch.SymInt)
-            if isinstance(number, bool):
-                raise TypeError
-            numbers.append(number if known or isinstance(number, int) else operator.index(number))
-        except TypeError:
-            numbers.clear()
-            break
-    if len(numbers) != 2:
+    pair = [_integer(each) for each in (value if isinstance(value, (tuple, list)) else (value, value))]
+    if len(pair) != 2 or any(number is None for number in pair):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
-    for number in numbers:
-        if not isinstance(number, torch.SymInt) and not least <= number <= _MOST_PAIR:
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
-    return numbers[0], numbers[1]
+    if not all(isinstance(number, torch.SymInt) or least <= number <= _MOST_PAIR for number in pair):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    return pair[0], pair[1]
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -35,16 +35,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils.checkpoint import checkpoint
 
 from fastcaps import backends, reference
-from fastcaps.checks import accumulation_dtype
+from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
-from fastcaps.ops.sharding import AXES, cuts_of
-from fastcaps.reference.gaussian import distances, log_sigmas
-from fastcaps.reference.seen import inverse_or_zero, make_votes, see
+from fastcaps.ops.sharding import AXES, cuts_of, lying
+from fastcaps.reference.gaussian import benefits, logits_of
+from fastcaps.reference.seen import agreement, in_blocks, inverse_or_zero, make_votes
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden
-
-_BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 16 MB of float32
-
+from fastcaps.votes import Votes, as_grid, hidden
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
@@ -127,20 +124,19 @@ class Layout:
         """Return how many of ``count`` children or parents each process has; raise where one has none."""
         parts = [count]
         for size in (self.mesh.size(k) for k, each in enumerate(self.axes) if each == axis):
-            parts = [min(-(-part // size), part + (-part // size) * k) for part in parts for k in range(size)]
+            parts = [_chunk(part, size, k) for part in parts for k in range(size)]
         if min(parts) < 1:
             raise ValueError(f"{axis} must leave every process one, got {count}, of which PyTorch makes {parts}")
         return parts
 
     def placements(self, name: str) -> list[Placement]:
         """How an argument has to lie."""
-        dims = (None if axis is None else self.cuts[axis].get(name) for axis in self.axes)
-        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return [lying(None if axis is None else self.cuts[axis].get(name)) for axis in self.axes]
 
     def gradients(self, name: str, rule: int) -> list[Placement]:
         """How the gradient of an argument comes out: in parts where an argument that is whole meets shards.
 
-        Where children are cut, what is used between two turns meets the joint sums, which are the same everywhere.
+        Where children are cut, what is used between two iterations meets the joint sums, which are the same everywhere.
         """
         between = name in (*self.routing.state, "norm_weight", "norm_bias") or (rule == Rule.EM and "beta" in name)
         same = (None, "children") if between else (None,)
@@ -150,7 +146,6 @@ class Layout:
     def local(self) -> list[Any]:
         """Return a process's part of a call, as plain tensors, in the dtype that autocast wants."""
         local = dict(self.given)
-        dtype = autocast_dtype(local["children"].device.type)
         constant = self.routing.constant if local.get("detach") else ()
         for name in self.routing.tensors:
             x = local[name]
@@ -163,24 +158,18 @@ class Layout:
             placements = self.placements(name)
             if list(x.placements) != placements:
                 x = x.redistribute(placements=placements)
-            x = x.to_local(grad_placements=self.gradients(name, local["rule"]))
-            if dtype is not None and x.dtype != torch.float64:
-                wide = self.routing.wide and name not in Votes._fields
-                x = x.to(accumulation_dtype(dtype) if wide else dtype)
-            local[name] = x
+            local[name] = x.to_local(grad_placements=self.gradients(name, local["rule"]))
         many, at = self.parents, self.mesh.get_coordinate() or [0] * self.mesh.ndim
         for k, axis in enumerate(self.axes):
             if axis == "parents":
-                step = -(-many // self.mesh.size(k))
-                many = min(step, many - step * at[k])
+                many = _chunk(many, self.mesh.size(k), at[k])
         local["parents"] = many
-        return list(local.values())
+        return self.routing.cast(list(local.values()))
 
     def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
         """Return a process's part of a result as a DTensor whose dimensions of parents, and of children, are told."""
-        dims = {"batch": 0, "parents": parents, "children": children}
-        cut = [None if axis is None else dims[axis] for axis in self.axes]
-        placements = [Replicate() if dim is None else Shard(dim) for dim in cut]
+        dims = {None: None, "batch": 0, "parents": parents, "children": children}
+        placements = [lying(dims[axis]) for axis in self.axes]
         stride = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
         size = torch.Size(shape)
         return DTensor.from_local(local.contiguous(), self.mesh, placements, run_check=False, shape=size, stride=stride)
@@ -223,6 +212,12 @@ class Layout:
         return own / self.entered("parents", *self.joined("parents", own))[0]
 
 
+def _chunk(count: int, size: int, k: int) -> int:
+    """Return how many of ``count`` the k-th of ``size`` processes has; below 1 if none."""
+    step = -(-count // size)
+    return min(step, count - step * k)
+
+
 def _packed(parts: Sequence[Tensor]) -> Tensor:
     """Return all tensors as one message."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat([x.reshape(-1) for x in parts])
@@ -240,26 +235,17 @@ def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None)
     No kernel returns it, so that PyTorch makes it, and makes it again on the way back.
     """
     children, weight, bias, gate, parents, _ = votes
-    rows, _, columns = votes.pose
     if gate is not None:
         children = children.masked_fill(hidden(children, gate)[..., None, None], 0.0)
-    batch, count = children.shape[:2]
-    step = max(1, _BLOCK // (max(1, batch) * parents * rows * columns))
+    on_grid = [None if x is None else as_grid(x) for x in state]
 
-    def block(some: Tensor, own: Tensor | None, table: Tensor | None, *state: Tensor | None) -> Tensor:
-        part = Votes(some, own, table, None, parents, SET_WINDOW).on_grid()
-        on_grid = [None if x is None else x[:, None, None] for x in state]
-        return logits(make_votes(see(part)), *on_grid).logsumexp(-1).flatten(1)
+    def block(*some: Tensor | None) -> Tensor:
+        own, weight, bias = widen(children.dtype, *some[:3])
+        assert own is not None
+        return logits(make_votes(own, weight, bias, parents), *some[3:]).logsumexp(-1).flatten(1)
 
-    found = []
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        own = weight
-        if weight is not None and votes.groups > 1:
-            own = weight[torch.arange(first, last, device=weight.device) % votes.groups]
-        table = bias if bias is None or bias.shape[0] == 1 else bias[first:last]
-        found.append(checkpoint(block, children[:, first:last], own, table, *state, use_reentrant=False))
-    return torch.cat(found, 1)
+    parts = (some for _, some in in_blocks(as_grid(children), weight, bias, parents))
+    return torch.cat([checkpoint(block, *some, *on_grid, use_reentrant=False) for some in parts], 1)
 
 
 def _gated(votes: Votes, share: Tensor | None) -> Votes:
@@ -277,7 +263,7 @@ def _attention(layout: Layout, votes: Votes, own: Attention) -> Sequence[Any]:
     """Route once: S is summed over the processes that share the children."""
 
     def logits(all_votes: Tensor, asked: Tensor) -> Tensor:
-        return torch.einsum("bhwmce,bhwimce->bhwim", asked.to(all_votes.dtype), all_votes) * own.scale
+        return agreement(all_votes, asked.to(all_votes.dtype), own.scale)
 
     (asked,) = layout.entered("children", own.query)
     share = layout.share(votes, logits, asked)
@@ -298,9 +284,7 @@ def _pooling(layout: Layout, votes: Votes, own: Pooling) -> Sequence[Any]:
     sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
     shares = None
     if own.coefficients:
-        on_grid, query = _on_grid(votes, asked)
-        shares = reference.pooling_coefficients(on_grid, query, own.scale, own.normalize)
-        shares = shares.reshape(votes.shares) * part.unsqueeze(-2)
+        shares = reference.pooling_coefficients(votes, asked, own.scale, own.normalize) * part.unsqueeze(-2)
     return sums if own.rule == Rule.UNIT else pooling_routing.left(own, sums, sums.dtype), shares
 
 
@@ -345,13 +329,8 @@ def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
     em, eps, state = own.rule == Rule.EM, own.eps, own[:3]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
     betas = (one, one) if em else (own.beta_use, own.beta_ignore)
-
-    def logits(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None) -> Tensor:
-        found = -distances(all_votes, mean, variance)
-        return found if weight is None else found + weight.unsqueeze(3)
-
     asked = layout.entered("children", *state)
-    share = layout.share(votes, logits, *asked)
+    share = layout.share(votes, logits_of, *asked)
     gated = _gated(votes, share)
     settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
     counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
@@ -367,13 +346,11 @@ def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
     (second,) = layout.joined("children", whole * narrow + apart * (2 * eps * means + n * apart))
     variances = second * inverse + eps
     if em:
-        numbers = mean.shape[-2] * mean.shape[-1]
         assert own.beta_use is not None and own.beta_ignore is not None
-        cost = (numbers * own.beta_use + log_sigmas(variances)) * counts
-        evidence = own.temperatures[0] * (own.beta_ignore - cost)
+        evidence = own.temperatures[0] * benefits(counts, variances, own.beta_use, own.beta_ignore)
     shares = None
     if own.coefficients:
-        shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
+        shares = reference.gaussian_coefficients(votes, *state)
         shares = shares if share is None else shares * share.detach()[..., None]
     return evidence, mean, variances, shares
 
@@ -420,13 +397,6 @@ def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> li
     with backends.under(ctx.blocks):
         found = routing.run_backward(*arguments, needs)
     return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]
-
-
-def _on_grid(votes: Votes, *state: Tensor | None) -> tuple[Any, ...]:
-    """Return a call on a set as one on a grid of one position, for the reference."""
-    if not votes.is_set:
-        return votes, *state
-    return votes.on_grid(), *(None if x is None else x[:, None, None] for x in state)
 
 
 _RUN: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _gaussian, "pooling": _pooling}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastcaps.nn import RoutingPool, RoutingPool2d
 from fastcaps.nn.layer import RoutingLayer
+from fastcaps.reference.seen import make_votes
 from fastcaps.votes import as_grid, to_op, windows
 
 
@@ -81,7 +82,7 @@ class Inside:
 
     @torch.no_grad()
     def coefficients(self) -> Tensor:
-        """The coefficients of the last turn, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""
+        """The coefficients of the last iteration, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""
         found = self.layer.forward(**{**self.given, "return_coefficients": True})[-1]
         return found if found.dim() == 5 else found[:, None, None]
 
@@ -99,12 +100,7 @@ class Inside:
         """The votes for the parents of a set, ``[B, I, M, d]``; all places of a whole grid together."""
         call = self.layer.prepare(self.given["children"], None)
         poses = to_op(call.children, call.window).flatten(1, -3)  # [B, I, C, D]
-        if call.weight is None:
-            made = poses[:, :, None].expand(-1, -1, call.parent_count, -1, -1)
-        else:
-            groups = poses.unflatten(1, (-1, len(call.weight)))
-            made = (groups[:, :, :, None] @ call.weight).flatten(1, 2)
-        return (made if call.bias is None else made + call.bias).flatten(-2)
+        return make_votes(as_grid(poses), call.weight, call.bias, call.parent_count)[:, 0, 0].flatten(-2)
 
 
 @contextmanager

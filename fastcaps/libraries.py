@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -76,6 +77,12 @@ class Library:
         answer = called(*(_to_c(argument) for argument in arguments))
         return None if answer is None else answer.decode()
 
+    def measure(self, function: str, count: int) -> float:
+        """Call a C function of a count that returns a number."""
+        called = getattr(self._handle, function)
+        called.restype = ctypes.c_double
+        return float(called(ctypes.c_int64(count)))
+
     def raise_signal(self) -> None:
         """Raise what the handler of a signal raised during a call, KeyboardInterrupt for one, if that stopped it."""
         if self._raise is not None:
@@ -88,13 +95,31 @@ def library(name: str) -> Library:
     return Library(library_path(name))
 
 
-def native_build_info() -> dict[str, object]:
-    """Return what ``fastcaps._C`` says of the build; empty where the package holds no native part."""
-    try:
-        from fastcaps import _C
-    except ImportError:
-        return {}
-    return dict(_C.build_info())
+def native_build_info() -> dict[str, Any]:
+    """Return what the native libraries were built with; empty where the package holds none.
+
+    ``version``, ``compiler``, ``torch_version`` (whose headers were used), ``stable_abi_target`` (the oldest torch that
+    the libraries serve), ``flags`` of all native code, ``level_flags`` added for each instruction set; and of the CUDA
+    kernels ``cuda`` (toolkit, architectures, flags), or None and ``cuda_why_not``.
+    """
+    found: dict[str, Any] = json.loads(library("cpu").ask("fastcaps_build_info") or "{}")
+    return found
+
+
+def multiply_adds(rounds: int) -> float:
+    """Run so many rounds of float32 multiply-adds and nothing else, on this thread and without the GIL.
+
+    Returns the operations, two for each: the time that they take is the processor's peak.
+
+    Raises
+    ------
+    RuntimeError
+        Where the package holds no library for the CPU.
+    """
+    loaded = library("cpu")
+    if loaded.problem:
+        raise RuntimeError(f"the CPU library is not loaded: {loaded.problem}")
+    return loaded.measure("fastcaps_multiply_adds", rounds)
 
 
 def _parse(architectures: str) -> list[tuple[tuple[int, int], str, str]]:

@@ -11,7 +11,7 @@ __all__ = ["Capsules", "Gaussians", "Routed", "RoutedCapsules", "RoutedGaussians
 
 
 class Routed(NamedTuple):
-    """Parents' poses, and the coefficients r ``[B, I, M]`` or ``[B, Ho, Wo, I, M]`` of the last turn, without
+    """Parents' poses, and the coefficients r ``[B, I, M]`` or ``[B, Ho, Wo, I, M]`` of the last iteration, without
     gradient."""
 
     poses: Tensor

@@ -1,4 +1,4 @@
-"""What lies between two turns, by number: the native libraries know the same."""
+"""What lies between two iterations, by number: the native libraries know the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Rule(IntEnum):
-    """What lies between one turn of a routing and the next."""
+    """What lies between one iteration of a routing and the next."""
 
     LAYER_NORM = 0  # parents are LayerNorm(S), and the next query
     PLAIN = 1  # parents are S, and the next query

@@ -361,10 +361,13 @@ def _check(
     if parents_at is not None and isinstance(first, Tensor) and not first.is_nested and first.dim() > parents_at:
         # a weight for one parent does not decide: beside other parents it is a mistake, which _check_weight names
         decides = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
-        parents = None if decides else first.shape[parents_at]
+        parents = None if decides else check_count("parents", first.shape[parents_at])
     _check_children(children, window)
     cast = autocast_dtype(children.device.type) is not None
-    many = _parents(parents, weight, bias)
+    table = weight if weight is not None else bias
+    many = table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
+    if weight is None and parents is not None:
+        many = parents
     if weight is not None:
         check_tensor("weight", weight, children, cast)
         _check_weight(weight, children, parents)
@@ -381,14 +384,6 @@ def _check(
     if check is not None:
         check(votes, *others)
     return many
-
-
-def _parents(parents: Any, weight: Any, bias: Any) -> int:
-    """Return M."""
-    table = weight if weight is not None else bias
-    if parents is not None and weight is None:
-        return check_count("parents", parents)
-    return table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
 
 
 def _check_children(children: Any, window: Any) -> None:
@@ -425,7 +420,7 @@ def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
             f"weight [G, M, D, E] must have D = {children.shape[-1]}, the columns of a child's pose; "
             f"got {shape_text(weight)}"
         )
-    if parents is not None and weight.shape[1] == 1 and check_count("parents", parents) != 1:
+    if parents is not None and weight.shape[1] == 1 != parents:
         raise ValueError(
             f"weight [G, M, D, E] must have M = {parents}, as there are parents (weight.expand(-1, {parents}, -1, -1) "
             f"shares one matrix), got {shape_text(weight)}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fastcaps
-from fastcaps import _C, encapnet, ops
+from fastcaps import encapnet, libraries, ops
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path += [str(CHECKOUT), str(CHECKOUT / "tests")]  # for the cases; the package, another's, was imported before
@@ -66,12 +66,13 @@ def unchecked() -> set[str]:
 
 
 def main() -> int:
-    info = _C.build_info()
+    info = libraries.native_build_info()
     print(f"fastcaps {info['version']} from {fastcaps.__file__}")
     print(
         f"built against torch {info['torch_version']} by {info['compiler']} for stable ABI {info['stable_abi_target']}"
     )
-    print(f"running under torch {torch.__version__}, Python {platform.python_version()}, level {_C.capability()}")
+    level = fastcaps.backends.native_capability()
+    print(f"running under torch {torch.__version__}, Python {platform.python_version()}, level {level}")
     fastcaps.backends.show()
     wrong = [f"{name} has no call here" for name in unchecked()]
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

@@ -4,9 +4,9 @@
 
 The hub loads a package under a name of its own, from a folder that is not on Python's path. So imports of the
 package become relative, and what needs other packages than torch (training, data, pictures, the command line) stays
-behind, as does ``fastcaps._C``, which is made for one Python each and only tells what was built. Two of the hub's
-rules are not kept: the ops are ``torch.ops.fastcaps``, whatever the version, so that a process can hold one
-version; and a wheel that was not built on an old system asks for a newer one than the hub wants (docs/building.md).
+behind. Two of the hub's rules are not kept: the ops are ``torch.ops.fastcaps``, whatever the version, so that a process
+can hold one version; and a wheel that was not built on an old system asks for a newer one than the hub wants
+(docs/building.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 
-LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$|_C\.")
+LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$")
 NAMED = re.compile(r'^    "(training|data)",\n', re.MULTILINE)  # in the list of public names
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)

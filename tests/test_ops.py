@@ -100,7 +100,7 @@ def test_the_entrance_is_the_op(routing: Routing) -> None:
 
     def entered(one: Call) -> dict[str, Tensor]:
         given = one.arguments()
-        return dict(zip(routing.outputs, entrance(votes_of(one.given), entrance.Own(*given[6:])), strict=False))
+        return dict(zip(routing.outputs, entrance.route(votes_of(one.given), entrance.Own(*given[6:])), strict=False))
 
     wanted = call.training(Call.by_op)
     for name, value in call.training(entered).items():

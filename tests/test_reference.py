@@ -58,7 +58,7 @@ def test_half_precision_rounds_once(routing: Routing, dtype: torch.dtype) -> Non
 def test_coefficients_are_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ATTENTION.call(replace(ATTENTION.case("conv"), dtype=torch.float64)).given
     whole = reference.attention_coefficients(votes_of(given), given["query"], 0.5)
-    monkeypatch.setattr(reference.attention, "_SLICE", 1)  # one child at a time
+    monkeypatch.setattr(reference.seen, "_BLOCK", 1)  # one child at a time
     sliced = reference.attention_coefficients(votes_of(given), given["query"], 0.5)
     torch.testing.assert_close(sliced, whole, rtol=1e-13, atol=1e-14)
 

@@ -162,37 +162,6 @@ def hold_compiled(found: Sequence[call.Launch], target: str, spills: int, wanted
         assert made.n_spills <= spills, made
 
 
-class _NoDevice:
-    """What Triton asks a driver for before it launches; the device has no memory and no name that a real one has."""
-
-    def get_current_device(self) -> str:
-        return "none"
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return static.target_of("sm_90")
-
-
-def hold_bound(found: Sequence[call.Launch]) -> None:
-    """Assert that Triton's own launcher takes the arguments of launches, up to where it needs a device.
-
-    It must find the types and constants that :mod:`fastcaps.triton_kernels.static` tells the compiler.
-    """
-    driver = triton.runtime.driver
-    before, driver._active = driver._active, _NoDevice()  # reset_active() would look for a device
-    try:
-        for launch in once_each(found):
-            made = launch.kernel.warmup(grid=(launch.programs,), **launch.arguments)
-            told = static.source_of(launch)
-            assert made.src.signature == told.signature, launch.name
-            assert made.src.constants == told.constants, launch.name
-            assert {k: hint for k, hint in made.src.attrs.items() if hint} == told.attrs, launch.name
-    finally:
-        driver._active = before
-
-
 def sizes_allocated(run: Callable[[], Any]) -> list[int]:
     """Return how many numbers every tensor has that a function makes, on the meta device."""
 

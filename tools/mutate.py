@@ -45,7 +45,7 @@ SOURCES = {
     "cuda": ("csrc/cuda/*.h", "csrc/cuda/*.cu"),
     "triton": ("triton_kernels/*.py",),
 }
-LEFT = {"introspection.cpp", "introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"}
+LEFT = {"introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"}
 """What no kernel is made from: what a library says of itself, which instruction set it is, what compiles for a GPU."""
 TESTS = {
     "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",

@@ -97,7 +97,7 @@ def _slope(
 
 
 def attention_routing_backward(
-    heads: Sequence[Tensor], votes: Votes, rest: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery, dnorm_weight, dnorm_bias of T iterations, summed over them.
 
@@ -105,7 +105,7 @@ def attention_routing_backward(
     up in one order: dP, dgate and dQ by a launch for each place in the window, which no two windows share, dW and dbias
     by programs that own them. Otherwise atomic additions do it.
     """
-    (grad,), (query, norm_weight, sums, scale, eps) = heads, rest
+    (grad,), (query, norm_weight, sums, scale, eps) = heads, own
     detach, iterations = bool(needs & DETACH), len(grad)
     call = Call(ROUTING, votes, options, limits)
     affine_shape = None if sums is None else (call.pose[0] * call.pose[2],)

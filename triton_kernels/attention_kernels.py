@@ -19,14 +19,14 @@ from fastcaps.rules import Rule
 from .forward import Algebra
 from .tiles import (
     STORE,
-    equal_shares,
+    coefficients_of,
+    equal_coefficients,
     inner_product,
     kernel,
     load_pose,
     place,
     pose_offsets,
     put_pose,
-    shares_of,
     spread,
     squash,
     unbroken,
@@ -77,12 +77,12 @@ def start(iteration, tile):
 def add(iteration, parents, state, vote, child, normalizer, at, tile):
     """Add ``g_i r_im V_im`` to S; without a query ``g_i V_im / M``."""
     if iteration.query is not None:
-        shares = shares_of(score(iteration, parents, vote, tile), normalizer, at, tile)
+        coefficients = coefficients_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
-        shares = equal_shares(at, tile)
+        coefficients = equal_coefficients(at, tile)
     if child.gate is not None:
-        shares = tl.where(child.opened[:, None], shares * child.gate[:, None], 0.0)
-    return (state[0] + spread(shares) * vote,)
+        coefficients = tl.where(child.opened[:, None], coefficients * child.gate[:, None], 0.0)
+    return (state[0] + spread(coefficients) * vote,)
 
 
 @triton.jit
@@ -133,29 +133,29 @@ def load_grads(grads, at):
 
 
 @triton.jit
-def dshare(iteration, grads, given, vote, i, at, tile):
+def gain(iteration, grads, given, vote, i, at, tile):
     """Return ``h_im = <dS_m, V_im>``."""
     return inner_product(given[0], vote)
 
 
 @triton.jit
-def dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
     """Return g_i r_im, da_im, dg_i, and nothing for betas."""
-    dshares = dshare(iteration, grads, given, vote, child.i, at, tile)
+    gains = gain(iteration, grads, given, vote, child.i, at, tile)
     if iteration.query is not None:
-        shares = shares_of(score(iteration, parents, vote, tile), normalizer, at, tile)
+        coefficients = coefficients_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
-        shares = equal_shares(at, tile)
-    dgate = mean_dshare
-    if mean_dshare is None:
-        dgate = tl.sum(shares * dshares, axis=1)
+        coefficients = equal_coefficients(at, tile)
+    dgate = average
+    if average is None:
+        dgate = tl.sum(coefficients * gains, axis=1)
     if child.gate is None:
-        return shares, shares * (dshares - dgate[:, None]), dgate, None, None
+        return coefficients, coefficients * (gains - dgate[:, None]), dgate, None, None
     else:
         opened = child.opened[:, None]
-        shares = tl.where(opened, shares * child.gate[:, None], 0.0)
-        dscores = tl.where(opened, shares * (dshares - dgate[:, None]), 0.0)
-        return shares, dscores, unbroken(dgate, dgate, child.opened), None, None
+        coefficients = tl.where(opened, coefficients * child.gate[:, None], 0.0)
+        dscores = tl.where(opened, coefficients * (gains - dgate[:, None]), 0.0)
+        return coefficients, dscores, unbroken(dgate, dgate, child.opened), None, None
 
 
 @triton.jit
@@ -193,9 +193,7 @@ def dfinish(iteration, state, results, part, at, poses, tile, HOW: tl.constexpr)
         put_pose(results[0] + begin, state[0], at, HOW)
 
 
-ATTENTION = Algebra(
-    load, score, start, add, join, finish, None, load_grads, dshare, dscore, dvote, dstart, dadd, dfinish
-)
+ATTENTION = Algebra(load, score, start, add, join, finish, None, load_grads, gain, dscore, dvote, dstart, dadd, dfinish)
 
 
 @kernel

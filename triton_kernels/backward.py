@@ -4,11 +4,11 @@ Votes are made again, and with them everything else. To the functions of :mod:`.
 
 ``load_grads(grads, at)``
     ``given``: the tiles of the given gradients ``grads``, and of what else only backward wants.
-``dshare(iteration, grads, given, vote, i, at, tile)``
+``gain(iteration, grads, given, vote, i, at, tile)``
     t_im, the gradient of a child's weight: of the share that a parent has of it, gate and all.
-``dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile)``
+``dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile)``
     The weights w_im, da_im (the scores' gradient), a gate's gradient, and those of a child's two betas for each parent.
-    ``mean_dshare``: ``sum_m r_im t_im``, None where the tile has all parents.
+    ``average``: ``sum_m r_im t_im``, None where the tile has all parents.
 ``dvote(iteration, parents, given, vote, weights, dscores)``
     dV_im as a tile.
 ``dstart``, ``dadd``, ``dfinish``
@@ -46,7 +46,7 @@ from .tiles import (
 
 @triton.jit
 def differentiate(
-    votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
+    votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers, averages,
     CLOSED: tl.constexpr,
 ):  # fmt: skip
     """Return the votes of one child, dV_im, da_im, dg_i and the betas' gradients.
@@ -58,9 +58,9 @@ def differentiate(
         seen = child.seen
     vote = make_vote(votes, sizes, tile, block, child, at, seen)
     normalizer = load_of_child(normalizers, block, child.i, sizes.I)
-    mean_dshare = load_of_child(mean_dshares, block, child.i, sizes.I)
+    average = load_of_child(averages, block, child.i, sizes.I)
     weights, dscores, dgate, duse, dignore = algebra.dscore(
-        iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile
+        iteration, parents, grads, given, vote, child, normalizer, average, at, tile
     )
     opened = child.opened[None, None, :, None]
     if votes.gate is not None and CLOSED:
@@ -151,7 +151,7 @@ def put_betas(dbetas, duse, dignore, i, tile, first, I, M, HOW: tl.constexpr):
 
 @kernel
 def _backward_kernel(
-    votes, iteration, grads, normalizers, mean_dshares, dchildren, dweight, dbias, dgate, dbetas, results,
+    votes, iteration, grads, normalizers, averages, dchildren, dweight, dbias, dgate, dbetas, results,
     positions, H, W, N, Ho, Wo, I, M, G,
     blocks, tiles, first_tile, first_child, last_child, per_split, ds_i, tile, algebra,
     CHILDREN: tl.constexpr, PARENTS: tl.constexpr, EACH_TILE: tl.constexpr, ROUTING: tl.constexpr,
@@ -176,7 +176,7 @@ def _backward_kernel(
     for i in range(begin, end):
         child = child_of(votes, sizes, block.windows, i)
         vote, dvote, dscores, dgates, duse, dignore = differentiate(
-            votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
+            votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers, averages,
             dgate is not None,
         )  # fmt: skip
         state = algebra.dadd(iteration, parents, state, results, vote, dscores)
@@ -198,7 +198,7 @@ def _backward_kernel(
 
 @kernel
 def _matrix_backward_kernel(
-    votes, iteration, grads, normalizers, mean_dshares, dweight, dbias, dbetas, positions, H, W, N, Ho, Wo, I, M, G,
+    votes, iteration, grads, normalizers, averages, dweight, dbias, dbetas, positions, H, W, N, Ho, Wo, I, M, G,
     blocks, tiles, splits, per_split, group_children, tile, algebra,
     OWN_BIAS: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +236,7 @@ def _matrix_backward_kernel(
             given = algebra.load_grads(grads, at)
             _, dvote, _, _, duse, dignore = differentiate(
                 votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers,
-                mean_dshares, False,
+                averages, False,
             )  # fmt: skip
             if dweight is not None:
                 opened = child_of(votes, sizes, block.rows, i).opened

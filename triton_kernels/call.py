@@ -15,7 +15,7 @@ from torch import Tensor
 from fastcaps.backends import ALLOW_TF32, DETERMINISTIC, TF32X3
 
 from .forward import Algebra
-from .schedule import CROWD, LIMITS, Crowd, Facts, Limits, Schedule, largest_pose, power_of_two, schedule
+from .schedule import ATTENTION, LIMITS, Facts, Limits, Schedule, Traits, largest_pose, power_of_two, schedule
 from .tiles import INTERPRETED, Tile, Votes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,21 +36,15 @@ class Routing:
         What its sums over a range of children are: "pose" for a parents tensor, "each" for a number a parent.
     gradients
         The same of the gradients of its parents.
-    competing
-        Whether parents compete for a child, so that those of one tile must know of all others.
-    crowd
-        How much its programs keep on chip.
-    same_votes
-        Whether votes must have the same bits in all kernels.
+    traits
+        What a schedule must know of it.
     """
 
     name: str
     algebra: Algebra
     sums: tuple[str, ...]
     gradients: tuple[str, ...] = ()
-    competing: bool = True
-    crowd: Crowd = CROWD
-    same_votes: bool = False
+    traits: Traits = ATTENTION
 
     def refusal(
         self,
@@ -61,11 +55,9 @@ class Routing:
         has_weight: bool = True,
     ) -> str | None:
         """Return why the kernels cannot take a call with poses (C, D, E) and M parents, or None if they can."""
-        if device.type not in served_devices():
-            return f"it runs on GPUs only (or with TRITON_INTERPRET=1), the tensors are on {device}"
-        if dtype not in DTYPES:
-            return f"it takes float32, bfloat16 and float16, got {dtype}"
-        padded, largest = power_of_two(pose[0]) * power_of_two(pose[2]), largest_pose(crowd=self.crowd)
+        if refused := tensor_refusal(device, dtype):
+            return refused
+        padded, largest = power_of_two(pose[0]) * power_of_two(pose[2]), largest_pose(self.traits)
         if padded > largest:
             return (
                 f"a program holds poses of up to {largest} numbers, got C x E = {pose[0]} x {pose[2]}, "
@@ -86,6 +78,15 @@ class Routing:
 def served_devices() -> tuple[str, ...]:
     """Return the types of devices that the kernels serve."""
     return ("cpu", "cuda") if INTERPRETED.value else ("cuda", "xpu")
+
+
+def tensor_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot take a call's tensors, or None if they can."""
+    if device.type not in served_devices():
+        return f"it runs on GPUs only (or with TRITON_INTERPRET=1), the tensors are on {device}"
+    if dtype not in DTYPES:
+        return f"it takes float32, bfloat16 and float16, got {dtype}"
+    return None
 
 
 @cache
@@ -146,11 +147,10 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tensor.stride()
 
 
-def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of children and of parents in a bias; 0 where all share one."""
-    if bias is None:
-        return 0, 0
-    return tuple(0 if bias.shape[k] == 1 else bias.stride(k) for k in (0, 1))
+def table_strides(table: Tensor | None) -> tuple[int, int]:
+    """Return the strides of children and of parents in a table of both; 0 where all share an entry."""
+    i, m = (0 if table is None or table.shape[k] == 1 else table.stride(k) for k in (0, 1))
+    return i, m
 
 
 class Call:
@@ -173,7 +173,7 @@ class Call:
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *table_strides(bias)),
             *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw)),
         )
@@ -187,8 +187,7 @@ class Call:
         self.precision = rounded if tensor_cores and torch.version.hip is None else "ieee"
         self.facts = Facts(
             *(self.positions, self.children, parents, self.pose, self.groups, None if weight is not None else False),
-            *(tensor_cores, processors(self.device), limits, routing.crowd, routing.competing),
-            same_votes=routing.same_votes,
+            *(tensor_cores, processors(self.device), limits, routing.traits),
         )
 
     def schedule(self, backward: bool, children: int | None = None) -> Schedule:
@@ -225,3 +224,7 @@ class Call:
     def launch(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Start a kernel of this call."""
         launch(kernel, programs, **arguments, ROUTING=self.routing.name)
+
+    def walk(self, kernel: Any, programs: int, **arguments: Any) -> None:
+        """Start a kernel of this call that walks over its children."""
+        self.launch(kernel, programs, votes=self.votes, algebra=self.routing.algebra, **self.sizes, **arguments)

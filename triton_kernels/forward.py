@@ -52,7 +52,7 @@ class Algebra(NamedTuple):
     finish: Any
     idle: Any = None
     load_grads: Any = None
-    dshare: Any = None
+    gain: Any = None
     dscore: Any = None
     dvote: Any = None
     dstart: Any = None
@@ -134,43 +134,48 @@ def _forward_kernel(
 
 @kernel
 def _normalizer_kernel(
-    votes, iteration, grads, normalizers, mean_dshares, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
-    tile, algebra, ROUTING: tl.constexpr,
+    votes, iteration, grads, normalizers, totals, averages, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles,
+    per_split, tile, algebra, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """normalizers_i = log sum_m exp(a_im) of the logits a; mean_dshares_i = sum_m r_im t_im with gradients ``grads``.
 
-    The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, with
-    the running maximum of FlashAttention.
+    The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, each
+    with all children of the program's range, so that parents, and matrices that children share, are read once a tile.
+    From tile to tile a child's running maximum (as FlashAttention's) and its sums about that lie in ``normalizers``,
+    ``totals`` and ``averages``.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
     block = block_of(votes, sizes, tile, program % blocks)
     begin, end = range_of(0, I, program // blocks, per_split)
-    for i in range(begin, end):
-        child = child_of(votes, sizes, block.windows, i)
-        top = tl.full([tile.BL], float("-inf"), tl.float32)
-        total = tl.zeros([tile.BL], tl.float32)
-        dshares = tl.zeros([tile.BL], tl.float32)
-        for k in range(tiles):
-            first = tl.cast(k, tl.int32) * tile.BM
-            at = place(tile, block.positions, block.windows.exists, first, M)
+    exists = block.windows.exists
+    for k in range(tiles):
+        at = place(tile, block.positions, exists, tl.cast(k, tl.int32) * tile.BM, M)
+        parents = algebra.load(iteration, at, tile)
+        given = None
+        if averages is not None:
+            given = algebra.load_grads(grads, at)
+        known = exists & (k > 0)
+        last = k == tiles - 1
+        tl.debug_barrier()  # the last tile's numbers were stored by other threads, maybe
+        for i in range(begin, end):
+            child = child_of(votes, sizes, block.windows, i)
             vote = make_vote(votes, sizes, tile, block, child, at, child.seen)
-            logits = algebra.score(iteration, algebra.load(iteration, at, tile), vote, tile)
+            logits = algebra.score(iteration, parents, vote, tile)
             logits = tl.where(real_parents(at, tile), logits, float("-inf"))
+            offsets = block.positions * I + i
+            top = tl.load(normalizers + offsets, mask=known, other=float("-inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of -inf alone must not make NaN
             fade = tl.exp(top - shift)
-            shares = tl.exp(logits - shift[:, None])
-            total = total * fade + tl.sum(shares, axis=1)
-            if mean_dshares is not None:
-                given = algebra.load_grads(grads, at)
-                dshare = algebra.dshare(iteration, grads, given, vote, i, at, tile)
-                dshares = dshares * fade + tl.sum(shares * dshare, axis=1)
-            top = higher
-        offsets = block.positions * I + i
-        tl.store(normalizers + offsets, top + tl.log(total), mask=block.windows.exists)
-        if mean_dshares is not None:
-            tl.store(mean_dshares + offsets, dshares / total, mask=block.windows.exists)
+            exponentials = tl.exp(logits - shift[:, None])
+            total = tl.load(totals + offsets, mask=known, other=0.0) * fade + tl.sum(exponentials, axis=1)
+            if averages is not None:
+                gains = algebra.gain(iteration, grads, given, vote, i, at, tile)
+                sums = tl.load(averages + offsets, mask=known, other=0.0) * fade + tl.sum(exponentials * gains, axis=1)
+                tl.store(averages + offsets, tl.where(last, sums / total, sums), mask=exists)
+            tl.store(normalizers + offsets, tl.where(last, higher + tl.log(total), higher), mask=exists)
+            tl.store(totals + offsets, total, mask=exists)
 
 
 @kernel

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 from torch import Tensor
 
 from fastcaps.reference.gaussian import log_sigmas
@@ -20,18 +19,18 @@ from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
 from .attention import one_iteration, start_of
-from .call import Call, Routing, current
+from .call import Call, Routing, current, table_strides
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Answer, Gradients, forward, shapes_of
-from .schedule import LIMITS, Crowd, Limits
+from .schedule import LIMITS, Limits, Traits
 
 ROUTING = Routing(
     "gaussian",
     GAUSSIAN,
     sums=("pose", "pose", "each", "each"),
     gradients=("pose", "pose", "each"),
-    crowd=Crowd(forward=2, products=4, backward=2, pose=8),
-    same_votes=True,  # differences from means and between votes may be all that is left
+    # differences from means and between votes may be all that is left
+    traits=Traits(forward=2, products=4, backward=2, pose=8, same_votes=True),
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """An iteration without means, which leaves their base besides."""
@@ -50,12 +49,10 @@ def iteration_of(
     mean, variance, log_weight = state
     if variance is not None and eps == 0.0:  # a variance of 0 says nothing: the kernels' 1 / (2 variance) is then 0
         variance = variance.masked_fill(variance == 0.0, torch.inf)
-    tensors = (mean, None if mean is None else variance, log_weight, *betas, *results)
-    forms = [size > 1 for beta in betas for size in ((1, 1) if beta is None else beta.shape)]
-    return Gaussian(
-        *(None if tensor is None else tensor.contiguous() for tensor in tensors),  # type: ignore[arg-type]
-        *(eps, *(tl.constexpr(large) for large in forms)),
-    )
+    given = (mean, None if mean is None else variance, log_weight, *betas, *results)
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in given]
+    strides = (*table_strides(tensors[3]), *table_strides(tensors[4]))
+    return Gaussian(*tensors, eps, *strides)  # type: ignore[arg-type, call-arg]
 
 
 def gaussian_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, ...]:
@@ -115,7 +112,7 @@ def _beta_gradients(
 
 
 def gaussian_routing_backward(
-    heads: Sequence[Tensor | None], votes: Votes, rest: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor | None], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T iterations.
 
@@ -123,7 +120,7 @@ def gaussian_routing_backward(
     measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`).
     Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
-    mean, variance, log_weight, beta_use, beta_ignore, counts, means, variances, eps = rest
+    mean, variance, log_weight, beta_use, beta_ignore, counts, means, variances, eps = own
     iterations = len(counts)
     call = Call(ROUTING, votes, options, limits)
     state = (mean, None if mean is None else variance, log_weight)

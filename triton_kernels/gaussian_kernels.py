@@ -29,7 +29,8 @@ import triton.language as tl
 from .forward import Algebra
 from .tiles import (
     STORE,
-    equal_shares,
+    coefficients_of,
+    equal_coefficients,
     inner_product,
     kernel,
     load_each,
@@ -37,7 +38,6 @@ from .tiles import (
     place,
     put_each,
     put_pose,
-    shares_of,
     spread,
     unbroken,
 )
@@ -47,7 +47,11 @@ TIGHT = tl.constexpr(2.0**-6)
 
 
 class Gaussian(NamedTuple):
-    """The tensors and numbers of a Gaussian routing; ``counts`` to ``variances`` are its results, for the rest."""
+    """The tensors and numbers of a Gaussian routing.
+
+    ``counts`` to ``variances`` are its results, for the rest; ``use_i`` to ``ignore_m`` the betas' strides, 0 where all
+    children, or all parents, have the same.
+    """
 
     mean: Any
     variance: Any
@@ -58,10 +62,10 @@ class Gaussian(NamedTuple):
     means: Any
     variances: Any
     eps: float
-    USE_OWN: tl.constexpr  # whether every child, and every parent, has a beta_use of its own
-    USE_EACH: tl.constexpr
-    IGNORE_OWN: tl.constexpr
-    IGNORE_EACH: tl.constexpr
+    use_i: int
+    use_m: int
+    ignore_i: int
+    ignore_m: int
 
 
 @triton.jit
@@ -80,29 +84,22 @@ def load(iteration, at, tile):
 
 
 @triton.jit
-def beta(pointer, i, at, OWN: tl.constexpr, EACH: tl.constexpr, tile):
+def beta(pointer, stride_i, stride_m, i, at, tile):
     """Return the betas of child i, ``[1, BM]``."""
     m = at.first + tl.arange(0, tile.BM)
-    offsets = m * 0
-    if EACH:
-        offsets = m
-    if OWN and EACH:
-        offsets = tl.cast(i, tl.int64) * at.M + m
-    elif OWN:
-        offsets = m * 0 + i
-    return tl.load(pointer + offsets, mask=m < at.M, other=0.0)[None, :]
+    return tl.load(pointer + tl.cast(i, tl.int64) * stride_i + m * stride_m, mask=m < at.M, other=0.0)[None, :]
 
 
 @triton.jit
 def beta_use(iteration, i, at, tile):
     """Return beta_use of child i."""
-    return beta(iteration.beta_use, i, at, iteration.USE_OWN, iteration.USE_EACH, tile)
+    return beta(iteration.beta_use, iteration.use_i, iteration.use_m, i, at, tile)
 
 
 @triton.jit
 def beta_ignore(iteration, i, at, tile):
     """Return beta_ignore of child i."""
-    return beta(iteration.beta_ignore, i, at, iteration.IGNORE_OWN, iteration.IGNORE_EACH, tile)
+    return beta(iteration.beta_ignore, iteration.ignore_i, iteration.ignore_m, i, at, tile)
 
 
 @triton.jit
@@ -119,11 +116,11 @@ def score(iteration, parents, vote, tile):
 
 @triton.jit
 def responsibilities(iteration, parents, vote, normalizer, at, tile):
-    """Return ``r_im = softmax_m a_im``, 1 / M in the first iteration; ``normalizer``: see :func:`shares_of`."""
+    """Return ``r_im = softmax_m a_im``, 1 / M in the first iteration; ``normalizer``: see :func:`coefficients_of`."""
     if iteration.mean is not None or iteration.log_weight is not None:
-        return shares_of(score(iteration, parents, vote, tile), normalizer, at, tile)
+        return coefficients_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
-        return equal_shares(at, tile)
+        return equal_coefficients(at, tile)
 
 
 @triton.jit
@@ -222,7 +219,7 @@ def load_grads(grads, at):
 
 
 @triton.jit
-def dshare(iteration, grads, given, vote, i, at, tile):
+def gain(iteration, grads, given, vote, i, at, tile):
     """Return t_im."""
     apart = vote - given[3]
     result = given[2] + inner_product(given[0] + given[1] * apart, apart)
@@ -232,20 +229,20 @@ def dshare(iteration, grads, given, vote, i, at, tile):
 
 
 @triton.jit
-def dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
     """Return w_im, da_im, dg_i, and the gradients of the betas.
 
     With betas dg_i is this tile's part alone; the first tile's has what the softmax over all parents gives.
     """
-    dshares = dshare(iteration, grads, given, vote, child.i, at, tile)
-    shares = responsibilities(iteration, parents, vote, normalizer, at, tile)
-    mean = mean_dshare
-    if mean_dshare is None:
-        mean = tl.sum(shares * dshares, axis=1)
+    gains = gain(iteration, grads, given, vote, child.i, at, tile)
+    coefficients = responsibilities(iteration, parents, vote, normalizer, at, tile)
+    mean = average
+    if average is None:
+        mean = tl.sum(coefficients * gains, axis=1)
     opened = child.opened[:, None]
     gate = gate_of(child)
-    weights = tl.where(opened, shares * gate, 0.0)
-    dscores = tl.where(opened, weights * (dshares - mean[:, None]), 0.0)
+    weights = tl.where(opened, coefficients * gate, 0.0)
+    dscores = tl.where(opened, weights * (gains - mean[:, None]), 0.0)
     dgate = mean
     duse = dscores  # of a form that Triton can return; nobody asks without betas
     dignore = dscores
@@ -311,9 +308,7 @@ def dfinish(iteration, state, results, part, at, poses, tile, HOW: tl.constexpr)
         put_each(results[2] + begin, state[2], at, HOW)
 
 
-GAUSSIAN = Algebra(
-    load, score, start, add, join, finish, None, load_grads, dshare, dscore, dvote, dstart, dadd, dfinish
-)
+GAUSSIAN = Algebra(load, score, start, add, join, finish, None, load_grads, gain, dscore, dvote, dstart, dadd, dfinish)
 
 
 @triton.jit
@@ -348,8 +343,8 @@ def start_rest(iteration, tile):
 @triton.jit
 def add_rest(iteration, parents, state, vote, child, normalizer, at, tile):
     """Add ``w_im d_im`` and ``w_im``."""
-    shares = responsibilities(iteration, parents, vote, normalizer, at, tile) * gate_of(child)
-    weight = tl.where(child.opened[:, None], shares, 0.0)
+    coefficients = responsibilities(iteration, parents, vote, normalizer, at, tile) * gate_of(child)
+    weight = tl.where(child.opened[:, None], coefficients, 0.0)
     apart = tl.where(child.opened[None, None, :, None], vote - parents[3], 0.0)
     return state[0] + spread(weight) * apart, state[1] + weight
 

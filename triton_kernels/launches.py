@@ -3,10 +3,10 @@
 Workspace, beside the outputs, with "parents" short for the B * L * M * C * E numbers of one parents tensor in float32:
 forward, what a routing sums up (attention one parents, pooling as much and two numbers a parent, the Gaussian one twice
 or three times as much and two numbers a parent) for each range of children where positions are too few for the device
-(together at most a few tiles a processor), and B * L * I numbers where competing parents take two sweeps; backward, as
-many ranges for the gradients of the parents, 2 * B * L * I numbers for two sweeps, and in half precision the float32
-sums that are rounded in the end; where the mode is deterministic or many children share their matrices, parts of dW of
-64 MiB together. Iterations are walked one after the other into the same sums.
+(together at most a few tiles a processor), and 2 * B * L * I numbers where competing parents take two sweeps;
+backward, as many ranges for the gradients of the parents, 3 * B * L * I numbers for two sweeps, and in half precision
+the float32 sums that are rounded in the end; where the mode is deterministic or many children share their matrices,
+parts of dW of 64 MiB together. Iterations are walked one after the other into the same sums.
 """
 
 from __future__ import annotations
@@ -24,35 +24,33 @@ from .forward import _finish_kernel, _forward_kernel, _normalizer_kernel
 from .schedule import Schedule, matrix_schedule, power_of_two
 from .tiles import ADD, ATOMIC, STORE
 
-_CROWDED = 64  # children that share their matrices
+_MANY_SHARE = 64  # children that share their matrices
 _ALONE = (1, 1, 1, 1, 0, 0, 1, 1)  # every child is seen once, by one position
 
 
 def _normalizers(call: Call, iteration: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
     """Sweep over all parents once: for every (position, child) the log-sum-exp of its scores.
 
-    With given gradients also the mean of its shares' gradients, weighed by the shares.
+    With given gradients also the average gain, weighed by the coefficients.
     """
     normalizers = call.empty(call.positions, call.children)
-    mean_dshares = None if grads is None else torch.empty_like(normalizers)
+    averages = None if grads is None else torch.empty_like(normalizers)
     wanted = call.facts.limits.resident * processors(call.device) // (chosen.blocks * chosen.warps)
     per_split = -(-call.children // min(call.children, max(1, wanted)))
-    call.launch(
+    call.walk(
         _normalizer_kernel,
         chosen.blocks * -(-call.children // per_split),
-        votes=call.votes,
         iteration=iteration,
         grads=grads,
         normalizers=normalizers,
-        mean_dshares=mean_dshares,
+        totals=torch.empty_like(normalizers),
+        averages=averages,
         blocks=chosen.blocks,
         tiles=chosen.tiles,
         per_split=per_split,
-        algebra=call.routing.algebra,
-        **call.sizes,
         **call.tile(chosen),
     )
-    return normalizers, mean_dshares
+    return normalizers, averages
 
 
 def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
@@ -67,14 +65,13 @@ def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scor
     """
     chosen = call.schedule(backward=False)
     normalizers = None
-    if call.routing.competing and chosen.tiles > 1 and scored:
+    if call.routing.traits.competing and chosen.tiles > 1 and scored:
         normalizers, _ = _normalizers(call, iteration, chosen, None)
     whole = chosen.splits == 1
     parts = () if whole else tuple(call.empty(*call.parts(kind, chosen.splits)) for kind in call.routing.sums)
-    call.launch(
+    call.walk(
         _forward_kernel,
         chosen.blocks * chosen.tiles * chosen.splits,
-        votes=call.votes,
         iteration=iteration,
         results=results if whole else parts,
         normalizers=normalizers,
@@ -82,8 +79,6 @@ def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scor
         tiles=chosen.tiles,
         per_split=chosen.per_split,
         WHOLE=whole,
-        algebra=call.routing.algebra,
-        **call.sizes,
         **call.tile(chosen),
     )
     if not whole:
@@ -137,18 +132,11 @@ class Gradients:
 
     def add(self, iteration: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
         """Add the gradients of an iteration, from those of its sums and whatever else its algebra wants."""
-        call = self.call
-        shared = {
-            "votes": call.votes,
-            "iteration": iteration,
-            "grads": grads,
-            "algebra": call.routing.algebra,
-            **call.sizes,
-        }
+        call, given = self.call, {"iteration": iteration, "grads": grads}
         swept: list[tuple[Tensor, Tensor | None]] = []
 
         def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
-            if not call.routing.competing or chosen.tiles == 1 or not (scored or self.gate):
+            if not call.routing.traits.competing or chosen.tiles == 1 or not (scored or self.gate):
                 return None, None
             if not swept:  # both kernels can use what it finds, whatever their tiles
                 swept.append(_normalizers(call, iteration, chosen, grads))
@@ -156,11 +144,11 @@ class Gradients:
 
         matrices = self.weight or self.bias is not None or self.betas
         # Atomics of many children to the same matrices queue up: programs that own these make the votes once more.
-        apart = call.deterministic or _CROWDED * call.groups <= call.children
+        apart = call.deterministic or _MANY_SHARE * call.groups <= call.children
         if apart and matrices:
-            self._add_matrices(shared, sweep)
+            self._add_matrices(given, sweep)
         if self.children or self.gate or any(self.parents) or (matrices and not apart):
-            self._add_others(shared, sweep, apart)
+            self._add_others(given, sweep, apart)
 
     def _sum(self, name: str, *shape: int) -> Tensor:
         """Return the sum of a gradient so far."""
@@ -168,7 +156,7 @@ class Gradients:
             self.found[name] = self.call.zeros(*shape)
         return self.found[name]
 
-    def _add_matrices(self, shared: dict[str, Any], sweep: Any) -> None:
+    def _add_matrices(self, given: dict[str, Any], sweep: Any) -> None:
         """Add dW, dbias (of every parent) and dbetas, every sum in one order."""
         call, bias = self.call, self.bias
         chosen, (rows, inner, columns) = matrix_schedule(call.facts), call.pose
@@ -183,13 +171,13 @@ class Gradients:
             made["bias"] = call.empty(*lead, call.parents, rows, columns)
         if self.betas:
             made["betas"] = call.empty(parts[0], 2, call.children, call.parents)
-        normalizers, mean_dshares = sweep(tile)
-        call.launch(
+        normalizers, averages = sweep(tile)
+        call.walk(
             _matrix_backward_kernel,
             call.groups * tile.tiles * -(-inner // depth) * chosen.splits * chosen.position_splits,
-            **shared,
+            **given,
             normalizers=normalizers,
-            mean_dshares=mean_dshares,
+            averages=averages,
             dweight=made["weight"],
             dbias=made["bias"],
             dbetas=made["betas"],
@@ -206,7 +194,7 @@ class Gradients:
                 total = part.sum((0, 1)) if name == "weight" else part.sum(0)
                 self.found[name] = self.found[name].add_(total) if name in self.found else total
 
-    def _add_others(self, shared: dict[str, Any], sweep: Any, apart: bool) -> None:
+    def _add_others(self, given: dict[str, Any], sweep: Any, apart: bool) -> None:
         """Add dP, dg, the gradients of the parents, and those of matrices unless they are made ``apart``."""
         call, bias, found = self.call, self.bias, self.found
         children, (rows, inner, columns) = call.tensors[0], call.pose
@@ -237,7 +225,7 @@ class Gradients:
             make(*call.parts(kind, chosen.splits)) if want else None
             for kind, want in zip(call.routing.gradients, self.parents, strict=True)
         )
-        normalizers, mean_dshares = sweep(chosen)
+        normalizers, averages = sweep(chosen)
         launches = [(0, chosen.tiles, 0, call.children)]
         if ordered:
             launches = [
@@ -246,12 +234,12 @@ class Gradients:
                 for tile in range(chosen.tiles)
             ]
         for first_tile, tiles, first_child, last_child in launches:
-            call.launch(
+            call.walk(
                 _backward_kernel,
                 chosen.blocks * tiles * chosen.splits,
-                **shared,
+                **given,
                 normalizers=normalizers,
-                mean_dshares=mean_dshares,
+                averages=averages,
                 dchildren=self._sum("children", *children.shape) if self.children else None,
                 dweight=dweight,
                 dbias=dbias,

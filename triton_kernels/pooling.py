@@ -17,15 +17,14 @@ from .attention import iteration_of, one_iteration, start_of
 from .call import Call, Routing, current
 from .launches import Answer, Gradients, forward, shapes_of
 from .pooling_kernels import POOLING
-from .schedule import LIMITS, Crowd, Limits
+from .schedule import LIMITS, Limits, Traits
 
 ROUTING = Routing(
     "pooling",
     POOLING,
     sums=("pose", "each", "each"),
     gradients=("pose",),
-    competing=False,
-    crowd=Crowd(products=2, pose=4),
+    traits=Traits(products=2, pose=4, competing=False),
 )
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 
@@ -48,14 +47,14 @@ def pooling_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMIT
 
 
 def pooling_routing_backward(
-    heads: Sequence[Tensor], votes: Votes, rest: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery of T iterations, summed over them; the head is that of S.
 
     Whether a child behind a gate of 0 is broken (NaN or infinite) every tile of parents decides for itself. Option 1:
     as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
-    (grad,), (query, sums, logsumexp, scale, normalize) = heads, rest
+    (grad,), (query, sums, logsumexp, scale, normalize) = heads, own
     detach, iterations = bool(needs & DETACH), len(grad)
     call = Call(ROUTING, votes, options, limits)
     answer = Answer(call, shapes_of(*votes[:4], start_of(query, 0, iterations)), needs)

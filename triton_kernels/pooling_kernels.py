@@ -59,17 +59,17 @@ def add(iteration, parents, state, vote, child, normalizer, at, tile):
         higher = tl.maximum(top, logits)
         shift = finite(higher)
         fade = tl.exp(top - shift)
-        shares = tl.exp(logits - shift)
+        coefficients = tl.exp(logits - shift)
         if child.gate is not None:
-            shares = tl.where(here, shares * child.gate[:, None], 0.0)
+            coefficients = tl.where(here, coefficients * child.gate[:, None], 0.0)
         sums *= spread(fade)
         total *= fade
         top = higher
     else:
-        shares = tl.where(here, 1.0, 0.0)
+        coefficients = tl.where(here, 1.0, 0.0)
         if child.gate is not None:
-            shares = tl.where(here, child.gate[:, None], 0.0)
-    return sums + spread(shares) * vote, total + shares, top
+            coefficients = tl.where(here, child.gate[:, None], 0.0)
+    return sums + spread(coefficients) * vote, total + coefficients, top
 
 
 @triton.jit
@@ -104,19 +104,19 @@ def load_grads(grads, at):
 
 
 @triton.jit
-def dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
     """Return r_im, da_im, what this tile adds to dg_i, and nothing for betas."""
     slope, offset, log_total, empty = given
     here = child.opened[:, None]
-    dshares = inner_product(slope, vote) + offset
+    gains = inner_product(slope, vote) + offset
     free = tl.where(empty, 0.0, tl.exp(score(iteration, parents, vote, tile) - log_total))
-    dgate = tl.sum(free * dshares, axis=1)
-    shares = free
+    dgate = tl.sum(free * gains, axis=1)
+    coefficients = free
     if child.gate is not None:
         dgate = unbroken(dgate, dgate, child.opened)
-        shares *= child.gate[:, None]
-    shares = tl.where(here, shares, 0.0)
-    return shares, tl.where(here, shares * dshares, 0.0), dgate, None, None
+        coefficients *= child.gate[:, None]
+    coefficients = tl.where(here, coefficients, 0.0)
+    return coefficients, tl.where(here, coefficients * gains, 0.0), dgate, None, None
 
 
 @triton.jit

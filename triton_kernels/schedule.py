@@ -13,7 +13,7 @@ class Limits:
     ----------
     forward, backward
         Numbers of one tile that a thread holds, where forward keeps three tiles (attention: votes, query, sums) and
-        backward five; what others keep tells their :class:`Crowd`.
+        backward five; what others keep tell their :class:`Traits`.
     warps
         The most warps of a program, and the most where the pose of one parent alone asks for it.
     positions
@@ -33,8 +33,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """How much a program of some routing keeps beside its votes; by default as much as attention does.
+class Traits:
+    """What a schedule must know of a routing, by default as attention is: above all how much its programs keep on chip.
 
     Attributes
     ----------
@@ -43,12 +43,19 @@ class Crowd:
         backward.
     pose
         A pose counts as no fewer numbers than this, where numbers of a parent, not of its pose, fill registers too.
+    competing
+        Whether parents compete for a child, so that tiles of them cost a second sweep. Else a program takes as few as
+        fill it.
+    same_votes
+        Whether votes must have the same bits in all kernels.
     """
 
     forward: int = 1
     products: int = 1
     backward: int = 1
     pose: int = 1
+    competing: bool = True
+    same_votes: bool = False
 
     def per_thread(self, limits: Limits, backward: bool, products: bool) -> int:
         """Return how many numbers of one tile a thread holds."""
@@ -58,7 +65,7 @@ class Crowd:
 
 
 LIMITS = Limits()
-CROWD = Crowd()
+ATTENTION = Traits()
 _DOT = 16  # the least size of each side of a matrix product
 
 
@@ -76,12 +83,8 @@ class Facts:
         Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
     processors
         Of the device (132 on an H200).
-    limits, crowd
-        What a program may hold, and how much it keeps.
-    competing
-        Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
-    same_votes
-        Whether votes must have the same bits in all kernels.
+    limits, traits
+        What a program may hold, and what the routing is like.
     """
 
     positions: int
@@ -93,9 +96,7 @@ class Facts:
     tensor_cores: bool = False
     processors: int = 132
     limits: Limits = LIMITS
-    crowd: Crowd = CROWD
-    competing: bool = True
-    same_votes: bool = False
+    traits: Traits = ATTENTION
 
 
 @dataclass(frozen=True)
@@ -180,36 +181,36 @@ def _ceil(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def largest_pose(limits: Limits = LIMITS, crowd: Crowd = CROWD) -> int:
+def largest_pose(traits: Traits, limits: Limits = LIMITS) -> int:
     """Return how many numbers of a padded parent's pose a program can hold, forward and backward."""
-    return min(crowd.per_thread(limits, backward, False) for backward in (False, True)) * 32 * limits.warps[1]
+    return min(traits.per_thread(limits, backward, False) for backward in (False, True)) * 32 * limits.warps[1]
 
 
 def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     """Return how forward or ``backward`` is cut up."""
-    limits, crowd, positions, (rows, inner, columns) = facts.limits, facts.crowd, facts.positions, facts.pose
+    limits, traits, positions, (rows, inner, columns) = facts.limits, facts.traits, facts.positions, facts.pose
     rows, columns = power_of_two(rows), power_of_two(columns)
-    unit = max(rows * columns, crowd.pose)
+    unit = max(rows * columns, traits.pose)
     # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least, and half of the rows there.
     least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
     least = least_positions * least_parents * unit
     products = 2 * max(1, positions) * rows >= _DOT if facts.products is None else facts.products
     products = products and all(
-        least <= 32 * limits.warps[1] * crowd.per_thread(limits, which, True) for which in (False, True)
+        least <= 32 * limits.warps[1] * traits.per_thread(limits, way, True) for way in (False, True)
     )
     # Votes are products where the depth makes it pay. Backward sums over parents (dP) and positions (dW) by products in
     # any case, for column by column that costs a barrier each; its votes are products too, unless bits would change.
     deep = facts.products is True or inner >= (_DOT // 2 if facts.tensor_cores else _DOT)
-    votes = _DOT if products and (deep or (backward and not facts.same_votes)) else 0
+    votes = _DOT if products and (deep or (backward and not traits.same_votes)) else 0
     products = products if backward else votes > 0
     if not products:
         least_positions = least_parents = 1
-    per_thread = crowd.per_thread(limits, backward, products)
+    per_thread = traits.per_thread(limits, backward, products)
     usual = 32 * limits.warps[0] * per_thread
     # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
     target = 32 * per_thread * (4 if products else 1)
     tile_parents = max(power_of_two(facts.parents), least_parents)
-    if not facts.competing:
+    if not traits.competing:
         tile_parents = max(least_parents, min(tile_parents, target // (least_positions * unit)))
     if tile_parents * least_positions * unit > usual:
         # Two sweeps. Sixteen warps, with 128 registers a thread, only where the poses themselves are that large.
@@ -225,7 +226,7 @@ def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     splits = min(facts.children, max(1, limits.resident * facts.processors // (blocks * tiles * warps)))
     per_split = _ceil(facts.children, splits)
     shape = (tile_positions, rows, tile_parents, columns, votes, _DOT if products else 0)
-    return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps, facts.competing)
+    return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps, traits.competing)
 
 
 def matrix_schedule(facts: Facts) -> MatrixSchedule:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import DTYPES, current, launch, served_devices
+from .call import current, launch, tensor_refusal
 from .schedule import power_of_two
 
 LONG = tl.constexpr(1e15)  # as in csrc/algebra/squash_sum.h: a number whose square is far from the end of float32
@@ -22,11 +22,7 @@ def refusal(
     device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int, has_weight: bool = False
 ) -> str | None:
     """Return why the kernels cannot take a call, or None if they can."""
-    if device.type not in served_devices():
-        return f"it runs on GPUs only (or with TRITON_INTERPRET=1), the tensors are on {device}"
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, got {dtype}"
-    return None
+    return tensor_refusal(device, dtype)
 
 
 @triton.jit

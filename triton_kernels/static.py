@@ -1,7 +1,8 @@
 """What the kernels are compiled to, for a GPU that need not be there: registers, spills, shared memory.
 
-Triton's compiler takes its target as an argument, so that ``compiled_for("sm_90", ...)`` works on any machine with
-Triton. Not under TRITON_INTERPRET=1, where kernels are Python functions.
+Triton's launcher compiles for whatever target a driver names, and here one names what is asked for: so
+``compiled_for("sm_90", ...)`` works on any machine with Triton. Not under TRITON_INTERPRET=1, where kernels are Python
+functions.
 """
 
 from __future__ import annotations
@@ -13,15 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from .call import Launch
-
-_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
 @dataclass(frozen=True)
@@ -54,34 +51,20 @@ def target_of(name: str) -> GPUTarget:
     return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
 
 
-def source_of(launch: Launch, precision: str | None = None) -> ASTSource:
-    """Return the kernel with the types, constants and alignments that Triton would find at this launch."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    alignments: dict[tuple[int, ...], list[list[Any]]] = {}
+class _Driver:
+    """What Triton asks a driver for before it launches; what it compiles it keeps under the device's name."""
 
-    def typed(value: Any, place: tuple[int, ...], constant: bool, specialised: bool) -> Any:
-        if isinstance(value, tuple):
-            found = [typed(one, (*place, j), constant, True) for j, one in enumerate(value)]
-            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-        compiled = isinstance(value, (tl.constexpr, triton.JITFunction))
-        if constant or compiled or value is None or (specialised and isinstance(value, int) and value == 1):
-            constants[place] = value
-            return "constexpr"
-        if isinstance(value, torch.Tensor) or (specialised and isinstance(value, int) and value % 16 == 0):
-            alignments[place] = [["tt.divisibility", 16]]
-        if isinstance(value, torch.Tensor):
-            return _POINTERS[value.dtype]
-        if isinstance(value, float):
-            return "fp32"
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    def __init__(self, target: str) -> None:
+        self.target = target
 
-    for k, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        if parameter.name == "tile" and precision is not None:
-            value = value._replace(PRECISION=tl.constexpr(precision))
-        signature[parameter.name] = typed(value, (k,), parameter.is_constexpr, not parameter.do_not_specialize)
-    return ASTSource(launch.kernel, signature, constants, alignments)
+    def get_current_device(self) -> str:
+        return self.target
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return target_of(self.target)
 
 
 def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
@@ -101,10 +84,14 @@ def build(target: str, launch: Launch) -> Any:
     """Return Triton's compiled kernel of a launch for a target; its code is in ``asm``. No GPU is needed."""
     if not isinstance(launch.kernel, triton.JITFunction):
         raise RuntimeError("kernels are interpreted (TRITON_INTERPRET=1) and cannot be compiled")
-    chosen = target_of(target)
-    options = {name: launch.arguments[name] for name in ("num_warps", "num_stages") if name in launch.arguments}
-    source = source_of(launch, "ieee" if chosen.backend == "hip" else None)
-    return triton.compile(source, target=chosen, options=options)
+    arguments, driver = dict(launch.arguments), triton.runtime.driver
+    if target_of(target).backend == "hip":  # as Call.precision chooses where torch is built for it
+        arguments["tile"] = arguments["tile"]._replace(PRECISION=tl.constexpr("ieee"))
+    before, driver._active = driver._active, _Driver(target)  # reset_active() would look for a device
+    try:
+        return launch.kernel.warmup(grid=(launch.programs,), **arguments)
+    finally:
+        driver._active = before
 
 
 def compiled_for(target: str, launch: Launch) -> Compiled:

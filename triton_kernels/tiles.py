@@ -172,10 +172,10 @@ def windows_of(votes, sizes, p):
     inside = tl.minimum(p, sizes.positions - 1).to(sizes.positions.dtype)
     area = sizes.Ho.to(sizes.positions.dtype) * sizes.Wo
     sample = inside // area
-    rest = inside - sample * area
-    down = rest // sizes.Wo
+    within = inside - sample * area
+    down = within // sizes.Wo
     row = (down * votes.SH - votes.PH).to(tl.int64)
-    column = ((rest - down * sizes.Wo) * votes.SW - votes.PW).to(tl.int64)
+    column = ((within - down * sizes.Wo) * votes.SW - votes.PW).to(tl.int64)
     sample = sample.to(tl.int64)
     child = sample * votes.cs_b + row * votes.cs_h + column * votes.cs_w
     gate = sample * votes.gs_b + row * votes.gs_h + column * votes.gs_w
@@ -315,7 +315,7 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
 
     By matrix products (positions times rows against parents times columns), else one column of the pose times one row
     of the matrix after the other. Absent children are not a product with a mask: a bias or a weight of infinity must
-    not iteration one into NaN.
+    not make one NaN.
     """
     matrices = matrices_of(votes, sizes, child.i)
     if votes.weight is None:
@@ -391,7 +391,7 @@ def real_parents(at, tile):
 
 
 @triton.jit
-def shares_of(logits, normalizer, at, tile):
+def coefficients_of(logits, normalizer, at, tile):
     """Return ``r = softmax over m`` of logits ``[BL, BM]``.
 
     With ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
@@ -399,12 +399,12 @@ def shares_of(logits, normalizer, at, tile):
     logits = tl.where(real_parents(at, tile), logits, float("-inf"))
     if normalizer is not None:
         return tl.exp(logits - normalizer[:, None])
-    shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    return shares / tl.sum(shares, axis=1)[:, None]
+    coefficients = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    return coefficients / tl.sum(coefficients, axis=1)[:, None]
 
 
 @triton.jit
-def equal_shares(at, tile):
+def equal_coefficients(at, tile):
     """Return r = 1 / M."""
     return tl.where(real_parents(at, tile), tl.full([tile.BL, tile.BM], 1.0, tl.float32) / at.M, 0.0)
 

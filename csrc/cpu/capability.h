@@ -1,4 +1,4 @@
-/* What the CPU library tells of itself. C interface: the introspection module reads it too. */
+/* What the CPU library tells of itself, by a C interface that Python reads through ctypes. */
 #pragma once
 
 #include <stdint.h>
@@ -16,6 +16,9 @@ extern "C" {
 /* The level in use: "default", "avx2" or "avx512". FASTCAPS_CPU_CAPABILITY forces one; null if that one is unknown, not
    built or more than this processor can do. */
 FASTCAPS_EXPORT const char* fastcaps_capability(void);
+
+/* What the native libraries were built with, as JSON: csrc/build_info.cpp.in. */
+FASTCAPS_EXPORT const char* fastcaps_build_info(void);
 
 /* The levels in this build, lowest first, commas between. */
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);

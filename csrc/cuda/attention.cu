@@ -38,8 +38,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
 
 std::vector<Tensor> attention_routing_backward(Stack stack) {
   const AttentionBackward op{stack};
-  const Tensor& children = op.votes.children;
-  const DeviceGuard guard(children);
+  const DeviceGuard guard(op.votes.children);
   Call call("attention", op.votes, op.options);
   const Votes& v = call.votes;
   const Iterations iterations = op.check(v);
@@ -48,17 +47,13 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   PassArgs& args = call.args;
   args.scale = float(op.scale), args.eps = float(op.eps), args.detach = op.needs & kDetach;
   VoteGradients gradients(call, op.needs);
-  const Schedule& c = gradients.schedule;
   EndArgs end = end_args(call);
   end.norm_weight = call.as_given(op.norm_weight);
   const int64_t blocks = end_blocks(end, 1024), numbers = wants_norm ? v.parent_size() : 0;
   const Tensor dnorms = empty ? call.zeros({1, 2, numbers}) : call.empty({iterations.count * blocks, 2, numbers});
-  Tensor dquery = new_tensor(children, wants_query ? call.poses() : Shape{0}, call.storage, "dquery");
-  const bool direct = c.chunks == 1 && call.storage == ScalarType::Float;
-  const Tensor dqueries = direct || empty || !wants_query ? dquery : call.empty(call.parts(c, true));
+  const Tensor dquery = !wants_query ? gradients.none() : call.empty(call.parts(gradients.schedule, true));
   const Tensor dsums = call.empty({v.positions() * v.parents_size()});
-  args.dsums = end.dsums = floats(dsums);
-  if (wants_query) args.dquery = static_cast<float*>(data_of(dqueries));
+  args.dsums = end.dsums = floats(dsums), args.dquery = floats(dquery);
   for (int64_t k = 0; k < iterations.count && !empty; ++k) {
     const MaybeTensor given = iterations.at(op.sums, k);
     const Tensor kept = given ? as_dense(*given) : Tensor();
@@ -69,19 +64,18 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
     prepare(end);
     if (gradients.any() || wants_query) gradients.run(3);  // else the LayerNorm is all there is to differentiate
   }
-  if (wants_query && !direct && !empty) {
-    EndArgs add = end_args(call);
-    add.rule = Rule::kPlain;
-    add.parts = floats(dqueries), add.chunks = c.chunks, add.parents = data_of(dquery);
-    finish(add);
-  }
   const auto affine = [&](int64_t bit, int64_t row) {
     if (!wants_norm || !(op.needs & bit)) return gradients.finished(false, dnorms, {});
     const Tensor all = torch::stable::view(over(dnorms, 0), {2, numbers});
     return gradients.finished(true, copied(torch::stable::select(all, 0, row), ScalarType::Float), {numbers});
   };
-  return {gradients.children(),   gradients.weight(),  gradients.bias(), gradients.gate(), dquery,
-          affine(kNormWeight, 0), affine(kNormBias, 1)};
+  return {gradients.children(),
+          gradients.weight(),
+          gradients.bias(),
+          gradients.gate(),
+          gradients.finished(wants_query, wants_query ? over(dquery, 0) : dquery, call.poses()),
+          affine(kNormWeight, 0),
+          affine(kNormBias, 1)};
 }
 
 }  // namespace

@@ -256,8 +256,8 @@ struct StageGradients {
     for (int unit = thread_index(); unit < units; unit += block_threads()) {
       const int pose = unit / (rows * vectors), c = unit / vectors % rows, d = unit % vectors * V;
       const int k = args.by_tile.quotient(pose), at = args.by_tile.remainder(pose, k);
-      const Child which(args, first + k);
-      if (!which.exists(args, lane.tile[at]) || c >= lane.C()) continue;
+      const Child one(args, first + k);
+      if (!one.exists(args, lane.tile[at]) || c >= lane.C()) continue;
       const float* from = child(at, k * args.warps_parents) + c * lane.row_stride() + d;
       float sum[V] = {};
       for (int w = 0; w < args.warps_parents; ++w) {
@@ -266,7 +266,7 @@ struct StageGradients {
         FASTCAPS_UNROLL
         for (int v = 0; v < V; ++v) sum[v] += x[v];
       }
-      float* to = args.dchildren + (which.cell(args, lane.tile[at]) * lane.C() + c) * lane.D() + d;
+      float* to = args.dchildren + (one.cell(args, lane.tile[at]) * lane.C() + c) * lane.D() + d;
       if constexpr (Pose::kFixed) {
         add_vector<V>(to, sum, args.alone_with_children);
       } else {
@@ -411,8 +411,8 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
       }
     }
     State state(lane);
-    walk<State::kSilences>(lane, range, [&](int which, int t, int count) {
-      const Stage<Pose> first(args, lane.shared, which, t);
+    walk<State::kSilences>(lane, range, [&](int parity, int t, int count) {
+      const Stage<Pose> first(args, lane.shared, parity, t);
       Stage<Pose> stage = first;
       StageGradients<Pose, R> child = gradients;
       FASTCAPS_NO_UNROLL

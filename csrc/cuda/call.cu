@@ -20,6 +20,19 @@ round_kernel(const FASTCAPS_CONSTANT RoundArgs round) {
     round.to[k] = bits_float(to_tf32(round.from[k]));
 }
 
+// Sums that kernels will add to, set to 0 by one launch: block y takes the y-th.
+struct ZeroArgs {
+  float* sums[6];
+  int64_t count[6];
+};
+
+FASTCAPS_KERNEL(256, 1)
+zero_kernel(const FASTCAPS_CONSTANT ZeroArgs zero) {
+  float* sums = zero.sums[block_y()];
+  const int64_t count = zero.count[block_y()], step = blocks_x() * block_threads();
+  for (int64_t k = block_x() * block_threads() + thread_index(); k < count; k += step) sums[k] = 0.0f;
+}
+
 constexpr int kMostAlongY = 65535;  // blocks of a grid
 
 // May rows of children be copied in vectors of so many numbers?
@@ -171,17 +184,29 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, int64_t use, int64_t ign
   const int64_t cells = v.B * v.H * v.W, numbers = wanted.children ? call.children.numel() : 0;
   const int64_t gates = wanted.gate ? cells * v.N : 0;
   places_ = ordered_ ? call.places(schedule, numbers + gates) : 1;
-  dchildren_ = call.zeros({places_, numbers});
-  dgate_ = call.zeros({places_, gates});
-  dweight_ = call.zeros({parts, wanted.weight ? weights : 0});
-  dbias_ = call.zeros({parts, biases});
-  duse_ = call.zeros({parts, wanted.use});
-  dignore_ = call.zeros({parts, wanted.ignore});
   PassArgs& args = call.args;
-  args.dchildren = floats(dchildren_), args.dgate = floats(dgate_), args.dweight = floats(dweight_),
-  args.dbias = floats(dbias_);
-  if (wanted.use) args.duse = floats(duse_);
-  if (wanted.ignore) args.dignore = floats(dignore_);
+  const struct {
+    Tensor& sums;
+    int64_t parts, numbers;
+    float*& place;
+  } made[] = {{dchildren_, places_, numbers, args.dchildren},
+              {dgate_, places_, gates, args.dgate},
+              {dweight_, parts, wanted.weight ? weights : 0, args.dweight},
+              {dbias_, parts, biases, args.dbias},
+              {duse_, parts, wanted.use, args.duse},
+              {dignore_, parts, wanted.ignore, args.dignore}};
+  ZeroArgs zero{};  // not one piece of memory for all: who keeps a gradient would keep the others
+  int64_t most = 0;
+  for (int k = 0; k < 6; ++k) {
+    const Shape shape{made[k].parts, made[k].numbers};
+    made[k].sums = v.positions() == 0 ? call.zeros(shape) : call.empty(shape);  // an empty batch launches nothing
+    zero.sums[k] = made[k].place = floats(made[k].sums);
+    zero.count[k] = made[k].parts * made[k].numbers;
+    if (v.positions() > 0) most = std::max(most, zero.count[k]);
+  }
+  Grid grid = blocks_for(most);
+  grid.y = 6;
+  gpu::launch(&zero_kernel, grid, zero);
   args.dweight_part = ordered_ ? weights : 0, args.dbias_part = ordered_ ? biases : 0;
   args.dbeta_part = ordered_ ? v.I * v.M : 0, args.cells_part = places_ > 1 ? cells : 0;
   args.alone_with_weights = ordered_;

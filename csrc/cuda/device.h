@@ -85,28 +85,18 @@ FASTCAPS_DEVICE void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
-FASTCAPS_DEVICE void mma_tf32_16x8x8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-// Factors of half precision, two neighbours of the depth in a word: bfloat16, or float16. Their products are exact.
-FASTCAPS_DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-FASTCAPS_DEVICE void mma_f16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+// Of one register count, by the shape and types of the factors. Factors of half precision are two neighbours of the
+// depth in a word, bfloat16 or float16; their products are exact.
+#define FASTCAPS_MMA(name, kind)                                                                                 \
+  FASTCAPS_DEVICE void name(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {                     \
+    asm volatile("mma.sync.aligned." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                            \
+  }
+FASTCAPS_MMA(mma_tf32_16x8x8, "m16n8k8.row.col.f32.tf32.tf32")
+FASTCAPS_MMA(mma_bf16_16x8x16, "m16n8k16.row.col.f32.bf16.bf16")
+FASTCAPS_MMA(mma_f16_16x8x16, "m16n8k16.row.col.f32.f16.f16")
+#undef FASTCAPS_MMA
 
 // ---- sums in global memory, in whatever order the blocks come -------------------------------------------------------
 FASTCAPS_DEVICE void atomic_add(float* at, float x) { atomicAdd(at, x); }
@@ -130,7 +120,6 @@ FASTCAPS_DEVICE float reciprocal(float x) {  // 1 ulp
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-FASTCAPS_DEVICE float reciprocal_sqrt(float x) { return 1.0f / sqrtf(x); }
 FASTCAPS_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 FASTCAPS_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 FASTCAPS_DEVICE float bfloat16_to_float(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }

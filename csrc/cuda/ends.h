@@ -2,7 +2,6 @@
 // become parents; and the parents' gradient becomes that of the sums. A few lanes hold one parent's pose.
 #pragma once
 
-#include "../algebra/pose.h"
 #include "call.h"
 #include "stage.h"
 
@@ -80,15 +79,10 @@ struct HeldPose {
   }
 };
 
-// Every thread of a warp goes round equally often, since lanes speak to each other; `exists` says which have a parent.
 template <int PER>
 FASTCAPS_KERNEL(256, 2)
 finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  const int64_t step = blocks_x() * (block_threads() / args.lanes);
-  const int64_t mine = block_x() * (block_threads() / args.lanes) + thread_index() / args.lanes;
-  for (int64_t base = 0; base < args.count; base += step) {
-    const int64_t parent = base + mine;
-    const bool exists = parent < args.count;
+  each_parent(args.count, args.lanes, [&](int64_t parent, bool exists) {
     float x[PER] = {};
     const HeldPose<PER> pose(args, x);
     float top = -INFINITY, total = 0.0f;
@@ -112,27 +106,22 @@ finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       }
       if (args.sums) args.sums[at] = sum;
     });
-    if (args.rule == Rule::kLayerNorm) standardise(pose, args.eps);
-    if (args.rule == Rule::kSquash) squash(pose);
+    between(args, pose, true);
     pose.each([&](float number, int k) {
       if (!exists) return;
       store_number(args.parents, parent * pose.numbers + pose.index(k), affine(args, number, pose.index(k)),
                    args.storage);
     });
-  }
+  });
 }
 
 // dL/dS, and each block's part of the affine's gradients.
 template <int PER>
 FASTCAPS_KERNEL(256, 1)
 prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  const int64_t step = blocks_x() * (block_threads() / args.lanes);
-  const int64_t mine = block_x() * (block_threads() / args.lanes) + thread_index() / args.lanes;
   float dweight[PER] = {}, dbias[PER] = {}, ds[PER], s[PER];
   const HeldPose<PER> grad(args, ds), standard(args, s);
-  for (int64_t base = 0; base < args.count; base += step) {
-    const int64_t parent = base + mine;
-    const bool exists = parent < args.count;
+  each_parent(args.count, args.lanes, [&](int64_t parent, bool exists) {
     const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
     const auto offset = [&](int number) {
       const int c = number / args.E;
@@ -162,7 +151,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     grad.each([&](float number, int k) {
       if (exists) args.dsums[parent * grad.numbers + grad.index(k)] = number;
     });
-  }
+  });
   if (!args.dnorm) return;
   // Threads that hold the same numbers of different parents meet in shared memory, two by two.
   float* meeting = reinterpret_cast<float*>(shared_memory());  // [threads / lanes, 2, C * E]

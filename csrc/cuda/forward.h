@@ -27,15 +27,15 @@ struct ChildRange {
   }
 };
 
-// The children of a tile of positions, a stage after the other: body(which, t, count) has `count` of them, from the
+// The children of a tile of positions, a stage after the other: body(parity, t, count) has `count` of them, from the
 // t-th on, in one of the two stages of shared memory. It ends with a barrier. The tile and the first offsets must be
 // there, behind a barrier.
 template <bool SILENCES, class Pose, int R, class Body>
 FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Body&& body) {
   const PassArgs& args = lane.args;
   // The round before the first child only brings it in.
-  for (int t = range.first - args.stage, which = 1; t < range.last; t += args.stage, which ^= 1) {
-    bring(lane, which ^ 1, t + args.stage, range.last);
+  for (int t = range.first - args.stage, parity = 1; t < range.last; t += args.stage, parity ^= 1) {
+    bring(lane, parity ^ 1, t + args.stage, range.last);
     copy_commit();
     if (t < range.first) {
       barrier();  // before the next offsets are read
@@ -46,17 +46,17 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
     const int count = range.last - t < args.stage ? range.last - t : args.stage;
     if constexpr (!Pose::kStored) {
       if (args.storage != Storage::kFloat32) {
-        widen(lane, which, count);
+        widen(lane, parity, count);
         barrier();
       }
     }
     if constexpr (SILENCES) {
       if (args.gate.data) {
-        silence(lane, which, count);
+        silence(lane, parity, count);
         barrier();
       }
     }
-    body(which, t, count);
+    body(parity, t, count);
   }
 }
 
@@ -72,8 +72,8 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
     barrier();
     State state(lane);
     for (int iteration = 0;; ++iteration) {
-      walk<State::kSilences>(lane, range, [&](int which, int t, int count) {
-        Stage<Pose> stage(args, lane.shared, which, t);
+      walk<State::kSilences>(lane, range, [&](int parity, int t, int count) {
+        Stage<Pose> stage(args, lane.shared, parity, t);
         FASTCAPS_NO_UNROLL
         for (int k = 0; k < count; ++k) {
           Patches<Pose, R> votes;

@@ -18,12 +18,8 @@ struct JoinArgs {
 FASTCAPS_KERNEL(256, 1)
 gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
   const PassArgs& args = join.pass;
-  const int64_t step = blocks_x() * (block_threads() / join.lanes);
-  const int64_t mine = block_x() * (block_threads() / join.lanes) + thread_index() / join.lanes;
   const int first = thread_index() % join.lanes;
-  for (int64_t start = 0; start < join.count; start += step) {  // lanes speak to each other: all go round equally often
-    const int64_t parent = start + mine;
-    const bool exists = parent < join.count;
+  each_parent(join.count, join.lanes, [&](int64_t parent, bool exists) {
     float count = 0.0f, evidence = 0.0f, log_sigma = 0.0f;
     for (int number = first; number < join.numbers && exists; number += join.lanes) {
       const int64_t k = parent * join.numbers + number;
@@ -46,14 +42,14 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
     }
     FASTCAPS_NO_UNROLL
     for (int mask = 1; mask < join.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);
-    if (!exists || first != 0) continue;
+    if (!exists || first != 0) return;
     for (int chunk = 0; chunk < args.chunks; ++chunk) evidence += args.evidence[chunk * join.count + parent];
     const int m = int(parent % args.M);
     if (args.rule == Rule::kEM)
       evidence = gaussian::em_score(args.temperatures[0], args.activation[m],
                                     float(join.numbers) * args.cost_of_numbers[m], log_sigma, count);
     join.counts[parent] = count, join.scores[parent] = args.score[parent] = evidence;
-  }
+  });
 }
 
 // ---- before the backward kernel: what a vote's weight gains, as a parabola in the vote ------------------------------

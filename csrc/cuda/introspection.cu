@@ -53,8 +53,10 @@ struct Question {
   }
 };
 
+std::string text_of(int64_t number) { return std::to_string(number); }
+
 std::string name_of(const PassKernel& kernel, bool backward, bool lean) {
-  const auto n = [](int64_t x) { return std::to_string(x); };
+  const auto n = text_of;
   std::string name = backward ? "backward " : "forward ";
   if (kernel.C)
     name += n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E) + " " +
@@ -100,15 +102,21 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   if (!c.kernel)
     return answer(fits_30_bits(v) ? "text=this device's shared memory does not hold these poses"
                                   : "text=the kernels count children and parents in 30 bits");
-  const auto n = [](int64_t x) { return std::to_string(x); };
+  const auto n = text_of;
   const auto& w = v.window;
   const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
                     w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
-  return answer("kernel=" + name_of(*c.kernel, question.task.backward, lean) +
-                ";iterations=" + (question.task.whole ? "fused" : "one") + ";parent_warps=" + n(c.warps_parents) +
-                ";position_warps=" + n(c.warps_positions) + ";positions=" + n(c.tile_size) + ";threads=" +
-                n(c.threads()) + ";ranges=" + n(c.chunks) + ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) +
-                ";blocks=" + n(c.groups * c.chunks * c.parent_blocks) + ";text=" + describe(c));
+  const std::string kernel = name_of(*c.kernel, question.task.backward, lean);
+  const std::string blocks = n(c.groups * c.chunks * c.parent_blocks);
+  std::string text = "kernel " + kernel + ", " + n(c.tile_size) + " positions x " +
+                     n(int64_t(c.warps_parents) * c.parents) + " parents a block of " + n(c.threads()) + " threads, " +
+                     n(c.stage) + " children at a time, " + blocks + " blocks";
+  if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
+  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " blocks";
+  return answer("kernel=" + kernel + ";iterations=" + (question.task.whole ? "fused" : "one") +
+                ";parent_warps=" + n(c.warps_parents) + ";position_warps=" + n(c.warps_positions) +
+                ";positions=" + n(c.tile_size) + ";threads=" + n(c.threads()) + ";ranges=" + n(c.chunks) +
+                ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) + ";blocks=" + blocks + ";text=" + text);
 }
 
 // The names of all kernels that are compiled for an op, as `kernel` has them above, separated by semicolons.

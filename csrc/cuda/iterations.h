@@ -3,10 +3,7 @@
 // here too.
 #pragma once
 
-#include <cfloat>
-
 #include "../algebra/pooling.h"
-#include "../algebra/pose.h"
 #include "make_votes.h"
 
 namespace fastcaps::gpu {
@@ -41,11 +38,8 @@ struct PoseInLanes {
   }
 };
 
-// 1 / |x|, and 0 where that is more than a number can be.
-FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
-
-// The same of a pose. `counts`: this lane wants to know. All lanes of a warp come here together; what a pose gets does
-// not depend on the others', not even in its last digit.
+// 1 / |x| of a pose, and 0 where that is more than a number can be. `counts`: this lane wants to know. All lanes of a
+// warp come here together; what a pose gets does not depend on the others', not even in its last digit.
 template <class Pose, int R>
 FASTCAPS_DEVICE float inverse_length(const Lane<Pose, R>& lane, Patch<Pose>& x, bool counts) {
   const float squares = dot(lane, x, x);
@@ -85,14 +79,8 @@ FASTCAPS_DEVICE void update_query(const Lane<Pose, R>& lane, int r, int p, int i
     store_parent(lane, args.sums, iteration, r, p, sums);
   }
   const PoseInLanes<Pose, R> pose{lane, sums};
-  if (args.rule == Rule::kLayerNorm) {
-    standardise(pose, args.eps);
-    pose.each([&](float& x, int k) { x = affine(args, x, k); });
-  } else if (args.rule == Rule::kSquash || (args.rule == Rule::kUnit && !last)) {
-    const float size = length(pose);
-    const float factor = args.rule == Rule::kSquash ? squash_factor(size) : inverse_of_length(size);
-    pose.each([&](float& x, int) { x *= factor; });
-  }
+  between(args, pose, last);
+  if (args.rule == Rule::kLayerNorm) pose.each([&](float& x, int k) { x = affine(args, x, k); });
   if (last) store_rounded(lane, args.result, 0, r, p, sums);
   const bool replaces = first || args.rule == Rule::kLayerNorm || args.rule == Rule::kPlain;
   each_number<Pose>([&](int i, int j) {

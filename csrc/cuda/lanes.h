@@ -102,11 +102,11 @@ struct Lane {
   int warp_parent, warp_position;           // of the block's warps
   int first_parent;                         // of the block
 
-  FASTCAPS_DEVICE explicit Lane(const PassArgs& a)
-      : args(a), shared(shared_memory()), tile(reinterpret_cast<const Position*>(shared + a.shared_tile)) {
-    columns = Pose::kFixed ? Pose::kColumns : a.columns;
-    rows = Pose::kFixed ? 1 : a.rows;
-    parents = Pose::kFixed ? Pose::kParents : a.parents;
+  FASTCAPS_DEVICE explicit Lane(const PassArgs& args_)
+      : args(args_), shared(shared_memory()), tile(reinterpret_cast<const Position*>(shared + args.shared_tile)) {
+    columns = Pose::kFixed ? Pose::kColumns : args.columns;
+    rows = Pose::kFixed ? 1 : args.rows;
+    parents = Pose::kFixed ? Pose::kParents : args.parents;
     positions = kWarp / (columns * parents * rows);
     const int warp = thread_index() / kWarp;
     lane = thread_index() % kWarp;
@@ -114,9 +114,9 @@ struct Lane {
     position = lane / columns % positions;
     parent = lane / (columns * positions) % parents;
     row = lane / (columns * positions * parents);
-    warp_parent = warp % a.warps_parents;
-    warp_position = warp / a.warps_parents;
-    first_parent = a.first_parent + int(block_y()) * block_parents();
+    warp_parent = warp % args.warps_parents;
+    warp_position = warp / args.warps_parents;
+    first_parent = args.first_parent + int(block_y()) * block_parents();
   }
 
   FASTCAPS_DEVICE int C() const { return Pose::kFixed ? Pose::kC : args.C; }
@@ -140,7 +140,7 @@ struct Lane {
   FASTCAPS_DEVICE bool alive(int p) const { return m(p) < args.M; }
   FASTCAPS_DEVICE bool alive(int r, int p) const { return at(r).exists() && alive(p); }
   // How many parents lie before a part of results that are made in parts.
-  FASTCAPS_DEVICE int64_t part(int which) const { return which * args.positions * args.M; }
+  FASTCAPS_DEVICE int64_t part(int number) const { return number * args.positions * args.M; }
   FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
   FASTCAPS_DEVICE int e(int j) const {
     constexpr int V = Pose::kWeightVector;

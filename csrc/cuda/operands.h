@@ -49,16 +49,10 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
 // where they lie, as they lie, and one branch decides for all of them. Three products are made of float alone.
 template <class Pose, class Body>
 FASTCAPS_DEVICE void with_weights(const PassArgs& args, Body&& body) {
-  if constexpr (Pose::kWeightStride > 0 || Pose::kProducts == 3) {
+  if constexpr (Pose::kWeightStride > 0 || Pose::kProducts == 3)
     body(Stored<Storage::kFloat32>());
-  } else {
-    if (args.storage == Storage::kFloat32)
-      body(Stored<Storage::kFloat32>());
-    else if (args.storage == Storage::kBFloat16)
-      body(Stored<Storage::kBFloat16>());
-    else
-      body(Stored<Storage::kFloat16>());
-  }
+  else
+    with_type(args.storage, body);
 }
 
 // One child's weights towards one of the lane's parents, stored as S.

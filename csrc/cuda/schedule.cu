@@ -59,6 +59,7 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
   return best;
 }
 
+constexpr int64_t kReserved = 1024;               // bytes that the system has for itself of every block's shared memory
 constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.h
 
 // Bytes of shared memory: a part for each child on the way, and a part that is there once. Of half precision a stage
@@ -145,20 +146,22 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 // even one fits into shared memory.
 bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine) {
   const PassKernel& kernel = *c.kernel;
-  const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
+  const int positions_of_warp = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));
   double best = -1;
   for (int warps = most; warps >= 1; --warps) {
     Schedule trial = c;
     trial.warps_positions = warps;
-    trial.tile_size = warps * seats;
+    trial.tile_size = warps * positions_of_warp;
     trial.tiles = ceil_div(std::max<int64_t>(v.positions(), 1), trial.tile_size);
-    if (warps > 1 && (warps - 1) * seats >= v.positions()) continue;  // a warp would have nothing to do
+    if (warps > 1 && (warps - 1) * positions_of_warp >= v.positions()) continue;  // a warp would have nothing to do
     const Shared shared(trial, v, task);
     if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
     int64_t stage = kMostChildren;
-    while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit * 3 / 4) stage /= 2;  // the rest caches
-    const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
+    while (stage > 1 && (shared.bytes(stage) + kReserved) * resident > machine.shared_limit * 3 / 4)
+      stage /= 2;  // the remaining quarter is a cache
+    const int64_t fitting = std::min(
+        resident, std::max<int64_t>(1, (machine.shared_limit + kReserved) / (shared.bytes(stage) + kReserved)));
     trial.stage = int(stage);
     trial.groups = trial.tiles;
     // One range of children, or several where that fills the last round better or positions are few.
@@ -252,20 +255,6 @@ std::string routing_refusal(Task task, const Votes& v, const Machine& machine) {
   if (whole.cost > split.cost + kBetween)
     return "its " + std::to_string(v.I) + " children are better split over blocks";
   return "";
-}
-
-std::string describe(const Schedule& c) {
-  const PassKernel& kernel = *c.kernel;
-  const auto n = [](int64_t x) { return std::to_string(x); };
-  std::string text = kernel.products == 3 ? "tensor-core (3xTF32) " : kernel.products ? "tensor-core " : "";
-  text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
-                   : "kernel for any pose (" + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + " a lane)";
-  text += ", " + n(c.tile_size) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
-          n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " +
-          n(c.groups * c.chunks * c.parent_blocks) + " blocks";
-  if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
-  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " blocks";
-  return text;
 }
 
 }  // namespace fastcaps::gpu

@@ -55,7 +55,4 @@ Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const
 // its positions (where they compete) and sees all their children.
 std::string routing_refusal(Task task, const Votes& v, const Machine& machine);
 
-// One line for people: kernel, tile, blocks.
-std::string describe(const Schedule& schedule);
-
 }  // namespace fastcaps::gpu

@@ -11,7 +11,7 @@ namespace fastcaps::gpu {
 // What some of the parents know of a softmax: their largest logit, and sums of exponentials below it. N counts the sums
 // beside that of the exponentials themselves: none forward, that of exp * gain backward.
 template <int N>
-struct SoftmaxPart {
+struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at once
   float top, total[N + 1];
 
   // Exponentials are taken below this: the largest logit, unless all are -inf, which alone must not make a NaN yet.

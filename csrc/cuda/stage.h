@@ -1,23 +1,49 @@
-// Bringing children and weights into shared memory: a stage of a few children for all positions of the block's tile.
+// Numbers as they lie in memory; what a rule makes of a pose. Then bringing children and weights into shared memory: a
+// stage of a few children for all positions of the block's tile.
 #pragma once
 
+#include <cfloat>
 #include <type_traits>
 
+#include "../algebra/pose.h"
 #include "lanes.h"
 
 namespace fastcaps::gpu {
 
+// Numbers of half precision, of either kind; and numbers of any type that the kernels take, in memory.
+FASTCAPS_DEVICE float widened(uint16_t bits, Storage storage) {
+  return storage == Storage::kBFloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
+}
+FASTCAPS_DEVICE uint16_t narrowed(float x, Storage storage) {
+  return storage == Storage::kBFloat16 ? float_to_bfloat16(x) : float_to_float16(x);
+}
 FASTCAPS_DEVICE float load_number(const void* data, int64_t at, Storage storage) {
-  switch (storage) {
-    case Storage::kBFloat16: return bfloat16_to_float(static_cast<const uint16_t*>(data)[at]);
-    case Storage::kFloat16: return float16_to_float(static_cast<const uint16_t*>(data)[at]);
-    default: return static_cast<const float*>(data)[at];
-  }
+  return storage == Storage::kFloat32 ? static_cast<const float*>(data)[at]
+                                      : widened(static_cast<const uint16_t*>(data)[at], storage);
+}
+FASTCAPS_DEVICE void store_number(void* data, int64_t at, float x, Storage storage) {
+  if (storage == Storage::kFloat32)
+    static_cast<float*>(data)[at] = x;
+  else
+    static_cast<uint16_t*>(data)[at] = narrowed(x, storage);
+}
+FASTCAPS_DEVICE float rounded(float x, Storage storage) {
+  return storage == Storage::kFloat32 ? x : widened(narrowed(x, storage), storage);
 }
 
-// A type that is known when compiled, as an argument.
+// A type that is known when compiled, as an argument; and body(type) for one that is found at run time.
 template <Storage S>
 using Stored = std::integral_constant<Storage, S>;
+
+template <class Body>
+FASTCAPS_DEVICE void with_type(Storage storage, Body&& body) {
+  if (storage == Storage::kFloat32)
+    body(Stored<Storage::kFloat32>());
+  else if (storage == Storage::kBFloat16)
+    body(Stored<Storage::kBFloat16>());
+  else
+    body(Stored<Storage::kFloat16>());
+}
 
 template <Storage S>
 using Element = std::conditional_t<S == Storage::kFloat32, float, uint16_t>;
@@ -27,33 +53,37 @@ template <Storage S>
 FASTCAPS_DEVICE void widen_vector(float2 pairs, float (&to)[4]) {
   const uint32_t bits[2] = {float_bits(pairs.x), float_bits(pairs.y)};
   FASTCAPS_UNROLL
-  for (int k = 0; k < 4; ++k) {
-    const uint16_t number = uint16_t(bits[k / 2] >> k % 2 * 16);
-    to[k] = load_number(&number, 0, S);
+  for (int k = 0; k < 4; ++k) to[k] = widened(uint16_t(bits[k / 2] >> k % 2 * 16), S);
+}
+
+// 1 / |x|, and 0 where that is more than a number can be.
+FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
+
+// What a rule makes of a pose of sums; LayerNorm's affine is left to the caller. The last parents by kUnit are sums.
+template <class Pose>
+FASTCAPS_DEVICE void between(const ParentArgs& args, const Pose& pose, bool last) {
+  if (args.rule == Rule::kLayerNorm) {
+    standardise(pose, args.eps);
+  } else if (args.rule == Rule::kSquash || (args.rule == Rule::kUnit && !last)) {
+    const float size = length(pose);
+    const float factor = args.rule == Rule::kSquash ? squash_factor(size) : inverse_of_length(size);
+    pose.each([&](float& x, int) { x *= factor; });
   }
 }
 
-FASTCAPS_DEVICE void store_number(void* data, int64_t at, float x, Storage storage) {
-  switch (storage) {
-    case Storage::kBFloat16: static_cast<uint16_t*>(data)[at] = float_to_bfloat16(x); break;
-    case Storage::kFloat16: static_cast<uint16_t*>(data)[at] = float_to_float16(x); break;
-    default: static_cast<float*>(data)[at] = x;
-  }
-}
-
-// LayerNorm's, of the k-th number of a pose.
+// LayerNorm's affine, of the k-th number of a pose.
 FASTCAPS_DEVICE float affine(const ParentArgs& args, float x, int k) {
   if (args.norm_weight) x *= load_number(args.norm_weight, k, args.storage);
   if (args.norm_bias) x += load_number(args.norm_bias, k, args.storage);
   return x;
 }
 
-FASTCAPS_DEVICE float rounded(float x, Storage storage) {
-  switch (storage) {
-    case Storage::kBFloat16: return bfloat16_to_float(float_to_bfloat16(x));
-    case Storage::kFloat16: return float16_to_float(float_to_float16(x));
-    default: return x;
-  }
+// body(parent, exists) for the block's share of `count` parents, `lanes` lanes to each. Lanes speak to each other: all
+// of a warp go round equally often, and `exists` says which have a parent.
+template <class Body>
+FASTCAPS_DEVICE void each_parent(int64_t count, int lanes, Body&& body) {
+  const int64_t together = block_threads() / lanes, mine = block_x() * together + thread_index() / lanes;
+  for (int64_t first = 0; first < count; first += blocks_x() * together) body(first + mine, first + mine < count);
 }
 
 // Where a parent's numbers begin, that has number `parent` of [B, Ho, Wo, M].
@@ -99,12 +129,12 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
       row = args.by_depth.quotient(unit);
       d = args.by_depth.remainder(unit, row) * V;
     }
-    const int which = Pose::kFixed ? row / (Pose::kFixed ? Pose::kC : 1) : args.by_rows.quotient(row);
-    const int c = row - which * rows;
-    const Position& position = lane.tile[which];
+    const int in_tile = Pose::kFixed ? row / (Pose::kFixed ? Pose::kC : 1) : args.by_rows.quotient(row);
+    const int c = row - in_tile * rows;
+    const Position& position = lane.tile[in_tile];
     const int inside = Pose::kFixed ? V : c >= args.C ? 0 : args.D - d < V ? args.D - d : V;
     const int64_t at = position.children + c * args.children.stride[4] + d * args.children.stride[5];
-    T* target = to + which * lane.child_stride() + c * lane.row_stride() + d;
+    T* target = to + in_tile * lane.child_stride() + c * lane.row_stride() + d;
     for (int k = 0; k < count; ++k) {
       stage_vector<V>(args, target, at + offsets[k].children, offsets[k].exists(args, position) ? inside : 0);
       target += args.tile_size * lane.child_stride();
@@ -163,12 +193,12 @@ struct Stage {
   const Seen* seen;        // [tile_size]
   int t;                   // which child it is, in the order of the kernels
 
-  FASTCAPS_DEVICE Stage(const PassArgs& args, char* shared, int which, int first) : t(first) {
-    const char* floats = shared + args.shared_float + which * args.float_stage;
+  FASTCAPS_DEVICE Stage(const PassArgs& args, char* shared, int parity, int first) : t(first) {
+    const char* floats = shared + args.shared_float + parity * args.float_stage;
     children = reinterpret_cast<const float*>(floats);
-    stored = reinterpret_cast<const uint16_t*>(shared + which * args.shared_stage);
+    stored = reinterpret_cast<const uint16_t*>(shared + parity * args.shared_stage);
     weight = reinterpret_cast<const float*>(floats + args.shared_weight);
-    seen = reinterpret_cast<const Seen*>(shared + which * args.shared_stage + args.shared_seen);
+    seen = reinterpret_cast<const Seen*>(shared + parity * args.shared_stage + args.shared_seen);
   }
   template <int R>
   FASTCAPS_DEVICE void next(const Lane<Pose, R>& lane) {
@@ -192,13 +222,13 @@ struct Stage {
 // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed. The offsets of the
 // first must be there, behind a barrier; those of the children after them are made.
 template <class Pose, int R>
-FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int which, int first, int last) {
+FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int last) {
   const PassArgs& args = lane.args;
   const int count = last - first < args.stage ? last - first : args.stage;
   if (count <= 0) return;
-  make_offsets(args, lane.shared, which ^ 1, first + args.stage, last);
-  const Offset* offsets = offsets_of(args, lane.shared, which);
-  char* base = lane.shared + which * args.shared_stage;
+  make_offsets(args, lane.shared, parity ^ 1, first + args.stage, last);
+  const Offset* offsets = offsets_of(args, lane.shared, parity);
+  char* base = lane.shared + parity * args.shared_stage;
   const auto numbers = [&](auto* to) {
     stage_children(lane, count, offsets, to);
     if constexpr (Pose::kWeightStride > 0)
@@ -214,9 +244,9 @@ FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int which, int first, int 
 // Half precision to float, once for all lanes that will read it: four neighbours at a time, from the stage to where its
 // floats lie, in the same order and what lies between them too. Behind a barrier, and another must follow.
 template <class Pose, int R>
-FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int which, int count) {
+FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int parity, int count) {
   const PassArgs& args = lane.args;
-  const float* from = reinterpret_cast<const float*>(lane.shared + which * args.shared_stage);  // two numbers each
+  const float* from = reinterpret_cast<const float*>(lane.shared + parity * args.shared_stage);  // two numbers each
   float* to = reinterpret_cast<float*>(lane.shared + args.shared_float);
   const bool staged = Pose::kWeightStride > 0 && args.weight;
   const int numbers = staged
@@ -238,9 +268,9 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int which, int count) {
 // Children behind a gate of exactly 0 that are NaN or infinite become zeros, as if they were not there: nothing that
 // they are multiplied by is a number. Behind a barrier, and another must follow.
 template <class Pose, int R>
-FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int which, int count) {
+FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int parity, int count) {
   const PassArgs& args = lane.args;
-  char* stage = lane.shared + which * args.shared_stage;
+  char* stage = lane.shared + parity * args.shared_stage;
   Seen* seen = reinterpret_cast<Seen*>(stage + args.shared_seen);
   const int numbers = lane.padded_rows() * lane.row_stride(), depth = lane.padded_depth();
   const auto all = [&](auto* children, auto is_finite) {
@@ -262,7 +292,7 @@ FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int which, int count) {
       return;
     }
   }
-  all(reinterpret_cast<float*>(lane.shared + args.shared_float + which * args.float_stage),
+  all(reinterpret_cast<float*>(lane.shared + args.shared_float + parity * args.float_stage),
       [](float x) { return fabsf(x) < INFINITY; });
 }
 

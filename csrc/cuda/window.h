@@ -41,10 +41,10 @@ FASTCAPS_DEVICE Position position_of(const PassArgs& args, int64_t number) {
   return at;
 }
 
-FASTCAPS_DEVICE void make_tile(const PassArgs& args, int which, char* shared) {
+FASTCAPS_DEVICE void make_tile(const PassArgs& args, int number, char* shared) {
   Position* tile = reinterpret_cast<Position*>(shared + args.shared_tile);
   for (int k = thread_index(); k < args.tile_size; k += block_threads())
-    tile[k] = position_of(args, int64_t(which) * args.tile_size + k);
+    tile[k] = position_of(args, int64_t(number) * args.tile_size + k);
 }
 
 // The t-th child of a position in the order of the kernels: children with the same weights one after another.
@@ -76,17 +76,17 @@ struct Offset {
   FASTCAPS_DEVICE bool exists(const PassArgs& args, const Position& at) const { return at.sees(args, dy, dx); }
 };
 
-FASTCAPS_DEVICE Offset* offsets_of(const PassArgs& args, char* shared, int which) {
-  return reinterpret_cast<Offset*>(shared + args.shared_offset) + which * kMostChildren;
+FASTCAPS_DEVICE Offset* offsets_of(const PassArgs& args, char* shared, int parity) {
+  return reinterpret_cast<Offset*>(shared + args.shared_offset) + parity * kMostChildren;
 }
 
-FASTCAPS_DEVICE void make_offsets(const PassArgs& args, char* shared, int which, int first, int last) {
+FASTCAPS_DEVICE void make_offsets(const PassArgs& args, char* shared, int parity, int first, int last) {
   const int k = thread_index();
   if (k >= args.stage || first + k >= last) return;
   const Child child(args, first + k);
   const int64_t *p = args.children.stride, *g = args.gate.stride;
-  offsets_of(args, shared, which)[k] = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
-                                        child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
+  offsets_of(args, shared, parity)[k] = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
+                                         child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
 }
 
 }  // namespace fastcaps::gpu

@@ -36,18 +36,12 @@ def _joined(value: Any) -> Any:
 
 def _build() -> dict[str, Any]:
     """What the native library was built with; empty if there is none."""
-    from fastcaps.libraries import native_build_info
+    from fastcaps.libraries import library, native_build_info
 
-    build: dict[str, Any] = native_build_info()
-    if not build:
-        return {}
-    from fastcaps import _C
-
-    build["levels built"] = _C.capabilities_built()
-    try:
-        build["level chosen"] = _C.capability()
-    except ValueError as error:
-        build["level chosen"] = str(error)
+    build, ask = native_build_info(), library("cpu").ask
+    if build:
+        build["levels built"] = (ask("fastcaps_capabilities_built") or "").split(",")
+        build["level chosen"] = ask("fastcaps_capability") or "none: see FASTCAPS_CPU_CAPABILITY"
     return build
 
 

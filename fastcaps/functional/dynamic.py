@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_eps, check_table
+from fastcaps.checks import check_choice, check_count, check_finite, check_table
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
@@ -40,9 +40,9 @@ def dynamic_routing(
         v_m^t = \operatorname{squash}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)
 
     The paper keeps the log-priors of all pairs of child and parent and adds to each the agreement of a vote with its
-    parent, turn by turn. They are linear in the votes, so that the sum of the parents so far says as much: the state is
-    M poses, not I * M numbers, and no vote is stored. In the first turn ``r = 1 / M``. ``squash(s)`` is
-    ``|s|^2 / (1 + |s|^2) s / |s|``, with derivative 0 at the zero vector; its length is over the C * E numbers.
+    parent, iteration by iteration. They are linear in the votes, so that the sum of the parents so far says as much:
+    the state is M poses, not I * M numbers, and no vote is stored. In the first iteration ``r = 1 / M``. ``squash(s)``
+    is ``|s|^2 / (1 + |s|^2) s / |s|``, with derivative 0 at the zero vector; its length is over the C * E numbers.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def dynamic_routing(
         number of children that a position sees (I, or kh * kw * N). Child i, counted
         as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices, G = N shared over the window, G = 1.
     iterations : int
-        Turns, at least 1.
+        How many, at least 1.
     parents : int, optional
         M. Taken from ``weight``, else from ``bias``, else 1.
     bias : Tensor, optional
@@ -63,23 +63,23 @@ def dynamic_routing(
     compete : "parents" or "children"
         Over which of them the softmax runs. The paper says parents; many published codes let the children of a parent
         compete. Then the gates, which must not be negative, stand inside the softmax, and shares add up to 1 over the
-        children; in the first turn ``r = 1 / I``.
+        children; in the first iteration ``r = 1 / I``.
     detach : bool
-        The coefficients are constants to the gradient: it flows through the last turn's sum alone, to the children and
-        the weights. Many published codes do so.
+        The coefficients are constants to the gradient: it flows through the last iteration's sum alone, to the children
+        and the weights. Many published codes do so.
     leaky : bool
         A child may also go to none of the parents: one logit of 0 more, whose share is dropped. For
         ``compete="parents"``. It pads the weights (and the bias) by a parent of zeros.
     prior : Tensor, optional
-        Logits that every turn starts from, ``[I or 1, M]``: the paper's log prior probabilities, which it learns. Not
-        with ``leaky``.
+        Logits that every iteration starts from, ``[I or 1, M]``: the paper's log prior probabilities, which it learns.
+        Not with ``leaky``.
     eps : float
         Under the root of squash's length, as many published codes have it: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
-        eps)``. With a prior or an eps every turn is an op of its own.
+        eps)``. With a prior or an eps every iteration is an op of its own.
     window : Window, optional
         Makes the call one over a grid.
     return_coefficients : bool
-        Also return the r of the last turn.
+        Also return the r of the last iteration.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def dynamic_routing(
     """
     votes = Votes.of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
     check_choice("compete", compete, ("parents", "children"))
-    many, eps = votes.parents, check_eps(eps)
+    many, eps = votes.parents, check_finite("eps", eps, 0.0)
     own: Any = ops.Attention if compete == "parents" else ops.Pooling
     own = own(
         iterations=check_count("iterations", iterations), detach=bool(detach), coefficients=bool(return_coefficients)
@@ -154,7 +154,8 @@ def _one_by_one(routing: Any, votes: Votes, own: Any, prior: Tensor | None, eps:
         step = squashed(results) if prior is None else F.pad(squashed(results), (0, 1))
         return {"query": step if own.query is None else own.query + step}
 
-    last = routing.iterate(routing, votes, own, advance)[-1]
+    # a backend serves the first iteration too, as it does in the op that squashes by itself
+    last = routing.iterate(routing.route, votes, own, advance)[-1]
     return squashed(last), last[-1]
 
 

@@ -14,12 +14,11 @@ from fastcaps.checks import (
     accumulation_dtype,
     check_choice,
     check_count,
-    check_eps,
     check_finite,
     check_table,
     is_tracing,
 )
-from fastcaps.reference.gaussian import log_sigmas
+from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op
@@ -32,9 +31,9 @@ MOST_ITERATIONS = 1 << 24
 """The most iterations of EM and Heinsen's routing: each has an entry in a list."""
 
 
-def default_inverse_temperature(turn: int) -> float:
-    """Return EM routing's customary λ of a turn that counts from 0: ``0.01 (1 - 0.95^(turn + 1))``."""
-    return 0.01 * (1 - 0.95 ** (turn + 1))
+def default_inverse_temperature(iteration: int) -> float:
+    """Return EM routing's customary λ of an iteration that counts from 0: ``0.01 (1 - 0.95^(iteration + 1))``."""
+    return 0.01 * (1 - 0.95 ** (iteration + 1))
 
 
 def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
@@ -53,7 +52,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     if not is_tracing() and hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array: no gradient is lost
         given = given.tolist()
     if callable(given):
-        values = [given(turn) for turn in range(iterations)]
+        values = [given(iteration) for iteration in range(iterations)]
     elif isinstance(given, Sequence):
         values = list(given)
         if len(values) != iterations:
@@ -95,10 +94,10 @@ def em_routing(
         a_m = \operatorname{sigmoid}\Bigl(\lambda_t \bigl(\beta_{a,m} - \sum_{ce} (\beta_{u,m} + \ln \sigma_m)
               n_m\bigr)\Bigr)
 
-    Each parent is a Gaussian with a diagonal variance; the parents compete for each child (the softmax runs over m),
-    in the first turn ``r = 1 / M`` (see ``first_coefficients``). All is computed from logarithms, so that no activation
-    of 0 and no small variance makes a NaN, and no vote is stored. The children's activations weigh them in the sums;
-    they are not divided out.
+    Each parent is a Gaussian with a diagonal variance; the parents compete for each child (the softmax runs over m), in
+    the first iteration ``r = 1 / M`` (see ``first_coefficients``). All is computed from logarithms, so that no
+    activation of 0 and no small variance makes a NaN, and no vote is stored. The children's activations weigh them in
+    the sums; they are not divided out.
 
     Parameters
     ----------
@@ -114,10 +113,10 @@ def em_routing(
     beta_u, beta_a : Tensor
         ``[M]``: the cost of describing a child, per number of its pose; the benefit of a parent's being active.
     iterations : int
-        Turns, at least 1.
+        How many, at least 1.
     inverse_temperature : float, sequence of float, callable, optional
-        :math:`\lambda_t`: a number, one for each turn, or a function of the turn (counted from 0). None is the
-        customary ``0.01 (1 - 0.95^(turn + 1))``.
+        :math:`\lambda_t`: a number, one for each iteration, or a function of the iteration (counted from 0). None is
+        the customary ``0.01 (1 - 0.95^(iteration + 1))``.
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``; see :func:`coordinate_bias`.
     eps : float
@@ -125,7 +124,7 @@ def em_routing(
     window : Window, optional
         Makes the call one over a grid.
     return_coefficients : bool
-        Also return the r of the last turn.
+        Also return the r of the last iteration.
     first_coefficients : "uniform" or "ones"
         r of the first iteration: 1 / M, or 1 for every pair, as SR-CapsNet's code has it (Hahn et al. 2019). Means and
         variances are the same but for ``eps``; n, and with it the cost, is M times as large.
@@ -162,7 +161,7 @@ def em_routing(
         children, weight, bias, activations, window,
         gate_name="activations", others=others, parents_at=0, check=_check,
     )  # fmt: skip
-    iterations, eps = check_count("iterations", iterations), check_eps(eps)
+    iterations, eps = check_count("iterations", iterations), check_finite("eps", eps, 0.0)
     given = 1.0 if normalize_cost and inverse_temperature is None else inverse_temperature
     temperatures = inverse_temperatures(given, iterations)
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
@@ -206,21 +205,18 @@ def _with_normalized_cost(first_votes: Votes, votes: Votes, own: ops.Gaussian) -
     one = beta_u.new_ones((1, 1))
     counting = own._replace(beta_use=one, beta_ignore=torch.zeros_like(one), rule=int(Rule.HEINSEN))
 
-    def scored(temperature: float, results: Any) -> tuple[Tensor, Tensor]:
-        counts, means, variances = results[:3]
-        log_sigma = log_sigmas(variances)
-        benefit = beta_a - (means.shape[-2] * means.shape[-1] * beta_u + log_sigma) * counts
-        return temperature * F.layer_norm(benefit, benefit.shape[-1:]), log_sigma
+    def scored(temperature: float, results: Any) -> Tensor:
+        benefit = benefits(results[0], results[2], beta_u, beta_a)
+        return temperature * F.layer_norm(benefit, benefit.shape[-1:])
 
     def run(votes: Votes, own: ops.Gaussian) -> Any:
         return ops.gaussian_routing(first_votes if own.mean is None else votes, own)
 
     def advance(own: ops.Gaussian, results: Any) -> dict[str, Tensor | None]:
-        scores, log_sigma = scored(own.temperatures[0], results)
-        return {"mean": results[1], "variance": results[2], "log_weight": F.logsigmoid(scores) - log_sigma}
+        return ops.gaussian_routing.advance(own, (scored(own.temperatures[0], results), *results[1:3]))
 
     last = ops.gaussian_routing.iterate(run, votes, counting, advance)[-1]
-    return scored(own.temperatures[-1], last)[0], last[1], last[-1]
+    return scored(own.temperatures[-1], last), last[1], last[-1]
 
 
 def weighed_by_ones(votes: Votes) -> Votes:

@@ -163,35 +163,29 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
 class _Listener(list[Explanation]):
     """The explanations of what was heard so far, in one thread."""
 
-    def routing(self, op: Routing, votes: Votes, own: Any) -> None:
-        """Explain a call of a routing's op."""
+    def routing(self, op: Routing, votes: Votes, own: Any, by_library: bool = False) -> None:
+        """Explain a call of a routing's op, which torch's own product may serve."""
         if len(self) == _MOST_CALLS:
             raise ValueError(
                 f"explain: the module makes more than {_MOST_CALLS} calls of routings; explain fewer iterations"
             )
-        self.append(_explain_op(op, votes, own))
-
-    def product(self, votes: Votes) -> None:
-        """Explain a first iteration that torch's own product makes."""
-        call = backends.Call.under_autocast("attention", votes)
-        found = _explain(call, _describe(votes, call), backends.refusal)
-        if found.backend is not None:
-            why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
-            reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
-            found = Explanation("torch", why, reasons, call=found.call)
-        self.append(found)
+        self.append(_explain_op(op, votes, own, by_library))
 
     def other(self, call: backends.Call, describe: Callable[[], str], refusal: _Refusal) -> None:
         """Explain a call of an op that is no routing."""
         self.append(_explain(call, describe(), refusal))
 
 
-def _explain_op(routing: Routing, votes: Votes, own: Any) -> Explanation:
+def _explain_op(routing: Routing, votes: Votes, own: Any, by_library: bool) -> Explanation:
     call, count = backends.Call.under_autocast(routing.stem, votes), routing.iterations(own)
-    described = _describe(votes, call) + (f", {count} turns" if count > 1 else "")
+    described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
     found = _explain(call, described, backends.refusal)
     if found.backend is None:
         return found
+    if by_library:
+        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
+        reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
+        return Explanation("torch", why, reasons, call=described)
     copied = sum(table.numel() for table in (votes.bias, *routing.tables(own)) if table is not None)
     facts = (count, getattr(own, routing.state[0]) is not None)
     forward, backward = (_schedule(found.backend, call, votes, (*facts, half, copied)) for half in (False, True))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_eps, check_table
+from fastcaps.checks import check_choice, check_count, check_finite, check_table
 from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
@@ -41,8 +41,8 @@ def heinsen_routing(
         \mu_m &= \frac{\sum_i D_{im} V_{im}}{\sum_i D_{im} + \epsilon}, \quad
         \sigma_m^2 = \frac{\sum_i D_{im} (V_{im} - \mu_m)^2}{\sum_i D_{im} + \epsilon} + \epsilon
 
-    The parents compete for each child (the softmax runs over m), in the first turn ``r = 1 / M``. p is the parent's
-    Gaussian with a diagonal variance, or, for k-means, ``exp(-|V - mu|^2)``. No vote is stored.
+    The parents compete for each child (the softmax runs over m), in the first iteration ``r = 1 / M``. p is the
+    parent's Gaussian with a diagonal variance, or, for k-means, ``exp(-|V - mu|^2)``. No vote is stored.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def heinsen_routing(
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``: net benefit of using a child, net cost of ignoring it.
     iterations : int
-        Turns, at least 1.
+        How many, at least 1.
     model : "gaussian" or "kmeans"
         How likely a vote is under a parent.
     eps : float
@@ -69,7 +69,7 @@ def heinsen_routing(
     window : Window, optional
         Makes the call one over a grid.
     return_coefficients : bool
-        Also return the r of the last turn.
+        Also return the r of the last iteration.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def heinsen_routing(
         children, weight, bias, scores, window,
         gate_name="scores", others=others, parents_at=1, check=_check,
     )  # fmt: skip
-    iterations, eps = check_count("iterations", iterations), check_eps(eps)
+    iterations, eps = check_count("iterations", iterations), check_finite("eps", eps, 0.0)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here
         votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(children.dtype))

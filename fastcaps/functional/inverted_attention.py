@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_count, check_eps, check_finite, check_shape, check_tensor
-from fastcaps.functional import uniform
+from fastcaps.checks import check_count, check_finite, check_shape, check_tensor
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op, pose_of, to_op
@@ -40,7 +39,7 @@ def inverted_attention_routing(
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
     which ``r = 1 / M``; before LayerNorm the result is then linear in the children, made by a convolution or matmul
-    (``fastcaps/functional/uniform.py``) except where copying large weights for that would be most of the work.
+    (``fastcaps/ops/uniform.py``) except where copying large weights for that would be most of the work.
 
     Parameters
     ----------
@@ -67,9 +66,9 @@ def inverted_attention_routing(
     normalize : bool
         False leaves LayerNorm out; so does a pose of one number.
     iterations : int
-        Turns, at least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
+        At least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
     return_coefficients : bool
-        Also return the r of the last turn.
+        Also return the r of the last iteration.
 
     Returns
     -------
@@ -90,18 +89,11 @@ def inverted_attention_routing(
     query = None if parents is None else to_op(parents, window)
     rows, _, columns = pose_of(votes)
     pose = rows * columns
-    eps, iterations = check_eps(eps), check_count("iterations", iterations)
+    eps, iterations = check_finite("eps", eps, 0.0), check_count("iterations", iterations)
     scale = pose**-0.5 if scale is None else check_finite("scale", scale)
     rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
     if rule == Rule.PLAIN:
         norm_weight = norm_bias = None
-    if query is None and uniform.library_serves(votes):  # no parents yet: linear in the children
-        routed = uniform.uniform_turn(votes, norm_weight, norm_bias, eps, rule == Rule.LAYER_NORM)
-        if iterations == 1 and return_coefficients:
-            return Routed(from_op(routed, window), uniform.uniform_coefficients(votes))
-        if iterations == 1:
-            return from_op(routed, window)
-        query, iterations = routed, iterations - 1
     flags = (False, bool(return_coefficients))
     own = ops.Attention(query, norm_weight, norm_bias, scale, eps, int(rule), iterations, *flags)
     routed, _, coefficients = ops.attention_routing(votes, own)

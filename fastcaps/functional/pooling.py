@@ -75,7 +75,7 @@ def routing_pool(
         M. Taken from ``weight``, else from ``bias``, else 1. Parents with the same votes stay the same: several are of
         use only with weights or a bias that tells them apart.
     iterations : int
-        Turns that find the coefficients, at least 0; one more sum is taken with them.
+        Iterations that find the coefficients, at least 0; one more sum is taken with them.
     sharpness : float
         :math:`\lambda`, at least 0.
     activation : str or callable, optional

@@ -1,31 +1,32 @@
 """The border: three routings as ops of PyTorch, each with its backward.
 
-``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` make T >= 1 turns; a pass is a routing of one turn.
-Their leading arguments are the votes (:class:`fastcaps.votes.Votes`), in op layout; what each takes besides, and what
-one turn computes, is said by the function of the same name in :mod:`fastcaps.reference`. Whoever calls them comes
-through :class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fastcaps.attention_routing`` and so on.
+``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` make T >= 1 iterations; a pass is a routing of one
+iteration. Their leading arguments are the votes (:class:`fastcaps.votes.Votes`), in op layout; what each takes besides,
+and what one iteration computes, is said by the function of the same name in :mod:`fastcaps.reference`. Whoever calls
+them comes through :class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fastcaps.attention_routing`` and
+so on.
 
 Workspace
 ---------
 With "parents" short for the B * L * M * C * E numbers of one parents tensor, results hold the parents and the history:
-one parents a turn for attention, the same and a number for each parent for pooling, two of each for Gaussians.
-Coefficients, if asked for, are B * L * I * M numbers; some 16 MB (attention), or one sample's votes, are used to make
-them. Besides, the CPU kernels use
+one parents an iteration for attention, the same and a number for each parent for pooling, two of each for Gaussians.
+Coefficients, if asked for, are B * L * I * M numbers (while pooling makes them, twice that); some 16 MB of
+votes are used to make them. Besides, the CPU kernels use
 
 ``attention_routing``: partial sums where positions are too few to keep the threads busy, all together a 64th of what
 the votes would take (but 1 to 32 MiB), and 0.5 to 1.5 MiB for each thread (the parents and votes of one block, or the
-children of a row where they stay for all turns; with very many parents, the parents of 16 positions a few times).
+children of a row where they stay for all iterations; with very many parents, the parents of 16 positions a few times).
 ``pooling_routing`` and ``gaussian_routing``: the same; what a range of children leaves is one parents and two numbers
 for each parent, or two parents and as many numbers.
 
-``attention_routing_backward``: two parents a turn (the query and dL/dS, turned to lanes), one parents more for each
-range of children and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (kept small by
-``csrc/cpu``), and about 1 MiB for each thread. Pooling has two parents and two numbers for each parent, Gaussians five
-and three.
+``attention_routing_backward``: two parents an iteration (the query and dL/dS, turned to lanes), one parents more for
+each range of children and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (kept small
+by ``csrc/cpu``), and about 1 MiB for each thread. Pooling has two parents and two numbers for each parent, Gaussians
+five and three.
 
-A backward of several turns also makes the query of every turn again (for Gaussians the variances) and keeps the
-gradients of every turn's parents until the end: two parents a turn, three for Gaussians and, while those are put
-together, two more.
+A backward of several iterations also makes the query of every iteration again (for Gaussians the variances) and keeps
+the gradients of every iteration's parents until the end: two parents an iteration, three for Gaussians and, while those
+are put together, two more.
 
 The CUDA kernels use: one parents for each range of children, where positions are too few to fill the device (each range
 has at least 8 children); where the parents do not fit into one block, 2 * B * L * I numbers for each block of them, or

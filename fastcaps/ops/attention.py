@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastcaps import reference
-from fastcaps.checks import accumulation_dtype
+from fastcaps import backends, reference
+from fastcaps.checks import accumulation_dtype, is_tracing, widen
+from fastcaps.ops import uniform
 from fastcaps.ops.query import QueryRouting, check_like
-from fastcaps.ops.routing import Results
-from fastcaps.reference.attention import layer_norm
+from fastcaps.ops.signature import Results
+from fastcaps.ops.watchers import listener
+from fastcaps.reference.attention import parents_of, uniform_shares
 from fastcaps.rules import Rule
-from fastcaps.vectors import squash
-from fastcaps.votes import POSE, Votes
+from fastcaps.votes import Votes, autocast_dtype
 
 
 class Attention(NamedTuple):
@@ -50,6 +51,29 @@ class AttentionRouting(QueryRouting):
     history = ("sums",)
     constant = frozenset(("query",))
 
+    def __call__(self, votes: Votes, own: Attention) -> tuple[Any, ...]:
+        """Run the op, but for a first iteration that the library's own product serves."""
+        if own.query is not None or self.adds(own) or not uniform.library_serves(votes):
+            return self.route(votes, own)
+        if not is_tracing():
+            if (hears := listener.get()) is not None:
+                hears.routing(self, votes, own._replace(iterations=1), by_library=True)
+            elif backends.forced() is not None:  # raises where that backend cannot take the call
+                backends.choose(backends.Call.under_autocast(self.stem, votes))
+        parents = self._without_parents(votes, own)
+        if own.iterations > 1:
+            return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
+        return parents, None, uniform_shares(votes) if own.coefficients else None
+
+    def _without_parents(self, votes: Votes, own: Attention) -> Tensor:
+        """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
+        device, norm = votes.children.device.type, own.rule == Rule.LAYER_NORM
+        if autocast_dtype(device) is None:
+            return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
+        votes, own = self.given(self.cast((*votes, *own)))
+        with torch.autocast(device, enabled=False):
+            return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
+
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.attention_routing, reference.attention_routing_backward
 
@@ -71,13 +95,8 @@ class AttentionRouting(QueryRouting):
         return super().gradient_shape(name, given)
 
     def left(self, own: Attention, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        parents = sums
-        if own.rule == Rule.SQUASH:
-            parents = squash(sums, POSE)
-        elif own.rule == Rule.LAYER_NORM:
-            affine = [None if t is None else t.to(sums.dtype) for t in (own.norm_weight, own.norm_bias)]
-            parents = layer_norm(sums, affine[0], affine[1], own.eps)
-        return parents.to(dtype)
+        scale, shift = widen(dtype, own.norm_weight, own.norm_bias)
+        return parents_of(sums, scale, shift, own.eps, own.rule).to(dtype)
 
     def coefficients(self, votes: Votes, own: Attention, results: Results) -> Tensor:
         query = self.last_query(own, results[1], votes.children.dtype)

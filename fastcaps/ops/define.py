@@ -34,7 +34,7 @@ def written(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{_kind(annotation)} {name}" for name, annotation in fields.items())
 
 
-def tensors_of(fields: Mapping[str, Any]) -> list[str]:
+def tensor_names(fields: Mapping[str, Any]) -> list[str]:
     """Return the names of a record's tensors."""
     return [name for name, annotation in fields.items() if _kind(annotation).startswith("Tensor")]
 

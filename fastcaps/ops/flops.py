@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastcaps.ops.signature import Signature
 from fastcaps.votes import output_size
 
-if TYPE_CHECKING:
-    from fastcaps.ops.routing import Routing
 
-
-def forward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+def forward_flops(routing: Signature, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the multiplications and additions of a call.
 
     An iteration makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a
@@ -25,7 +23,7 @@ def forward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: An
     return count * each if getattr(own, routing.state[0]) is not None else first + (count - 1) * each
 
 
-def backward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+def backward_flops(routing: Signature, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
     votes, one = _votes_and_sum(shapes[len(routing.heads) :])
     count, needs = next(head for head in shapes[: len(routing.heads)] if head is not None)[0], shapes[-1]

@@ -12,7 +12,8 @@ from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import check_like
 from fastcaps.ops.reverse import Reverse
-from fastcaps.ops.routing import Gradients, Results, Routing, State
+from fastcaps.ops.routing import Routing
+from fastcaps.ops.signature import Gradients, Results, State
 from fastcaps.reference.gaussian import log_sigmas, next_log_weight
 from fastcaps.reference.seen import inverse_or_zero
 from fastcaps.rules import Rule

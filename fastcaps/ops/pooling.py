@@ -11,7 +11,7 @@ from torch import Tensor
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import QueryRouting, check_like
-from fastcaps.ops.routing import Results
+from fastcaps.ops.signature import Results
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, Votes

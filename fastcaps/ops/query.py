@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.reverse import Reverse
-from fastcaps.ops.routing import Gradients, Results, Routing, State
+from fastcaps.ops.routing import Routing
+from fastcaps.ops.signature import Gradients, Results, State
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, Votes
 

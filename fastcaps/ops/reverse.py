@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from fastcaps.ops.signature import Gradients, Signature
 from fastcaps.rules import DETACH
 from fastcaps.votes import Votes
-
-if TYPE_CHECKING:
-    from fastcaps.ops.routing import Gradients, Routing
 
 
 class Reverse:
@@ -33,7 +31,7 @@ class Reverse:
     """
 
     def __init__(
-        self, routing: Routing, run: Callable[..., Any], votes: Votes, count: int, needs: set[str], together: bool
+        self, routing: Signature, run: Callable[..., Any], votes: Votes, count: int, needs: set[str], together: bool
     ) -> None:
         self.routing, self.run, self.votes, self.count = routing, run, votes, count
         self.needs, self.together, self.summed = needs, together, needs

@@ -8,9 +8,8 @@ compilers or coefficients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,17 +17,12 @@ from torch import Tensor
 
 from fastcaps import backends, libraries
 from fastcaps.checks import accumulation_dtype, check_tensor
-from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable, tensors_of, written
+from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
+from fastcaps.ops.signature import Gradients, Results, Signature, State
 from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
-from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
-
-_COUNT = len(Votes._fields)
-
-Gradients = Sequence[Tensor | None]
-Results = Sequence[Tensor]
-State = dict[str, Tensor | None]
+from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -48,53 +42,13 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
         return None, None, None, *routing.differentiate(ctx, ctx.needs_input_grad[3:], grads)
 
 
-class Routing(ABC):
-    """A routing as PyTorch and the backends have to know it.
+class Routing(Signature, ABC):
+    """A routing as PyTorch and the backends have to know it: its two ops, and what lies between two iterations."""
 
-    Attributes
-    ----------
-    stem
-        The name of the routing's files, everywhere; ``stem + "_routing"`` is the op.
-    Own
-        What the op takes after the votes: a typed named tuple, from which the schema is written. It ends in flags that
-        no kernel's forward takes: ``detach`` reaches the reference, and a backward as a bit of ``needs``;
-        ``coefficients`` are made above the backends.
-    Rest
-        The same of the backward, which takes ``heads`` before the votes, and last ``needs``, the gradients that are
-        wanted as bits. It returns the gradients of the op's tensors, in their order.
-    state
-        The tensors among ``Own`` that belong to parents: what the first iteration starts from.
-    finals, history
-        The results that have gradients; and the others (but for the coefficients), in which iterations lead.
-    heads
-        What the backward takes first, and the types of it.
-    moments
-        How many sums over the votes an iteration leaves.
-    wide
-        Whether the tensors of ``Own`` are in the accumulation dtype of the children.
-    constant
-        The tensors that have no gradient where coefficients are detached.
-    """
-
-    stem: str
-    Own: Any
-    Rest: Any
-    state: tuple[str, ...]
-    finals: tuple[str, ...]
-    history: tuple[str, ...]
-    heads: Mapping[str, str]
-    moments = 1
-    wide = False
-    constant: frozenset[str] = frozenset()
     sharded: Callable[..., tuple[Any, ...]]
     """What routes DTensors. The package sets it, so that nothing here knows of :mod:`fastcaps.distributed`."""
 
     # ---- what a routing says of itself -------------------------------------------------------------------------------
-
-    def iterations(self, own: Any) -> int:
-        """Return how many iterations a call makes."""
-        count: int = own.iterations
-        return count
 
     def single(self, own: Any, k: int) -> Any:
         """Return what an op of iteration k alone takes, but for the state."""
@@ -132,41 +86,23 @@ class Routing(ABC):
 
     def __init__(self) -> None:
         """Define both ops."""
-        self.name = f"{self.stem}_routing"
-        taken = {**Votes.__annotations__, **self.Own.__annotations__}
-        self.names = list(taken)
-        self.tensors = tensors_of(taken)
-        self._places = [self.names.index(name) for name in self.tensors]
-        self._tensors_of = itemgetter(*self._places)
-        flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
-        self._native_count = len(self.Own._fields) - len(flags)
-        given = {**self.heads, **Votes.__annotations__, **self.Rest.__annotations__}
-        self.backward_names = [*given, "needs"]
-        self.stacked = {*tensors_of(self.Rest.__annotations__)} - ({*self.tensors} - {*self.state})
-
-        returns = ", ".join(f"Tensor {name}" for name in (*self.finals, *self.history))
-        plain = written({name: kind for name, kind in taken.items() if name not in flags})
-        native = f"{plain}, int options", f"({returns})"
-        both = written(taken), f"({returns}, Tensor coefficients)"
-        self.op, self.native = define(self.name, *both, self.run, self.fake, partial(forward_flops, self), native)
-        makes = ", ".join(f"Tensor d{name}" for name in self.tensors)
-        takes = f"{written(given)}, int needs"
-        own = f"{self.name}_backward", takes, f"({makes})", self.run_backward, self.fake_backward
-        self.backward_op, self.native_backward = define(
-            *own, partial(backward_flops, self), (f"{takes}, int options", f"({makes})")
-        )
+        super().__init__()
+        flops = partial(forward_flops, self), partial(backward_flops, self)
+        self.op, self.native = define(self.name, *self.schema, self.run, self.fake, flops[0], self.native_schema)
+        backward = f"{self.name}_backward", *self.backward_schema, self.run_backward, self.fake_backward
+        self.backward_op, self.native_backward = define(*backward, flops[1], self.native_backward_schema)
         make_differentiable(self.op, self._differentiate_op, self.save, self.by_reference, self.fake)
-        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            LIBRARY.impl(self.name, self._autocast_kernel(device_type, key), key)
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            LIBRARY.impl(self.name, self._autocast_kernel(key), key)
 
-    def __call__(self, votes: Votes, own: Any) -> Any:
-        """Run the op: the only entrance that functions use."""
+    def route(self, votes: Votes, own: Any) -> Any:
+        """Run the op by a backend, in the way that those who watch need."""
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
         if is_transformed():
             backends.refuse_unless_reference(self.stem)
             return self.by_reference(*votes, *own)
-        tensors = self._tensors_of((*votes, *own))
+        tensors = self.tensors_of((*votes, *own))
         plain = are_plain(tensors)
         if not plain and is_sharded(tensors):
             return self.sharded(self, votes, own)
@@ -178,29 +114,8 @@ class Routing(ABC):
                     return _Recorded.apply(self, votes, own, *tensors)  # type: ignore[attr-defined]
         return self.compute(votes, own)
 
-    def given(self, arguments: Sequence[Any]) -> tuple[Votes, Any]:
-        """Return the op's arguments as records."""
-        return Votes(*arguments[:_COUNT]), self.Own(*arguments[_COUNT:])
-
-    def given_backward(self, arguments: Sequence[Any]) -> tuple[Gradients, Votes, Any, int]:
-        """Return the backward's arguments as records: heads, votes, the rest, and the bits of what is needed."""
-        *taken, needs = arguments
-        first, count = len(self.heads), len(self.heads) + _COUNT
-        return taken[:first], Votes(*taken[first:count]), self.Rest(*taken[count:]), needs
-
-    def bits(self, names: Iterable[str]) -> int:
-        """Return the gradients of some tensors as the backward op is asked for them."""
-        return sum(1 << self.tensors.index(name) for name in names)
-
-    def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
-        """Return what iteration k, counted from the last, has of what the backward takes after the votes.
-
-        None where a stack has no part of it, as that of the queries where the first iteration had none.
-        """
-        return [
-            x if name not in self.stacked else None if x is None or len(x) < -k else x[k : k + 1 or None]
-            for name, x in zip(self.Rest._fields, rest, strict=True)
-        ]
+    __call__ = route
+    """The entrance that functions use."""
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
@@ -211,14 +126,14 @@ class Routing(ABC):
     def compute(self, votes: Votes, own: Any) -> tuple[Any, ...]:
         """Run a call by the backend that is forced, or comes first among those that can."""
         if backends.on_cpu(votes.children):
-            results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self._native_count], 0))
-            return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
+            results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
+            return (*results, self._coefficients(votes, own, results))
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
 
             def run(votes: Votes, own: Any) -> Results:
-                found: Results = self.native[chosen](*votes, *own[: self._native_count], call.options)
+                found: Results = self.native[chosen](*votes, *own[: self.native_count], call.options)
                 return found
 
             begins = getattr(own, self.state[0]) is not None
@@ -230,7 +145,7 @@ class Routing(ABC):
             if chosen == "triton":
                 kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
             results = [x.contiguous().detach() for x in self._on_grids(kernel, votes, own)]  # no views: users may write
-        return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
+        return (*results, self._coefficients(votes, own, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the backend that is forced, or comes first among those that can.
@@ -300,18 +215,14 @@ class Routing(ABC):
         placed = self._on_grid(votes, own)
         self.check(*placed)
         results = self._joined(self.iterate(kernel, *placed))
-        return [as_set(x, self._lead(k)) for k, x in enumerate(results)] if votes.is_set else results
-
-    def _lead(self, k: int) -> int:
-        """Return where a position lies in the k-th result of a call on a grid: behind iterations in the history."""
-        return 1 if k < len(self.finals) else 2
+        leading = [1] * len(self.finals) + [2] * len(self.history)  # where iterations lead
+        return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)] if votes.is_set else results
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a call by the reference, one iteration after another: differentiable code."""
         votes, own = self.given(arguments)
         results = self._on_grids(self._reference, votes, own)
-        shares = self._coefficients(votes, own, results) if own.coefficients else None
-        return _complete((*results, shares), votes.children)
+        return _complete((*results, self._coefficients(votes, own, results)), votes.children)
 
     def iterate(
         self,
@@ -348,19 +259,19 @@ class Routing(ABC):
         history = (torch.cat(kind).detach() for kind in zip(*(results[final:] for results in every), strict=True))
         return (*every[-1][:final], *history)
 
-    def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor:
+    def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor | None:
+        """Return the coefficients, if they are wanted."""
+        if not own.coefficients:
+            return None
         with torch.no_grad():
-            if not votes.is_set:
-                return self.coefficients(votes, own, results)
-            placed = [as_grid(x, self._lead(k)) for k, x in enumerate(results)]
-            return as_set(self.coefficients(*self._on_grid(votes, own), placed))
+            return self.coefficients(votes, own, results)
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return empty tensors as the op would, and tell who listens of the call."""
         votes, own = self.given(arguments)
-        for name, tensor in zip(self.tensors, self._tensors_of(arguments), strict=True):
+        for name, tensor in zip(self.tensors, self.tensors_of(arguments), strict=True):
             if tensor is not None and tensor.device != votes.children.device:  # one without memory brings a call here
                 raise ValueError(f"{name} must be on {votes.children.device}, got {tensor.device}")
         if (hears := listener.get()) is not None:
@@ -381,36 +292,28 @@ class Routing(ABC):
             results.append(children.new_empty((0,) if shape is None else shape, dtype=dtype))
         return tuple(results)
 
-    def gradient_shape(self, name: str, given: Mapping[str, Any]) -> Sequence[int] | None:
-        """Return the shape of a gradient that the backward returns; None where there is no such input."""
-        tensor = given.get(name)
-        if tensor is None:
-            return None
-        shape: Sequence[int] = tensor.shape[1:] if name in self.stacked else tensor.shape
-        return shape
-
     def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         """Keep in an autograd context what the backward will ask for."""
         arguments, results, count = inputs, output, len(self.finals)  # torch calls them by name
         ctx.routing, ctx.blocks = self, backends.settings()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results[count:] if x is not None))
-        ctx.save_for_backward(*self._tensors_of(arguments), *results[count:-1])
+        ctx.save_for_backward(*self.tensors_of(arguments), *results[count:-1])
         ctx.others = others = list(arguments)
-        for k in self._places:
+        for k in self.places:
             others[k] = None
 
     def _differentiate_op(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of all arguments of the op."""
-        found = self.differentiate(ctx, self._tensors_of(ctx.needs_input_grad), grads)
-        gradients = dict(zip(self._places, found, strict=True))
+        found = self.differentiate(ctx, self.tensors_of(ctx.needs_input_grad), grads)
+        gradients = dict(zip(self.places, found, strict=True))
         return tuple(gradients.get(k) for k in range(len(self.names)))
 
     def differentiate(self, ctx: Any, needed: Sequence[bool], grads: Gradients) -> Gradients:
         """Return the gradients of the op's tensors, of which ``needed`` are wanted, from those of its results."""
         saved = ctx.saved_tensors  # once: a checkpoint hands them out once
         arguments = ctx.others.copy()
-        for k, tensor in zip(self._places, saved, strict=False):
+        for k, tensor in zip(self.places, saved, strict=False):
             arguments[k] = tensor
         finals = grads[: len(self.finals)]
         if not any(grad is not None for grad in finals):
@@ -427,7 +330,7 @@ class Routing(ABC):
         return [reverse.gradients.get(name) for name in self.tensors]
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
-        wanted = [k for k, want in zip(self._places, needed, strict=True) if want]
+        wanted = [k for k, want in zip(self.places, needed, strict=True) if want]
         gradients: dict[int, Tensor] = {}
         with torch.enable_grad(), torch.autocast(arguments[0].device.type, enabled=False):
             # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
@@ -440,24 +343,18 @@ class Routing(ABC):
                 leaves = [inputs[k] for k in wanted]
                 found = torch.autograd.grad(made, leaves, heads, create_graph=True, allow_unused=True)
                 gradients = dict(zip(wanted, found, strict=True))
-        return [gradients.get(k) for k in self._places]
+        return [gradients.get(k) for k in self.places]
 
-    def _autocast_kernel(self, device_type: str, key: str) -> Callable[..., Any]:
-        """Return the op's kernel under autocast: tensors to :func:`autocast_dtype`, float64 left alone."""
+    def _autocast_kernel(self, key: str) -> Callable[..., Any]:
+        """Return the op's kernel under autocast."""
         excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-        def cast(*arguments: Any) -> Any:
-            dtype = autocast_dtype(device_type)
+        def run(*arguments: Any) -> Any:
+            given = self.cast(arguments)
             with torch._C._ExcludeDispatchKeyGuard(excluded):
-                if dtype is None:
-                    return self.op(*arguments)
-                given = list(arguments)
-                for k in self._places:
-                    if given[k] is not None and given[k].dtype != torch.float64:
-                        given[k] = given[k].to(accumulation_dtype(dtype) if self.wide and k >= _COUNT else dtype)
                 return self.op(*given)
 
-        return cast
+        return run
 
 
 def _interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -63,24 +63,25 @@ def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[
     found: list[tuple[Placements, Placements]] = []
     for axis in axes:
         cuts = {} if axis is None else cuts_of(axis, given, routing)
-        inputs = [_at(cuts.get(name)) if hasattr(given[name], "shape") else None for name in names]
+        inputs = [lying(cuts.get(name)) if hasattr(given[name], "shape") else None for name in names]
         results = _gradients(routing, given, axis, cuts) if backward else _results(routing, given, axis)
         found.append((results, inputs))
     return found
 
 
-def _at(dim: int | None) -> Placement:
+def lying(dim: int | None) -> Placement:
+    """Return how a tensor lies that is cut in a dimension; None is one that is whole."""
     return Replicate() if dim is None else Shard(dim)
 
 
 def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Placements:
     """Return how an op's results lie."""
     place, finals, history = len(given["children"].shape) - 3, len(routing.finals), len(routing.history)
-    shares = _at({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
+    shares = lying({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
     if axis == "children":
         return [*[Partial()] * (finals + history), shares]
     batch, later = (None, None) if axis is None else (0, 1)  # in the history, iterations lead
-    return [*[_at(batch)] * finals, *[_at(later)] * history, shares]
+    return [*[lying(batch)] * finals, *[lying(later)] * history, shares]
 
 
 def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> Placements:

@@ -1,4 +1,4 @@
-"""The oracle: one turn of every routing in plain, eager, differentiable PyTorch that stores the votes.
+"""The oracle: one iteration of every routing in plain, eager, differentiable PyTorch that stores the votes.
 
 It is a backend like the others, and serves every device that torch has: arguments and results are those of the ops
 (:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.Votes`. Clarity comes first here: all

@@ -8,37 +8,10 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.reference.seen import (
-    Seen,
-    differentiate,
-    make_votes,
-    see,
-    without_broken,
-)
+from fastcaps.reference.seen import Seen, agreement, differentiate, pairs, present, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import POSE, SET_WINDOW, Votes
-
-_SLICE = 1 << 22  # votes that `attention_coefficients` holds at a time, counted in numbers: 16 MB of float32
-
-
-def _shares(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
-    """Return the routing coefficients ``softmax over parents of scale * <Q_m, V_im>``, ``[B, Ho, Wo, I, M]``."""
-    if query is None:
-        return all_votes.new_full(all_votes.shape[:5], 1.0 / all_votes.shape[4])
-    agreement = torch.einsum("bhwmce,bhwimce->bhwim", query, all_votes) * scale
-    return agreement.softmax(dim=-1)
-
-
-def _see_whole(votes: Votes, query: Tensor | None, scale: float) -> tuple[Seen, Tensor, Tensor]:
-    """Return the children without the broken ones, their votes, and their shares ``[B, Ho, Wo, I, M]``."""
-
-    def look(seen: Seen) -> tuple[Tensor, Tensor]:
-        all_votes = make_votes(seen)
-        return all_votes, _shares(all_votes, query, scale)
-
-    seen = without_broken(see(votes), look)
-    return seen, *look(seen)
+from fastcaps.votes import POSE, Votes, positions_of, seen_of
 
 
 def attention_routing(
@@ -76,15 +49,23 @@ def attention_routing(
     """
     dtype = votes.children.dtype
     query, norm_weight, norm_bias = widen(dtype, query, norm_weight, norm_bias)
-    seen, all_votes, shares = _see_whole(votes, query, scale)
+
+    def logits(seen: Seen) -> Tensor:
+        return agreement(seen.votes, query, scale)
+
+    seen = see(votes, logits)
+    shares = logits(seen).softmax(-1)
     shares = seen.gated(shares.detach() if detach else shares)
-    sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes).contiguous()
-    parents = sums
-    if rule == Rule.LAYER_NORM:
-        parents = layer_norm(sums, norm_weight, norm_bias, eps)
-    elif rule == Rule.SQUASH:
-        parents = squash(sums, POSE)
+    sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, seen.votes).contiguous()
+    parents = parents_of(sums, norm_weight, norm_bias, eps, rule)
     return parents.to(dtype, copy=parents is sums), sums.unsqueeze(0)
+
+
+def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, rule: int) -> Tensor:
+    """Return the parents that S makes by a rule; the affine of LayerNorm is in the dtype of S."""
+    if rule == Rule.SQUASH:
+        return squash(sums, POSE)
+    return layer_norm(sums, norm_weight, norm_bias, eps) if rule == Rule.LAYER_NORM else sums
 
 
 def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:
@@ -131,13 +112,12 @@ def attention_routing_backward(
     if sums is not None:  # the backward is not told of norm_bias, whose gradient does not depend on it
         affine = (votes.children.new_ones(pose) if norm_weight is None else norm_weight, votes.children.new_zeros(pose))
 
-    def run(*tensors: Any) -> tuple[Tensor]:
-        own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
-        _, found = attention_routing(own, query, None, None, scale, eps, Rule.PLAIN, 1, bool(needs & DETACH))
-        if sums is None:
-            return (found[0],)
-        norm_weight, norm_bias = widen(own.children.dtype, *tensors[5:])
-        return (layer_norm(found[0], norm_weight, norm_bias, eps),)
+    rule = Rule.PLAIN if sums is None else Rule.LAYER_NORM
+
+    def run(*tensors: Any) -> tuple[Tensor, ...]:
+        *parts, query, scales, shifts = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
+        own = Votes._make((*parts, votes.parents, votes.window))
+        return attention_routing(own, query, scales, shifts, scale, eps, rule, 1, bool(needs & DETACH))[:1]
 
     return differentiate(run, (*votes[:4], query, *affine), (grad,), needs)
 
@@ -146,27 +126,16 @@ def attention_routing_backward(
 def attention_coefficients(votes: Votes, query: Tensor | None, scale: float) -> Tensor:
     """Return the routing coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0. Votes are
-    made for a few children at a time, so that beside the result only some 16 MB are used.
+    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
     """
-    children, weight, bias, _, parents, _ = votes
-    (ho, wo), count, (rows, depth, columns) = votes.grid, votes.seen, votes.pose
-    dtype = accumulation_dtype(children.dtype)
-    result = children.new_full((children.shape[0], ho, wo, count, parents), 1.0 / parents, dtype=dtype)
-    per_child = max(ho * wo * rows, depth) * parents * columns  # its votes, or its weights
-    step = max(1, _SLICE // per_child)
-    for b in range(children.shape[0]):
-        seen = see(votes._replace(children=children[b : b + 1], gate=None))
-        for first in range(0, count, step):
-            part = slice(first, min(first + step, count))
-            if query is not None:
-                own = None if weight is None else weight[torch.arange(part.start, part.stop) % votes.groups]
-                own_bias = bias if bias is None or bias.shape[0] == 1 else bias[part]
-                some = Votes(
-                    seen.children[:, :, :, part].flatten(0, 2)[:, None, None], own, own_bias, None, parents, SET_WINDOW
-                )
-                some_votes = make_votes(see(some)).reshape(1, ho, wo, part.stop - first, parents, rows, columns)
-                result[b, :, :, part] = _shares(some_votes, query[b : b + 1].to(dtype), scale)[0]
-        if seen.present is not None:
-            result[b].masked_fill_(seen.present[0, ..., None] == 0, 0.0)
-    return result
+    if query is None:
+        return uniform_shares(votes)
+    return pairs(votes, (query,), lambda all_votes, query: agreement(all_votes, query, scale).softmax(-1))
+
+
+def uniform_shares(votes: Votes) -> Tensor:
+    """Return the coefficients of a first iteration, of sets ``[B, I, M]`` too: 1 / M, and 0 of an absent child."""
+    children, presence = votes.children, present(votes)
+    shape = (*positions_of(votes), seen_of(votes), votes.parents)
+    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
+    return shares if presence is None else shares.masked_fill(presence[..., None] == 0, 0.0)

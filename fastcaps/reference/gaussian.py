@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.reference.seen import (
-    Seen,
-    differentiate,
-    inverse_or_zero,
-    log_or_zero,
-    make_votes,
-    sample_by_sample,
-    see,
-    without_broken,
-)
+from fastcaps.reference.seen import Seen, differentiate, inverse_or_zero, log_or_zero, pairs, see
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, Votes
 
@@ -40,28 +30,29 @@ def distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -
     return ((all_votes - mean.unsqueeze(3)).square() * _precision(variance)).sum((-2, -1))
 
 
-def _responsibility(
-    seen: Seen, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
-) -> tuple[Seen, Tensor, Tensor]:
-    """Return the children without the broken ones, their votes, and the responsibilities r ``[B, Ho, Wo, I, M]``."""
-
-    def look(seen: Seen) -> tuple[Tensor, Tensor]:
-        all_votes = make_votes(seen)  # whose square is no smaller than one about any mean within the votes
-        return (2 * all_votes).square(), distances(all_votes, mean, variance)
-
-    seen = without_broken(seen, look)
-    all_votes = make_votes(seen)
-    if seen.broken is not None:  # a vote at the mean: whatever the variance, nothing there overflows
-        stand_in = torch.zeros((), device=all_votes.device) if mean is None else mean.detach().unsqueeze(3)
-        all_votes = torch.where(seen.broken[..., None, None, None], stand_in.to(all_votes), all_votes)
+def logits_of(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
+    """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)`` ``[B, Ho, Wo, I, M]``."""
     logits = -distances(all_votes, mean, variance)
-    if log_weight is not None:
-        logits = logits + log_weight.unsqueeze(3)
-    return seen, all_votes, logits.softmax(-1)
+    return logits if log_weight is None else logits + log_weight.unsqueeze(3)
+
+
+def _see(votes: Votes, mean: Tensor | None, variance: Tensor | None) -> tuple[Seen, Tensor]:
+    """Return the children without the broken ones, and their votes."""
+
+    def numbers(seen: Seen) -> Tensor:
+        squares = (2 * seen.votes).square().amax(POSE)  # no smaller than one about any mean within the votes
+        return torch.maximum(squares, distances(seen.votes, mean, variance))
+
+    seen = see(votes, numbers)
+    if seen.broken is None:
+        return seen, seen.votes
+    # a vote at the mean: whatever the variance, nothing there overflows
+    stand_in = torch.zeros((), device=seen.votes.device) if mean is None else mean.detach().unsqueeze(3)
+    return seen, torch.where(seen.broken[..., None, None, None], stand_in.to(seen.votes), seen.votes)
 
 
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
-    """Return what the next turn adds to its logits: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
+    """Return what the next iteration adds to its logits: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
     log_weight = F.logsigmoid(scores)
     return log_weight if rule == Rule.KMEANS else log_weight - log_sigmas(variances)
 
@@ -69,6 +60,12 @@ def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
 def log_sigmas(variances: Tensor) -> Tensor:
     """Return ``sum_ce ln sigma_m``, in which numbers without a variance are left out."""
     return 0.5 * log_or_zero(variances).sum(POSE)
+
+
+def benefits(counts: Tensor, variances: Tensor, beta_u: Tensor, beta_a: Tensor) -> Tensor:
+    """Return EM's benefit of each parent less its cost, ``beta_a - sum_ce (beta_u + ln sigma_m) n_m``."""
+    numbers = variances.shape[-2] * variances.shape[-1]
+    return beta_a - (numbers * beta_u + log_sigmas(variances)) * counts
 
 
 def gaussian_routing(
@@ -90,9 +87,9 @@ def gaussian_routing(
     ``score_m = temperature (beta_a_m - sum_ce (beta_u_m + ln sigma_m) n_m)``, or Heinsen's
     ``score_m = sum_i beta_use_im w_im - sum_i beta_ignore_im (g_i - w_im)``.
 
-    Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first turn. A mean
-    without a variance makes it k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. Where ``n + eps`` is 0,
-    means and narrow variances are 0, with gradient 0. Numbers of a parent whose variance is 0 have no part in the
+    Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first iteration. A
+    mean without a variance makes it k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. Where ``n + eps`` is
+    0, means and narrow variances are 0, with gradient 0. Numbers of a parent whose variance is 0 have no part in the
     distance and in ``sum ln sigma``.
 
     Parameters
@@ -102,7 +99,7 @@ def gaussian_routing(
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``; of EM beta_u and beta_a, ``[M]``.
     temperatures : sequence of float
-        EM's inverse temperature of the turn.
+        EM's inverse temperature of the iteration.
     rule : int
         ``EM``, ``HEINSEN`` or ``KMEANS``, see :class:`Rule`.
 
@@ -116,8 +113,8 @@ def gaussian_routing(
     mean, variance, log_weight, beta_use, beta_ignore = widen(
         votes.children.dtype, mean, variance, log_weight, beta_use, beta_ignore
     )
-    seen, all_votes, shares = _responsibility(see(votes), mean, variance, log_weight)
-    gated = seen.gated(shares)
+    seen, all_votes = _see(votes, mean, variance)
+    gated = seen.gated(logits_of(all_votes, mean, variance, log_weight).softmax(-1))
     counts = gated.sum(3)
     inverse = inverse_or_zero(counts + eps)[..., None, None]
     means = (torch.einsum("bhwim,bhwimce->bhwmce", gated, all_votes) * inverse).contiguous()
@@ -127,8 +124,7 @@ def gaussian_routing(
     variances = narrow + eps
     assert beta_use is not None and beta_ignore is not None
     if rule == Rule.EM:
-        numbers = narrow.shape[-2] * narrow.shape[-1]
-        scores = temperatures[0] * (beta_ignore - (numbers * beta_use + log_sigmas(variances)) * counts)
+        scores = temperatures[0] * benefits(counts, variances, beta_use, beta_ignore)
     else:
         whole = 1.0 if seen.gate is None else seen.gate[..., None]
         scores = (beta_use * gated - beta_ignore * (whole - gated)).sum(3)
@@ -177,13 +173,6 @@ def gaussian_coefficients(
 ) -> Tensor:
     """Return the responsibilities r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0. One
-    sample's votes at a time.
+    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
     """
-
-    def shares(sample: Votes, *state: Tensor | None) -> Tensor:
-        seen = replace(see(sample), gate=None)  # the responsibility of a child that is not gated
-        found = _responsibility(seen, *state)[-1]
-        return found if seen.present is None else found.masked_fill(seen.present[..., None] == 0, 0.0)
-
-    return sample_by_sample(votes._replace(gate=None), (mean, variance, log_weight), shares)
+    return pairs(votes, (mean, variance, log_weight), lambda *given: logits_of(*given).softmax(-1))

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.reference.seen import (
-    Seen,
-    differentiate,
-    inverse_or_zero,
-    make_votes,
-    sample_by_sample,
-    see,
-    without_broken,
-)
+from fastcaps.reference.seen import Seen, agreement, differentiate, gate_of, inverse_or_zero, pairs, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, Votes
@@ -24,46 +16,38 @@ from fastcaps.votes import POSE, Votes
 
 def _logits(all_votes: Tensor, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return ``a_im = scale <Q_m, K_im>`` ``[B, Ho, Wo, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
-    if query is None:
-        return all_votes.new_zeros(all_votes.shape[:5])
-    keys = unit(all_votes, POSE) if normalize else all_votes
-    return torch.einsum("bhwmce,bhwimce->bhwim", query, keys) * scale
+    return agreement(unit(all_votes, POSE) if normalize and query is not None else all_votes, query, scale)
 
 
-def _top(logits: Tensor, silent: Tensor | None) -> Tensor:
-    """Return the largest logit among children that count, ``[B, Ho, Wo, 1, M]``; 0 where that is not finite."""
-    if silent is not None:
-        logits = logits.masked_fill(silent[..., None], -torch.inf)
-    top = logits.detach().amax(3, keepdim=True)
+def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
+    """Return the largest logit among children that count, ``[..., 1, M]``; 0 where that is not finite."""
+    if gate is not None:
+        logits = logits.masked_fill(gate[..., None] == 0, -torch.inf)
+    top = logits.detach().amax(-2, keepdim=True)
     return top.masked_fill(~top.isfinite(), 0.0)
 
 
-def _agreement(
-    seen: Seen, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
-) -> tuple[Seen, Tensor, Tensor, Tensor]:
-    """Return the children without the broken ones, their votes, exp(logits - shift), and the shift.
+def _exponentials(
+    votes: Votes, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
+) -> tuple[Seen, Tensor, Tensor]:
+    """Return the children without the broken ones, exp(logits - shift), and the shift.
 
     The shift ``[B, Ho, Wo, 1, M]`` is ``logsumexp`` ``[B, Ho, Wo, M]`` where that is known, else the largest logit.
     """
 
-    def look(seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        all_votes = make_votes(seen)
-        logits = _logits(all_votes, query, scale, normalize)
+    def exponents(seen: Seen) -> tuple[Tensor, Tensor]:
+        logits = _logits(seen.votes, query, scale, normalize)
         if logsumexp is None:
-            return all_votes, logits, _top(logits, seen.silent)
-        empty = logsumexp == -torch.inf  # nobody there: shares are 0 by their gates, so that any finite shift will do
-        return all_votes, logits, logsumexp.masked_fill(empty, 0.0).unsqueeze(3)
+            shift = _top(logits, seen.gate)
+        else:  # -inf is nobody there: shares are 0 by their gates, so that any finite shift will do
+            shift = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0).unsqueeze(3)
+        return logits - shift, shift
 
-    def exponentials(seen: Seen) -> tuple[Tensor, Tensor]:
-        all_votes, logits, shift = look(seen)
-        return all_votes, (logits - shift).exp()
-
-    seen = without_broken(seen, exponentials)
-    all_votes, logits, shift = look(seen)
-    exponents = logits - shift
+    seen = see(votes, lambda seen: exponents(seen)[0].exp())
+    found, shift = exponents(seen)
     if seen.broken is not None:
-        exponents = exponents.masked_fill(seen.broken[..., None], 0.0)
-    return seen, all_votes, exponents.exp(), shift
+        found = found.masked_fill(seen.broken[..., None], 0.0)
+    return seen, found.exp(), shift
 
 
 def pooling_routing(
@@ -104,12 +88,12 @@ def pooling_routing(
     """
     dtype = votes.children.dtype
     (query,) = widen(dtype, query)
-    seen, all_votes, shares, shift = _agreement(see(votes), query, scale, normalize)
+    seen, shares, shift = _exponentials(votes, query, scale, normalize)
     shares = seen.gated(shares)
     if detach:
         shares, shift = shares.detach(), shift.detach()
     total = shares.sum(3)
-    sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes) * inverse_or_zero(total)[..., None, None]
+    sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, seen.votes) * inverse_or_zero(total)[..., None, None]
     stored = sums.to(dtype).contiguous()
     parents = squash(sums, POSE).to(dtype) if rule == Rule.SQUASH else stored.clone()
     empty = total == 0
@@ -138,9 +122,9 @@ def pooling_routing_backward(
     def run(*tensors: Any) -> tuple[Tensor]:
         own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
         wide = widen(own.children.dtype, query, sums, logsumexp)
-        seen, all_votes, free, _ = _agreement(see(own), wide[0], scale, normalize, wide[2])
+        seen, free, _ = _exponentials(own, wide[0], scale, normalize, wide[2])
         shares = seen.gated(free.masked_fill(empty, 0.0))
-        offsets = all_votes - wide[1].unsqueeze(3)  # type: ignore[union-attr]
+        offsets = seen.votes - wide[1].unsqueeze(3)  # type: ignore[union-attr]
         shares = shares.detach() if needs & DETACH else shares
         return (torch.einsum("bhwim,bhwimce->bhwmce", shares, offsets),)
 
@@ -151,12 +135,11 @@ def pooling_routing_backward(
 def pooling_coefficients(votes: Votes, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return the shares r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, :, m]`` sums to 1 over the children; those that are not there have 0. One sample's votes at a time.
+    ``r[b, l, :, m]`` sums to 1 over the children; those that are not there have 0.
     """
-
-    def shares(sample: Votes, query: Tensor | None = None) -> Tensor:
-        seen, _, free, _ = _agreement(see(sample), query, scale, normalize)
-        found = seen.gated(free)
-        return found * inverse_or_zero(found.sum(3, keepdim=True))
-
-    return sample_by_sample(votes, (query,), shares)
+    logits = pairs(votes, (query,), lambda all_votes, query: _logits(all_votes, query, scale, normalize))
+    gate = gate_of(votes)
+    shares = logits.sub_(_top(logits, gate)).exp_()  # in place: they may be large
+    if gate is not None:
+        shares.masked_fill_(gate[..., None] == 0, 0.0).mul_(gate[..., None])
+    return shares.mul_(inverse_or_zero(shares.sum(-2, keepdim=True)))

@@ -1,4 +1,4 @@
-"""What the routings of the oracle share: how children are seen, and how votes are made.
+"""What the routings of the oracle share: how positions see children, how votes are made, and how all is differentiated.
 
 A child behind a gate of 0 (:func:`fastcaps.votes.hidden`) whose votes or logits are not finite is called *broken* here.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.votes import Votes, windows
+from fastcaps.votes import Votes, as_grid, windows
+
+_BLOCK = 1 << 22  # votes that `in_blocks` makes at a time, counted in numbers: 16 MB of float32
 
 
 @dataclass(frozen=True)
@@ -24,100 +26,115 @@ class Seen:
     Attributes
     ----------
     votes
-        What the votes are made of.
-    children
-        ``[B, Ho, Wo, I, C, D]``.
+        V, ``[B, Ho, Wo, I, M, C, E]``; 0 of absent and of broken children.
     gate
-        ``[B | 1, Ho, Wo, I]``, 0 where a child is absent; None where it is 1 everywhere.
-    present
-        Which children exist, ``[1, Ho, Wo, I]`` of 0 and 1; None where no window reaches into the padding.
+        ``[B | 1, Ho, Wo, I]``, 0 where a child is absent or broken; None where it is 1 everywhere.
     broken
-        Which silent children were taken out, ``[B, Ho, Wo, I]``; None before they are known.
+        Which children were taken out, ``[B, Ho, Wo, I]``; None where there can be none.
     """
 
-    votes: Votes
-    children: Tensor
+    votes: Tensor
     gate: Tensor | None
-    present: Tensor | None
-    broken: Tensor | None = None
-
-    @property
-    def silent(self) -> Tensor | None:
-        """Whether a child adds nothing, ``[B | 1, Ho, Wo, I]``."""
-        return None if self.gate is None else self.gate == 0
+    broken: Tensor | None
 
     def gated(self, shares: Tensor) -> Tensor:
         """Return shares ``[B, Ho, Wo, I, M]`` times the gates."""
         return shares if self.gate is None else shares * self.gate[..., None]
 
 
-def see(votes: Votes) -> Seen:
-    """Return a call as output positions see it."""
-    children, weight, bias, gate = widen(votes.children.dtype, *votes[:4])
-    assert children is not None
-    window, present = votes.window, None
-    if window[4] or window[5]:
-        present = windows(children.new_ones((1, *children.shape[1:4])), window)
-    seen_gate = present if gate is None else windows(gate, window)  # padded gates are already 0
-    wide = votes._replace(children=children, weight=weight, bias=bias, gate=gate)
-    return Seen(wide, windows(children, window), seen_gate, present)
+def see(votes: Votes, numbers: Callable[[Seen], Tensor]) -> Seen:
+    """Return a call as output positions see it, its broken children taken out and cut off from every gradient.
 
-
-def sample_by_sample(votes: Votes, state: Sequence[Tensor | None], shares: Callable[..., Tensor]) -> Tensor:
-    """Return ``shares(votes, *state)`` ``[B, Ho, Wo, I, M]``, the votes of one sample at a time."""
-    found = []
-    for b in range(votes.children.shape[0]):
-        children, gate, *rest = (None if x is None else x[b : b + 1] for x in (votes.children, votes.gate, *state))
-        assert children is not None
-        found.append(shares(votes._replace(children=children, gate=gate), *widen(children.dtype, *rest)))
-    if found:
-        return torch.cat(found)
-    dtype = accumulation_dtype(votes.children.dtype)
-    return votes.children.new_empty((0, *votes.grid, votes.seen, votes.parents), dtype=dtype)
-
-
-def make_votes(seen: Seen) -> Tensor:
-    """Return all votes ``[B, Ho, Wo, I, M, C, E]``: ``P W + bias``, or ``P + bias`` for each parent.
-
-    Votes of absent and of broken children are 0 whatever their bias is.
+    ``numbers`` returns what becomes of votes ``[B, Ho, Wo, I, M]``, and has to be finite too.
     """
-    children, (_, weight, bias, _, parents, _) = seen.children, seen.votes
-    if weight is None:
-        result = children.unsqueeze(4).expand(*children.shape[:4], parents, *children.shape[4:])
-    else:
-        groups, _, _, columns = weight.shape
-        batch, ho, wo, count, rows, depth = children.shape
-        grouped = children.reshape(batch, ho, wo, count // groups, groups, rows, depth)
-        result = torch.einsum("bhwjgcd,gmde->bhwjgmce", grouped, weight)
-        result = result.reshape(batch, ho, wo, count, parents, rows, columns)
-    if bias is not None:
-        result = result + bias
-    if seen.present is not None:
-        # not a product: a bias or a weight of infinity must not turn an absent child into NaN
-        result = result.masked_fill(seen.present[..., None, None, None] == 0, 0.0)
-    return result if seen.broken is None else result.masked_fill(seen.broken[..., None, None, None], 0.0)
-
-
-def without(seen: Seen, finite: Tensor) -> Seen:
-    """Return ``seen`` with zeros for silent children that are not ``finite`` ``[B, Ho, Wo, I]``, cut off from every
-    gradient."""
-    assert seen.gate is not None and seen.silent is not None
-    broken = seen.silent & ~finite
-    gate = seen.gate.expand(broken.shape).masked_fill(broken, 0.0)
-    return replace(seen, children=seen.children.masked_fill(broken[..., None, None], 0.0), gate=gate, broken=broken)
-
-
-def without_broken(seen: Seen, look: Callable[[Seen], tuple[Tensor, Tensor]]) -> Seen:
-    """Return ``seen`` without the broken children: behind a gate of 0, and with a vote or a logit that is not finite.
-
-    ``look`` returns votes ``[B, Ho, Wo, I, M, C, E]`` and what becomes of them ``[B, Ho, Wo, I, M]``.
-    """
-    if seen.silent is None:
-        return seen
+    gate = gate_of(votes)
+    if gate is None:
+        return _see(votes, None, None)
     with torch.no_grad():
-        all_votes, numbers = look(seen)
-        finite = all_votes.isfinite().all(-1).all(-1) & numbers.isfinite()
-    return without(seen, finite.all(-1))
+        seen = _see(votes, gate, None)
+        finite = seen.votes.isfinite().all(-1).all(-1) & numbers(seen).isfinite()
+        broken = (gate == 0) & ~finite.all(-1)
+    return _see(votes, gate.expand(broken.shape).masked_fill(broken, 0.0), broken)
+
+
+def _see(votes: Votes, gate: Tensor | None, broken: Tensor | None) -> Seen:
+    children, weight, bias = widen(votes.children.dtype, *votes[:3])
+    assert children is not None
+    seen, presence = windows(children, votes.window), present(votes)
+    if broken is not None:
+        seen = seen.masked_fill(broken[..., None, None], 0.0)
+    made = make_votes(seen, weight, bias, votes.parents)
+    # not a product: a bias or a weight of infinity must not turn an absent child into NaN
+    for out in (None if presence is None else presence == 0, broken):
+        made = made if out is None else made.masked_fill(out[..., None, None, None], 0.0)
+    return Seen(made, gate, broken)
+
+
+def present(votes: Votes) -> Tensor | None:
+    """Return which children exist, ``[1, Ho, Wo, I]`` of 0 and 1; None where no window reaches into the padding."""
+    if not (votes.window[4] or votes.window[5]):
+        return None
+    shape = (1, *votes.children.shape[1:4])
+    return windows(votes.children.new_ones(shape, dtype=accumulation_dtype(votes.children.dtype)), votes.window)
+
+
+def gate_of(votes: Votes) -> Tensor | None:
+    """Return the gates as positions see them, ``[B | 1, Ho, Wo, I]``, of sets ``[B, I]``; 0 of absent children."""
+    (gate,) = widen(votes.children.dtype, votes.gate)
+    return present(votes) if gate is None else gate if votes.is_set else windows(gate, votes.window)
+
+
+def make_votes(children: Tensor, weight: Tensor | None, bias: Tensor | None, parents: int) -> Tensor:
+    """Return the votes ``[B, Ho, Wo, I, M, C, E]`` of children ``[B, Ho, Wo, I, C, D]``: ``P W`` or P, and the bias."""
+    if weight is None:
+        made = children.unsqueeze(4).expand(*children.shape[:4], parents, *children.shape[4:])
+    else:
+        groups = children.unflatten(3, (-1, weight.shape[0]))
+        made = torch.einsum("bhwjgcd,gmde->bhwjgmce", groups, weight).flatten(3, 4)
+    return made if bias is None else made + bias
+
+
+def in_blocks(
+    children: Tensor, weight: Tensor | None, bias: Tensor | None, parents: int
+) -> Iterator[tuple[slice, tuple[Tensor, Tensor | None, Tensor | None]]]:
+    """Yield what :func:`make_votes` takes a few children at a time: which these are, and theirs."""
+    batch, ho, wo, count, rows, depth = children.shape
+    columns = depth if weight is None else weight.shape[3]
+    step = max(1, _BLOCK // (max(batch * ho * wo * rows, depth) * parents * columns))  # by their votes, or weights
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        own, table = weight, bias if bias is None or bias.shape[0] == 1 else bias[part]
+        if weight is not None and step < count:
+            own = weight[torch.arange(part.start, part.stop, device=weight.device) % weight.shape[0]]
+        yield part, (children[:, :, :, part], own, table)
+
+
+def pairs(votes: Votes, state: Sequence[Tensor | None], numbers: Callable[..., Tensor]) -> Tensor:
+    """Return ``numbers(votes, *state)`` of each child and parent, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``.
+
+    They are 0 of absent children. Votes are made for a few children of one sample at a time: beside the result only
+    some 16 MB are used.
+    """
+    children, weight, bias, *wide = widen(votes.children.dtype, *votes[:3], *state)
+    assert children is not None
+    if votes.is_set:
+        children, *wide = (None if x is None else as_grid(x) for x in (children, *wide))
+        assert children is not None
+    result, presence = children.new_empty((len(children), *votes.grid, votes.seen, votes.parents)), present(votes)
+    for b in range(len(children)):
+        own = [None if x is None else x[b : b + 1] for x in wide]
+        for part, some in in_blocks(windows(children[b : b + 1], votes.window), weight, bias, votes.parents):
+            result[b, :, :, part] = numbers(make_votes(*some, votes.parents), *own)[0]
+    if presence is not None:
+        result.masked_fill_(presence[..., None] == 0, 0.0)
+    return result.view(votes.shares)
+
+
+def agreement(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
+    """Return ``scale <Q_m, V_im>`` ``[B, Ho, Wo, I, M]``; 0 without a query."""
+    if query is None:
+        return all_votes.new_zeros(all_votes.shape[:5])
+    return torch.einsum("bhwmce,bhwimce->bhwim", query, all_votes) * scale
 
 
 def inverse_or_zero(numbers: Tensor) -> Tensor:

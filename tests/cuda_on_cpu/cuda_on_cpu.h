@@ -81,7 +81,6 @@ void atomic_add4(float* at, float4 x);
 // ---- numbers --------------------------------------------------------------------------------------------------------
 float exp2_fast(float x);
 inline float reciprocal(float x) { return 1.0f / x; }
-inline float reciprocal_sqrt(float x) { return 1.0f / sqrtf(x); }
 inline uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 inline float bits_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 float bfloat16_to_float(uint16_t bits);

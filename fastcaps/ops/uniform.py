@@ -1,32 +1,36 @@
-"""Routing with r = 1 / M: the first turn of inverted attention, as the library's convolution or matmul."""
+"""Routing with r = 1 / M: the first iteration of inverted attention, as the library's convolution or matmul.
+
+``S_m = 1/M sum_i g_i (P_i W_im + b_im)`` is linear in the children: a convolution with the rows C of a pose folded into
+the batch, N * D input and M * E output channels. Where the children of a position share matrices (G divides N), they
+are summed first and one matmul is left. It is ordinary differentiable PyTorch, whose way back is a convolution's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import backends
-from fastcaps.checks import accumulation_dtype, is_tracing, widen
-from fastcaps.ops.watchers import is_sharded, listener
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, positions_of, seen_of, windows
+from fastcaps.checks import is_tracing, widen
+from fastcaps.ops.watchers import is_sharded
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, seen_of
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 
 def library_serves(votes: Votes) -> bool:
-    """Return whether the library runs a call's first iteration, rather than the op.
+    """Return whether the library runs a call's first iteration, rather than a backend.
 
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
     they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
     they lie, 17. Where children share weights, summing them first wins. On a GPU the library's convolution may round
     float32 to TF32 though its matmul, whose setting is the one that counts here, may not; and neither makes three
     products of one (:func:`fastcaps.backends.tf32x3`): then our kernel runs. Nothing but shapes and settings decides,
-    so that the same numbers give the same bits with and without gradients. DTensors go to the op, which knows what has
-    to cross.
+    so that the same numbers give the same bits with and without gradients. DTensors are parted first: each
+    process's own part then comes here.
     """
     children, weight, window = votes.children, votes.weight, votes.window
     if weight is None or backends.forced() == "reference" or is_sharded(votes[:4]):
@@ -47,40 +51,17 @@ def _rounds(convolution: bool) -> bool:
     return backends.tf32x3_wanted() or (convolution and alone)
 
 
-def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
-    """Route with r = 1 / M: the first turn, as the library's convolution or matmul.
-
-    ``S_m = 1/M sum_i g_i (P_i W_im + b_im)`` is linear in the children: a convolution with the rows C of a pose folded
-    into the batch, N * D input and M * E output channels. Where the children of a position share matrices (G divides
-    N), they are summed first and one matmul is left.
+def uniform_parents(
+    votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool
+) -> Tensor:
+    """Return the parents that r = 1 / M makes, contiguous ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``.
 
     Half precision is widened first: LayerNorm and its backward are differences, of which a rounded S and a rounded dS
     would leave noise. A child behind a gate of 0 leaves no trace, be it NaN.
 
     ``norm`` says whether LayerNorm follows. Workspace, in the accumulation dtype: children and weights once each (with
     a gate the children twice), S twice.
-
-    Returns
-    -------
-    Tensor
-        Parents, contiguous ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``.
     """
-    if not is_tracing():
-        if (hears := listener.get()) is not None:
-            hears.product(votes)
-        elif backends.forced() is not None:  # raises where that backend cannot take the call
-            backends.choose(backends.Call.under_autocast("attention", votes))
-    device_type = votes.children.device.type
-    dtype = autocast_dtype(device_type)
-    if dtype is None:
-        return _uniform_turn(votes, norm_weight, norm_bias, eps, norm)
-    tensors = (*votes[:4], norm_weight, norm_bias)
-    cast: list[Any] = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-    with torch.autocast(device_type, enabled=False):
-        return _uniform_turn(Votes._make((*cast[:4], *votes[4:])), cast[4], cast[5], eps, norm)
-
-
-def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
     many, window, dtype = votes.parents, votes.window, votes.children.dtype
     children, weight, bias, gate, norm_weight, norm_bias = widen(dtype, *votes[:4], norm_weight, norm_bias)
     assert children is not None and weight is not None
@@ -89,12 +70,9 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
         broken = hidden(children, gate)  # 0 times NaN is NaN
         gate = gate.masked_fill(broken, 0.0)  # a bias may be behind it
         gated = children.masked_fill(broken[..., None, None], 0.0) * gate[..., None, None]
-    if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
-        sums = _uniform_matmul(gated, weight, window)
-    else:
-        sums = _uniform_convolution(gated, weight, window)
+    sums = _sums(gated, weight, window)
     if bias is not None:
-        sums = sums + _uniform_bias(children, bias, gate, window)
+        sums = sums + _sum_of_bias(children, bias, gate, window)
     if not norm:
         return (sums / many).to(dtype).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
@@ -105,21 +83,11 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
     return flat.view(sums.shape).to(dtype)
 
 
-def uniform_coefficients(votes: Votes) -> Tensor:
-    """Return the coefficients of a first turn: 1 / M, and 0 of an absent (padded) child."""
-    children, window = votes.children, votes.window
-    shape = (*positions_of(votes), seen_of(votes), votes.parents)
-    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
-    if not (window[4] or window[5]):
-        return shares
-    present = windows(children.new_ones((1, *children.shape[1:4])), window)
-    return shares.masked_fill(present[..., None] == 0, 0.0)
-
-
-def _convolution(images: Tensor, kernel: Tensor, window: Sequence[int]) -> Tensor:
-    """Return the convolution ``[B, channels, Ho, Wo]`` of images ``[B, channels, H, W]``."""
-    _, _, sh, sw, ph, pw, dh, dw = window
-    return F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
+def _sums(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
+    """Return ``sum_i P_i W_im``, the parents' sums."""
+    if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
+        return _sums_by_matmul(children, weight, window)
+    return _sums_by_convolution(children, weight, window)
 
 
 def _window_sum(grid: Tensor, window: Sequence[int]) -> Tensor:
@@ -137,7 +105,7 @@ def _window_sum(grid: Tensor, window: Sequence[int]) -> Tensor:
     return total
 
 
-def _uniform_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
+def _sums_by_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im``, the parents' sums, where G divides N: children summed by group, then a matmul."""
     groups, many, depth, columns = weight.shape
     types = children.shape[-3]
@@ -150,9 +118,9 @@ def _uniform_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> 
     return (left @ right).unflatten(-1, (many, columns)).transpose(-3, -2)
 
 
-def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
+def _sums_by_convolution(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im`` ``[B, Ho, Wo, M, C, E]`` by a convolution over the grid."""
-    kh, kw = window[:2]
+    kh, kw, sh, sw, ph, pw, dh, dw = window
     groups, many, depth, columns = weight.shape
     batch, height, width, types, rows, _ = children.shape
     count = kh * kw * types
@@ -164,25 +132,16 @@ def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
     if is_tracing():  # Inductor fails where a permuted view of free sizes meets a convolution, but takes arithmetic
         images, kernel = -images, -kernel
-    result = _convolution(images, kernel, window)
+    result = F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
     ho, wo = result.shape[2:]
     return result.movedim(1, -1).reshape(batch, rows, ho, wo, many, columns).movedim(1, 4)
 
 
-def _uniform_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: Sequence[int]) -> Tensor:
+def _sum_of_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: Sequence[int]) -> Tensor:
     """Return ``sum_i g_i b_im`` over the children that exist, to be added to the parents' sums."""
-    kh, kw = window[:2]
-    types = children.shape[-3]
     if gate is None and not (window[4] or window[5]):
-        return bias.sum(0) if bias.shape[0] > 1 else bias[0] * (kh * kw * types)
+        return bias.sum(0) if len(bias) > 1 else bias[0] * (window[0] * window[1] * children.shape[-3])
     if gate is None:
         gate = children.new_ones((1, *children.shape[1:4]))
-    if bias.shape[0] == 1:
-        total = gate.sum(-1)
-        total = total if tuple(window) == SET_WINDOW else _window_sum(total, window)
-        return total[..., None, None, None] * bias[0]
-    if tuple(window) == SET_WINDOW:
-        return torch.tensordot(gate, bias, dims=1)
-    kernel = bias.unflatten(0, (kh, kw, types)).flatten(3).permute(3, 2, 0, 1)  # [M * C * E, N, kh, kw]
-    result = _convolution(gate.movedim(-1, 1), kernel, window)
-    return result.movedim(1, -1).unflatten(-1, bias.shape[1:])
+    matrices = bias.flatten(2).unsqueeze(2)  # of poses of one number, the gates: [I or 1, M or 1, 1, C * E]
+    return _sums(gate[..., None, None], matrices, window).squeeze(-2).unflatten(-1, bias.shape[2:])

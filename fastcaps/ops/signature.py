@@ -1,0 +1,128 @@
+"""What a routing's op and its backward take and return, by name: read from the typed records of the routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.checks import accumulation_dtype
+from fastcaps.ops.define import tensor_names, written
+from fastcaps.votes import Votes, autocast_dtype
+
+Gradients = Sequence[Tensor | None]
+Results = Sequence[Tensor]
+State = dict[str, Tensor | None]
+
+COUNT = len(Votes._fields)
+
+
+class Signature:
+    """The arguments and results of a routing's two ops.
+
+    Attributes
+    ----------
+    stem
+        The name of the routing's files, everywhere; ``stem + "_routing"`` is the op.
+    Own
+        What the op takes after the votes: a typed named tuple, from which the schema is written. It ends in flags that
+        no kernel's forward takes: ``detach`` reaches the reference, and a backward as a bit of ``needs``;
+        ``coefficients`` are made above the backends.
+    Rest
+        The same of the backward, which takes ``heads`` before the votes, and last ``needs``, the gradients that are
+        wanted as bits. It returns the gradients of the op's tensors, in their order.
+    state
+        The tensors among ``Own`` that belong to parents: what the first iteration starts from.
+    finals, history
+        The results that have gradients; and the others (but for the coefficients), in which iterations lead.
+    heads
+        What the backward takes first, and the types of it.
+    moments
+        How many sums over the votes an iteration leaves.
+    wide
+        Whether the tensors of ``Own`` are in the accumulation dtype of the children.
+    constant
+        The tensors that have no gradient where coefficients are detached.
+    """
+
+    stem: str
+    Own: Any
+    Rest: Any
+    state: tuple[str, ...]
+    finals: tuple[str, ...]
+    history: tuple[str, ...]
+    heads: Mapping[str, str]
+    moments = 1
+    wide = False
+    constant: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.name = f"{self.stem}_routing"
+        taken = {**Votes.__annotations__, **self.Own.__annotations__}
+        self.names = list(taken)
+        self.tensors = tensor_names(taken)
+        self.places = [self.names.index(name) for name in self.tensors]
+        self.tensors_of = itemgetter(*self.places)
+        flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
+        self.native_count = len(self.Own._fields) - len(flags)
+        given = {**self.heads, **Votes.__annotations__, **self.Rest.__annotations__}
+        self.backward_names = [*given, "needs"]
+        self.stacked = {*tensor_names(self.Rest.__annotations__)} - ({*self.tensors} - {*self.state})
+
+        plain = written({name: kind for name, kind in taken.items() if name not in flags})
+        made = ", ".join(f"Tensor {name}" for name in (*self.finals, *self.history))
+        gradients = ", ".join(f"Tensor d{name}" for name in self.tensors)
+        self.schema = written(taken), f"({made}, Tensor coefficients)"
+        self.native_schema = f"{plain}, int options", f"({made})"
+        self.backward_schema = f"{written(given)}, int needs", f"({gradients})"
+        self.native_backward_schema = f"{written(given)}, int needs, int options", f"({gradients})"
+
+    def iterations(self, own: Any) -> int:
+        """Return how many iterations a call makes."""
+        count: int = own.iterations
+        return count
+
+    def given(self, arguments: Sequence[Any]) -> tuple[Votes, Any]:
+        """Return the op's arguments as records."""
+        return Votes(*arguments[:COUNT]), self.Own(*arguments[COUNT:])
+
+    def given_backward(self, arguments: Sequence[Any]) -> tuple[Gradients, Votes, Any, int]:
+        """Return the backward's arguments as records: heads, votes, the rest, and the bits of what is needed."""
+        *taken, needs = arguments
+        first, count = len(self.heads), len(self.heads) + COUNT
+        return taken[:first], Votes(*taken[first:count]), self.Rest(*taken[count:]), needs
+
+    def cast(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the op's arguments in the dtypes of the autocast that is on, if any; float64 left alone."""
+        given, dtype = list(arguments), autocast_dtype(arguments[0].device.type)
+        if dtype is None:
+            return given
+        for k in self.places:
+            if given[k] is not None and given[k].dtype != torch.float64:
+                given[k] = given[k].to(accumulation_dtype(dtype) if self.wide and k >= COUNT else dtype)
+        return given
+
+    def bits(self, names: Iterable[str]) -> int:
+        """Return the gradients of some tensors as the backward op is asked for them."""
+        return sum(1 << self.tensors.index(name) for name in names)
+
+    def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
+        """Return what iteration k, counted from the last, has of what the backward takes after the votes.
+
+        None where a stack has no part of it, as that of the queries where the first iteration had none.
+        """
+        return [
+            x if name not in self.stacked else None if x is None or len(x) < -k else x[k : k + 1 or None]
+            for name, x in zip(self.Rest._fields, rest, strict=True)
+        ]
+
+    def gradient_shape(self, name: str, given: Mapping[str, Any]) -> Sequence[int] | None:
+        """Return the shape of a gradient that the backward returns; None where there is no such input."""
+        tensor = given.get(name)
+        if tensor is None:
+            return None
+        shape: Sequence[int] = tensor.shape[1:] if name in self.stacked else tensor.shape
+        return shape
