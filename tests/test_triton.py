@@ -64,6 +64,7 @@ def _cases(slow: bool = False) -> list[tuple[Routing, Case]]:
     found: list[tuple[Routing, Case]] = []
     for routing in ROUTINGS:
         few = [case for case in gpu_cases(routing) if case.name in HARD or case not in routing.table.named]
+        few = [case for case in few if DEVICE == "cuda" or _cost(case) <= 40]
         every = [*gpu_cases(routing), *gpu_cases(routing, pairs=True)]
         found += [(routing, case) for case in (few if not slow else [case for case in every if case not in few])]
     return [each for each in found if DEVICE == "cuda" or _cost(each[1]) <= 60]
@@ -112,10 +113,8 @@ WAYS: dict[str, Any] = {
     "crowded": (0, LIMITS, CROWDED),  # programs of their own gather dW, by outer products for few positions
     "crowded-products": (0, LIMITS, {**CROWDED, "batch": 16}),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
-    "ordered": (1, {}, {}),
     "empty": (0, {}, {"batch": 0}),
     "no-eps": (0, LIMITS, {"types": 3, "eps": 0.0, "gate": None}),  # what fills a block's last tile is 0 to LayerNorm
-    "tf32": (2, TILES, {"batch": 2, **DEEP}),
     "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
     "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
     "tf32x3": (6, TILES, {"batch": 2, **DEEP}),
