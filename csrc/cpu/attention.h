@@ -101,7 +101,7 @@ struct AttentionForward : QueryForward<T, X, Attention> {
   FASTCAPS_INLINE V agreement(const X* q, Each&& each_vote) const {
     V dot[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA { dot[k & 1] += q[k] * v; });
-    return (dot[0] + dot[1]) * T(with.scale);
+    return (dot[0] + dot[1]) * T(with.scale * kLog2E);
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, in.M, highest, gate); }
@@ -184,7 +184,7 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
       agreement[k & 1] += q[k] * v;
       gain[k & 1] += ds[k] * v;
     });
-    const V logit = (agreement[0] + agreement[1]) * T(with.scale);
+    const V logit = (agreement[0] + agreement[1]) * T(with.scale * kLog2E);
     row[0] = logit;
     highest = m ? max(highest, logit) : logit;
     row[stride] = gain[0] + gain[1];

@@ -120,7 +120,7 @@ struct GaussianForward {
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA { distance[k & 1] += gaussian::distance(v - base[k], p[k]); });
-    return *from.number(0, m) - (distance[0] + distance[1]);
+    return (*from.number(0, m) - (distance[0] + distance[1])) * T(kLog2E);
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
@@ -377,7 +377,7 @@ struct GaussianBackward {
       gain[k & 1] += gaussian::gain(u[k], s[k], d);
     });
     const V alpha = V{} + *from.number(kAlpha, m);
-    const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
+    const V logit = (with.mean.data ? alpha - (distance[0] + distance[1]) : alpha) * T(kLog2E);
     row[0] = logit;
     highest = m ? max(highest, logit) : logit;
     row[stride] = gain[0] + gain[1] + *from.number(kAlways, m);

@@ -58,7 +58,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::planes;
   using V = Vec<T>;
 
-  // Results: sums of e V, the largest logit, sums of e below it.
+  // Results: sums of e V, the largest logit (to base 2), sums of e below it.
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * (in.parent_size() + 2); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
@@ -75,15 +75,16 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       dot[k & 1] += q[k] * v;
       square[k & 1] += v * v;
     });
-    if (!with.normalize) return (dot[0] + dot[1]) * T(with.scale);
+    const T scale = T(with.scale * kLog2E);
+    if (!with.normalize) return (dot[0] + dot[1]) * scale;
     const UnitKey<T> key(dot[0] + dot[1], square[0] + square[1], gate, q, each_vote);
-    return key.cosine * T(with.scale);
+    return key.cosine * scale;
   }
 
   FASTCAPS_INLINE void compete(V*, V, V) const {}
   FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
-  // Logits of a block's children to exp(a - top), with what was summed below an older top brought down to the new.
+  // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.
   template <class Sits>
   FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits, const Range&, int64_t, int64_t count, int64_t,
                              Planes<V> to, int64_t m, V* share) const {
@@ -93,10 +94,10 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       share[j] = gates[j] == 0 ? broadcast(kLowest<T>) : row[j * in.M];
       high = max(high, share[j]);
     }
-    const V rescale = exp_nonpositive(top - high);
+    const V rescale = exp2_nonpositive(top - high);
     for (int64_t k = 0; k < CE; ++k) S[k] *= rescale;
     total *= rescale;
-    for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
+    for (int64_t j = 0; j < count; ++j) total += share[j] = exp2_nonpositive(share[j] - high) * gates[j];
     top = high;
   }
 
@@ -107,7 +108,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       T lane[kLanes<T>], high = *to.number(0, m);
       store<T>(lane, *block.number(0, 0));
       for (int r = 0; r < kLanes<T>; ++r) high = lane[r] > high || lane[r] != lane[r] ? lane[r] : high;
-      const V share = exp_nonpositive(*block.number(0, 0) - high);
+      const V share = exp2_nonpositive(*block.number(0, 0) - high);
       rescale(to, m, high);
       V* S = block.pose(0, 0);
       for (int64_t k = 0; k < CE; ++k) S[k] *= share;
@@ -132,7 +133,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     *to.number(1, m) *= share;
     *to.number(0, m) = high;
   }
-  static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); }
+  static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_exp2f(x)) : T(__builtin_exp2(x)); }
 
   FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
     const Planes<X> from = planes(result, in, in.M);
@@ -143,7 +144,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       const X one = inverse_or_zero(total[m]);
       for (int64_t k = 0; k < CE; ++k) S[m * CE + k] *= one;
       const X nobody = X{} - T(__builtin_inf());
-      total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m];
+      total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m] / T(kLog2E);
     }
     write_parents<T>(tile, in.storage, with.sums, at, MCE, S);
     write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * in.M, in.M, total);
@@ -182,7 +183,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size(); }
   FASTCAPS_INLINE V plain_share(const X* state, int64_t m) const {
     const V all = V{} + *parents(state).number(0, m);
-    return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
+    return all == T(-__builtin_inf()) ? V{} : exp2_any<T>(-all * T(kLog2E));
   }
 
   FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
@@ -217,7 +218,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     const V all = V{} + *from.number(0, m);
     row[0] = all == T(-__builtin_inf())
                  ? V{}
-                 : exp_any<T>(asked * T(with.scale) - all);  // a parent that no child reaches has no shares
+                 : exp2_any<T>((asked * T(with.scale) - all) * T(kLog2E));  // a parent that no child reaches has no shares
     row[stride] = gain[0] + gain[1] - *from.number(1, m);
     row[2 * stride] = one;
     row[3 * stride] = with.normalize ? asked * one : V{};

@@ -134,52 +134,40 @@ FASTCAPS_INLINE X each_lane(X x, F&& f) {
   }
 }
 
-// exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
-// exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln
-// 2 to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
-// stays NaN. Below kLowest the answer is 0, as good as exact beside the 1 of the maximum: it keeps denormal numbers,
-// slow on many processors, out of the sums.
-FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
-  const float kLowest = -80.0f, kRound = 12582912.0f + 127.0f;
-  const auto vanishes = x < kLowest;
-  x = vanishes ? VecF{} : x;
-  const VecF shifted = x * 1.44269504088896341f + kRound;
-  const VecF n = shifted - kRound;
-  VecF r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  VecF p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
+inline constexpr double kLog2E = 1.44269504088896340736;  // 1 / ln 2
+
+// 2^x for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
+// 2^x = 2^n 2^r, r = x - n in [-1/2, 1/2], with a polynomial for 2^r. Adding 1.5 * 2^23 rounds x to the integer n in
+// the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN stays NaN. Below
+// kLowest the answer is 0, as good as exact beside the 1 of the maximum: it keeps denormal numbers, slow on many
+// processors, out of the sums.
+FASTCAPS_INLINE VecF exp2_nonpositive(VecF x) {
+  const float kLowest = -115.0f, kRound = 12582912.0f + 127.0f;
+  const VecF shifted = x + kRound, r = x - (shifted - kRound);
+  VecF p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  for (float c : {9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f})
+    p = p * r + c;
   p = p * (VecF)((VecI)shifted << 23);
-  return vanishes ? VecF{} : p;
+  return x < kLowest ? VecF{} : p;
 }
 
-FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
-  const double kLowest = -690.0, kRound = 6755399441055744.0 + 1023.0;
-  const auto vanishes = x < kLowest;
-  x = vanishes ? VecD{} : x;
-  const VecD shifted = x * 1.4426950408889634074 + kRound;
-  const VecD n = shifted - kRound;
-  VecD r = x - n * 6.93145751953125e-1;
-  r = r - n * 1.42860682030941723212e-6;
+FASTCAPS_INLINE VecD exp2_nonpositive(VecD x) {
+  const double kLowest = -995.0, kRound = 6755399441055744.0 + 1023.0;
+  const VecD shifted = x + kRound, r = (x - (shifted - kRound)) * 0.693147180559945309417;
   VecD p = VecD{} + 1.0 / 6227020800.0;
   const double kInverseFactorials[] = {
       1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
       1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kInverseFactorials) p = p * r + c;
   p = p * (VecD)((VecL)shifted << 52);
-  return vanishes ? VecD{} : p;
+  return x < kLowest ? VecD{} : p;
 }
 
-// exp for any argument.
+// 2^x for any argument.
 template <class T>
-FASTCAPS_INLINE Vec<T> exp_any(Vec<T> x) {
-  const Vec<T> most = broadcast(sizeof(T) == 4 ? T(88) : T(709));
-  const Vec<T> inside = exp_nonpositive(x > most ? most : x);
+FASTCAPS_INLINE Vec<T> exp2_any(Vec<T> x) {
+  const Vec<T> most = broadcast(sizeof(T) == 4 ? T(127) : T(1023));
+  const Vec<T> inside = exp2_nonpositive(x > most ? most : x);
   return x > most ? broadcast(T(__builtin_inf())) : inside;
 }
 
