@@ -85,8 +85,8 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
   // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.
-  template <class Sits>
-  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits, const Range&, int64_t, int64_t count, int64_t,
+  template <class Units>
+  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Units, const Range&, int64_t, int64_t count, int64_t,
                              Planes<V> to, int64_t m, V* share) const {
     V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
     V high = top;
@@ -135,10 +135,10 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   }
   static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_exp2f(x)) : T(__builtin_exp2(x)); }
 
-  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t iteration, X* result, X* Q) const {
     const Planes<X> from = planes(result, in, in.M);
-    const int64_t MCE = in.parents_size(), at = turn * in.positions();
-    const bool last = turn + 1 == call.total;
+    const int64_t MCE = in.parents_size(), at = iteration * in.positions();
+    const bool last = iteration + 1 == call.total;
     X *S = from.pose(0, 0), *total = from.number(1, 0), *top = from.number(0, 0);
     for (int64_t m = 0; m < in.M; ++m) {
       const X one = inverse_or_zero(total[m]);
@@ -168,7 +168,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
   // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
-  static constexpr int kRows = 4;
+  static constexpr int kScores = 4;
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {
@@ -181,7 +181,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   }
   bool needs_vote() const { return with.query.data; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size(); }
-  FASTCAPS_INLINE V plain_share(const X* state, int64_t m) const {
+  FASTCAPS_INLINE V known_share(const X* state, int64_t m) const {
     const V all = V{} + *parents(state).number(0, m);
     return all == T(-__builtin_inf()) ? V{} : exp2_any<T>(-all * T(kLog2E));
   }
@@ -216,9 +216,10 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     }
     if (!with.query.data) asked = V{};
     const V all = V{} + *from.number(0, m);
-    row[0] = all == T(-__builtin_inf())
-                 ? V{}
-                 : exp2_any<T>((asked * T(with.scale) - all) * T(kLog2E));  // a parent that no child reaches has no shares
+    row[0] =
+        all == T(-__builtin_inf())
+            ? V{}
+            : exp2_any<T>((asked * T(with.scale) - all) * T(kLog2E));  // a parent that no child reaches has no shares
     row[stride] = gain[0] + gain[1] - *from.number(1, m);
     row[2 * stride] = one;
     row[3 * stride] = with.normalize ? asked * one : V{};

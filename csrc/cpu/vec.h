@@ -104,7 +104,7 @@ FASTCAPS_INLINE V in_register(V x) {
 
 template <class V>
 FASTCAPS_INLINE V max(V a, V b) {
-  return a > b ? a : b;  // a NaN in `a` loses; softmax still turns it into NaN through exp
+  return a > b ? a : b;  // a NaN in `a` loses; softmax still makes it NaN through exp
 }
 
 // Whether a comparison holds in every lane.
