@@ -16,15 +16,8 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// f(first, many) for the numbers of a pose, as many at once as there are registers for two sums each.
-template <class F>
-FASTCAPS_INLINE void by_blocks(int64_t numbers, F&& f) {
-  constexpr int kBlock = kManyRegisters ? 8 : 4;
-  int64_t k = 0;
-  for (; k + kBlock <= numbers; k += kBlock) f(k, std::integral_constant<int, kBlock>{});
-  for (; k + 2 <= numbers; k += 2) f(k, std::integral_constant<int, 2>{});
-  if (k < numbers) f(k, std::integral_constant<int, 1>{});
-}
+// Numbers of a pose met at once: there are registers for two sums each.
+inline constexpr int kNumbersAtOnce = kManyRegisters ? 8 : 4;
 
 // The betas of a unit of children for one parent.
 template <class T>
@@ -155,7 +148,7 @@ struct GaussianForward {
                            int64_t to_m) const {
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
-    by_blocks(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+    each_group<kNumbersAtOnce>(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
       V at[many], sum[many];
       unroll<many>([&](auto u) FASTCAPS_LAMBDA { at[u] = mean[k + u], sum[u] = square[k + u]; });
       for (int64_t j = 0; j < count; ++j)
@@ -429,7 +422,7 @@ struct GaussianBackward {
     const X* base = parents(state).pose(kBase, m);
     const V* das = rows + stride;
     V *first = to.pose(0, to_m), *second = to.pose(1, to_m);
-    by_blocks(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+    each_group<kNumbersAtOnce>(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
       V sum[many], squares[many];
       unroll<many>([&](auto u) FASTCAPS_LAMBDA { sum[u] = first[k + u], squares[u] = second[k + u]; });
       for (int64_t j = 0; j < count; ++j)
