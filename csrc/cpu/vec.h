@@ -171,6 +171,17 @@ FASTCAPS_INLINE Vec<T> exp2_any(Vec<T> x) {
   return x > most ? broadcast(T(__builtin_inf())) : inside;
 }
 
+// ln x = k ln 2 + ln m, m in [sqrt(1/2), sqrt(2)), to about one unit in the last place, for normal numbers alone.
+FASTCAPS_INLINE VecF log_normal(VecF x) {
+  const VecI k = ((VecI)x - 0x3f3504f3) >> 23;
+  const VecF n = __builtin_convertvector(k, VecF), r = (VecF)((VecI)x - (k << 23)) - 1.0f, square = r * r;
+  VecF p = r * 7.0376836292e-2f - 1.1514610310e-1f;
+  for (float c : {1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                  -2.4999993993e-1f, 3.3333331174e-1f})
+    p = p * r + c;
+  return (p * r * square - n * 2.12194440e-4f - square * 0.5f) + r + n * 0.693359375f;
+}
+
 // In-register transpose of kLanes vectors: log2(kLanes) stages, each swapping blocks of 1, 2, 4, ... lanes.
 template <class T, int Block>
 FASTCAPS_INLINE void transpose_stage(Vec<T>* rows) {
@@ -290,7 +301,20 @@ struct NumberOfLanes {
   }
 };
 template <>
-struct Number<FASTCAPS_NAMESPACE::VecF> : NumberOfLanes<float> {};
+struct Number<FASTCAPS_NAMESPACE::VecF> : NumberOfLanes<float> {
+  // A lane's logarithm depends on no other lane.
+  static FASTCAPS_INLINE Lanes log(Lanes x) {
+    const auto normal = (x >= __FLT_MIN__) & (x <= __FLT_MAX__);
+    const Lanes found = FASTCAPS_NAMESPACE::log_normal(normal ? x : Lanes{} + 1);
+    if (__builtin_expect(FASTCAPS_NAMESPACE::all(normal), true)) return found;
+    return normal ? found : NumberOfLanes<float>::log(x);
+  }
+  static FASTCAPS_INLINE Lanes log_sigmoid(Lanes x) {
+    const Lanes e = FASTCAPS_NAMESPACE::exp2_nonpositive((x < 0 ? x : -x) * float(FASTCAPS_NAMESPACE::kLog2E));
+    const Lanes u = 1 + e;
+    return (x < 0 ? x : Lanes{}) - (log(u) + (e - (u - 1)) / u);
+  }
+};
 template <>
 struct Number<FASTCAPS_NAMESPACE::VecD> : NumberOfLanes<double> {};
 
