@@ -40,7 +40,7 @@ struct QueryForward {
     zero(result, result_numbers(in, many));
   }
 
-  bool equal(int64_t turn) const { return turn == 0 && !with.query.data; }
+  bool equal(int64_t iteration) const { return iteration == 0 && !with.query.data; }
   void load(const Tile<T>& tile, X* Q) const {
     if (with.query.data)
       gather_parents<T>(in, tile, in.storage, with.query, in.M, in.C, in.E, Q);
@@ -79,7 +79,7 @@ struct QueryBackward {
   static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
     return {base, many, in.parent_size(), 1};
   }
-  bool plain() const { return !with.query.data && !call.dgate; }
+  bool shares_known() const { return !with.query.data && !call.dgate; }
 
   void finish(const Tile<T>& tile, const X*, X* dq) const {
     write_row<T>(tile, static_cast<T*>(with.dquery), in.parents_size(), dq);
@@ -101,14 +101,14 @@ struct AttentionForward : QueryForward<T, X, Attention> {
   FASTCAPS_INLINE V agreement(const X* q, Each&& each_vote) const {
     V dot[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA { dot[k & 1] += q[k] * v; });
-    return (dot[0] + dot[1]) * T(with.scale);
+    return (dot[0] + dot[1]) * T(with.scale * kLog2E);
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, in.M, highest, gate); }
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
-  template <class Sits>
-  FASTCAPS_INLINE void weigh(const V* row, const V*, Sits, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
+  template <class Units>
+  FASTCAPS_INLINE void weigh(const V* row, const V*, Units, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
                              int64_t, V* share) const {
     for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
   }
@@ -119,10 +119,10 @@ struct AttentionForward : QueryForward<T, X, Attention> {
     for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];
   }
 
-  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t iteration, X* S, X* Q) const {
     const int64_t MCE = in.parents_size();
-    const bool last = turn + 1 == call.total;
-    if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * in.positions() * MCE, MCE, S);
+    const bool last = iteration + 1 == call.total;
+    if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + iteration * in.positions() * MCE, MCE, S);
     for (int64_t m = 0; m < in.M; ++m)
       if (with.rule == Rule::kSquash)
         squash(PoseInMemory<X>{S + m * CE, CE});
@@ -142,13 +142,13 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
   using Base = QueryBackward<T, X, Attention>;
   using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::MCE;
   using V = Vec<T>;
-  static constexpr int kRows = 2;  // a, then g r; h, then s da
+  static constexpr int kScores = 2;  // a, then g r; h, then s da
 
   // State: dS and Q.
   static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }
   bool needs_vote() const { return with.dquery; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 4 * in.parent_size(); }
-  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
+  FASTCAPS_INLINE V known_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
   FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
@@ -184,7 +184,7 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
       agreement[k & 1] += q[k] * v;
       gain[k & 1] += ds[k] * v;
     });
-    const V logit = (agreement[0] + agreement[1]) * T(with.scale);
+    const V logit = (agreement[0] + agreement[1]) * T(with.scale * kLog2E);
     row[0] = logit;
     highest = m ? max(highest, logit) : logit;
     row[stride] = gain[0] + gain[1];

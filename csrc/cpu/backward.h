@@ -1,6 +1,6 @@
 // One pass, backward, by recomputation. What is common to the passes is here: votes are made again, the gradient of
-// each goes to its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. The passes of several turns over the
-// same votes may be one call: then dV is the sum of what each turn says.
+// each goes to its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. The passes of several iterations over
+// the same votes may be one call: then dV is the sum of what each iteration says.
 //
 // An item owns a group of samples and a range of child types n (with all their places in the window), so that nobody
 // else writes the children's gradients it writes. It walks block by block of children, and for each block over all rows
@@ -15,7 +15,7 @@
 //   dvote    numbers of a vote's gradient
 //   add      what votes add to their parent's gradient
 //   finish   the parents' gradients are written
-//   plain, plain_share   whether shares ask no vote and no gate's gradient is wanted, and such a share
+//   shares_known, known_share   whether shares ask no vote and no gate's gradient is wanted, and such a share
 //   needs_vote           whether dvote or add reads votes
 //   evidence_gain, ignored_evidence, add_betas   what a child's logits say through the betas (gaussian.h alone)
 #pragma once
@@ -42,40 +42,40 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
   using Base::kAtOnce, Base::dV, Base::dW, Base::dB, Base::block;
   using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of, Base::votes_of;
-  using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
+  using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Units;
   using Number = T;
   using Pass = Policy<T, X>;
   using Call = BackwardCall<typename Pass::Operands>;
   static constexpr bool kSharing = kLane == Lanes::kSharing;
   static constexpr int64_t kAddedAtOnce = 64;  // parents; sums of more lose digits one by one
 
-  std::vector<Pass> passes;  // of every turn
-  const int64_t turns, state_size, result_size;
-  V *dP, *dP_sums, *rows, *highest, *local;
+  std::vector<Pass> passes;  // of every iteration
+  const int64_t iterations, state_size, result_size;
+  V *dP, *dP_sums, *scores, *highest, *local;
   X *scratch, *inner_states, *inner_results, *seen_state;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
-  bool needs_vote = false;  // any turn does
+  bool needs_vote = false;  // any iteration does
   bool kept = false;        // the votes of the block in hand are
   bool unsafe = false;      // windows leave the grid, and what parents hold is not finite: 0 times that is not 0
   int64_t item = 0;
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
       : Base(call_, pose_, arena),
-        turns(int64_t(call.with.size())),
+        iterations(int64_t(call.with.size())),
         state_size(Pass::state_numbers(call)),
         result_size(Pass::result_numbers(in, in.M)) {
     for (const auto& with : call.with) needs_vote = passes.emplace_back(call, with).needs_vote() || needs_vote;
     dP = arena.take<V>(slots * CD);
     dP_sums = in.M > kAddedAtOnce ? arena.take<V>(slots * CD) : nullptr;
-    rows = arena.take<V>(turns * Pass::kRows * slots * in.M);
-    highest = arena.take<V>(turns * slots);
+    scores = arena.take<V>(iterations * Pass::kScores * slots * in.M);
+    highest = arena.take<V>(iterations * slots);
     local = kChildLanes ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(1))
                         : nullptr;
     scratch = arena.take<X>(Pass::prepare_scratch(in));
-    inner_states = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
-    inner_results = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
-    seen_state = Pass::kFolds ? arena.take<X>(turns * state_size) : nullptr;
+    inner_states = Pass::kFolds ? arena.take<X>(iterations * group_numbers(in.M)) : nullptr;
+    inner_results = Pass::kFolds ? arena.take<X>(iterations * group_numbers(in.M)) : nullptr;
+    seen_state = Pass::kFolds ? arena.take<X>(iterations * state_size) : nullptr;
   }
 
   // Numbers that a group of children has of `many` parents, where they are folded.
@@ -87,11 +87,11 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   int64_t target_numbers(int64_t many) const {
     return Pass::kFolds ? group_numbers(many) : Pass::result_numbers(in, many);
   }
-  // The parents of turn k before row t of a walk.
+  // The parents of iteration k before row t of a walk.
   const X* state(int64_t t, int64_t k) const {
-    return Pass::kFolds ? inner_states + k * group_numbers(in.M) : states + (t * turns + k) * state_size;
+    return Pass::kFolds ? inner_states + k * group_numbers(in.M) : states + (t * iterations + k) * state_size;
   }
-  V* rows_of(int64_t k) const { return rows + k * Pass::kRows * slots * in.M; }
+  V* scores_of(int64_t k) const { return scores + k * Pass::kScores * slots * in.M; }
 
   // Where a row's lanes are; false where its group has ended before it.
   bool place(int64_t row, Tile<T>& tile) const {
@@ -108,9 +108,9 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
 
   void prepare(int64_t row) {
     if (!place(row, tiles[0])) return;
-    states = static_cast<const X*>(call.state) + row * turns * state_size;
-    for (int64_t k = 0; k < turns; ++k) {
-      X* state = static_cast<X*>(call.state) + (row * turns + k) * state_size;
+    states = static_cast<const X*>(call.state) + row * iterations * state_size;
+    for (int64_t k = 0; k < iterations; ++k) {
+      X* state = static_cast<X*>(call.state) + (row * iterations + k) * state_size;
       if constexpr (!Pass::kRest)
         passes[k].load(tiles[0], row, state, scratch);
       else if (passes[k].load(tiles[0], row, state, scratch))
@@ -132,13 +132,13 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     item = which;
     const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks,
                   first_row = group * schedule.rows_per_group;
-    states = static_cast<const X*>(call.state) + first_row * turns * state_size;
+    states = static_cast<const X*>(call.state) + first_row * iterations * state_size;
     results =
         call.partial ? static_cast<X*>(call.partial) + (chunk * schedule.rows() + first_row) * result_size : nullptr;
     int64_t count = 0;
     while (count < schedule.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
-    unsafe = (in.window.ph > 0 || in.window.pw > 0) && !are_finite<T>(states, count * turns * state_size);
+    unsafe = (in.window.ph > 0 || in.window.pw > 0) && !are_finite<T>(states, count * iterations * state_size);
     dW =
         call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.groups ? group : item) : nullptr;
     dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
@@ -174,16 +174,16 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int64_t t = 0; t < nt; ++t) Base::load(tiles[t0 + t], t, first, count);
     if (call.dchildren || kAtOnce) zero(dP, slots * CD);
     kept = false;
-    for (int64_t k = 0; k < turns; ++k)
-      if (passes[k].plain())
-        share_plainly(k);
+    for (int64_t k = 0; k < iterations; ++k)
+      if (passes[k].shares_known())
+        take_known_shares(k);
       else
         score_votes(k);
-    for (int64_t k = 0; k < turns; ++k)
-      if (!passes[k].plain())
+    for (int64_t k = 0; k < iterations; ++k)
+      if (!passes[k].shares_known())
         for (int64_t t = 0; t < nt; ++t)
           for (int64_t j = 0; j < count; ++j) dscore(k, child_of(first, j), t0 + t, t * schedule.block_children + j);
-    Base::turn_poses();
+    Base::transpose_poses();
     if (dP_sums) zero(dP_sums, slots * CD);
     for (int64_t m = 0; m < in.M; m += kAddedAtOnce) {
       gradients(m, min(m + kAddedAtOnce, in.M));
@@ -208,15 +208,15 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   }
 
   // Shares that no vote has a say in, and nobody asks for the gates' gradients.
-  void share_plainly(int64_t k) {
+  void take_known_shares(int64_t k) {
     for (int64_t t = 0; t < block.nt; ++t) {
       const int64_t first = t * schedule.block_children;
       if (in.gate.data) silence<T>(P + first * CD, gates + first, block.count, CD);
       for (int64_t slot = first; slot < first + block.count; ++slot)
         for (int64_t m = 0; m < in.M; ++m) {
-          V* row = rows_of(k) + slot * in.M + m;
-          for (int r = 1; r < Pass::kRows; ++r) row[r * slots * in.M] = V{};
-          row[0] = gates[slot] * passes[k].plain_share(state(block.t0 + t, k), m);
+          V* row = scores_of(k) + slot * in.M + m;
+          for (int r = 1; r < Pass::kScores; ++r) row[r * slots * in.M] = V{};
+          row[0] = gates[slot] * passes[k].known_share(state(block.t0 + t, k), m);
         }
     }
   }
@@ -225,9 +225,9 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     const int64_t stride[6] = {in.H * in.W * in.N * CD, in.W * in.N * CD, in.N * CD, CD, in.D, 1};
     for (int64_t t = 0; t < block.nt; ++t)
       for (int64_t j = 0; j < block.count;) {
-        const int64_t q = child_of(block.first, j), run = Sits::neighbours(in, range, q, block.count - j);
+        const int64_t q = child_of(block.first, j), run = Units::neighbours(in, range, q, block.count - j);
         T* lane[n];
-        Sits::find(in, tiles[block.t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
+        Units::find(in, tiles[block.t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
         scatter_rows<true, T>(lane, run * CD, (dP_sums ? dP_sums : dP) + (t * schedule.block_children + j) * CD);
         j += run;
       }
@@ -242,7 +242,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         const int64_t slot = t * schedule.block_children;
         const X* parents = state(block.t0 + t, k);
         const V* poses = P + slot * CD;
-        V *kept = votes_of(m, slot), *row = rows_of(k) + slot * M + m, *high = highest + k * slots + slot;
+        V *kept = votes_of(m, slot), *row = scores_of(k) + slot * M + m, *high = highest + k * slots + slot;
         for (int64_t j = 0; j < count; ++j) {
           const Weight* W = kMade ? weights.matrix(j, m) : nullptr;
           const Weight* bias = kMade ? weights.bias_of(j, m) : nullptr;
@@ -253,35 +253,35 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
               },
               row + j * M, plane, high[j]);
           if constexpr (Pass::kBetas)
-            row[j * M + plane] += passes[k].evidence_gain(parents, m, Sits{}, range, child_of(block.first, j));
+            row[j * M + plane] += passes[k].evidence_gain(parents, m, Units{}, range, child_of(block.first, j));
         }
       }
   }
 
   void dscore(int64_t k, int64_t q, int64_t row, int64_t slot) {
     const V gate = gates[slot];
-    V dgate = passes[k].dscore(rows_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
-    if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Sits{}, range, q);
+    V dgate = passes[k].dscore(scores_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
+    if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Units{}, range, q);
     const auto whole = (gate != 0) | ((dgate - dgate) == 0);
     if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
       const auto keep_whole = [&](V& number) { number = whole ? number : V{}; };
       keep_whole(dgate);
       for (int64_t d = 0; d < CD; ++d) keep_whole(P[slot * CD + d]);
       for (int64_t m = 0; m < in.M; ++m) {
-        for (int r = 0; r < Pass::kRows; ++r) keep_whole(rows_of(k)[(r * slots + slot) * in.M + m]);
+        for (int r = 0; r < Pass::kScores; ++r) keep_whole(scores_of(k)[(r * slots + slot) * in.M + m]);
         for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) keep_whole(votes_of(m, slot)[e]);
       }
     }
     if (call.dgate) {
       const int64_t stride[4] = {in.H * in.W * in.N, in.W * in.N, in.N, 1};
       T* lane[n];
-      Sits::find(in, tiles[row], static_cast<T*>(call.dgate), stride, range, q, lane);
+      Units::find(in, tiles[row], static_cast<T*>(call.dgate), stride, range, q, lane);
       scatter_rows<true, T>(lane, 1, &dgate);
     }
   }
 
   // Where a parent of row t gathers its gradient: in the row's, or, where lanes are children, in the block's own. The
-  // turns of one call have no gradients of their parents, except as they are folded.
+  // iterations of one call have no gradients of their parents, except as they are folded.
   X* result(int64_t t, int64_t k) const {
     if constexpr (Pass::kFolds) return inner_results + k * group_numbers(in.M);
     return results ? results + t * result_size : nullptr;
@@ -293,7 +293,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       return Pass::planes(result(block.t0 + t, k), in, in.M);
   }
   bool has_results() const { return Pass::kFolds || results; }
-  int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? turns : nt; }
+  int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? iterations : nt; }
 
   // For parents [m, end).
   void gradients(int64_t m, int64_t end) {
@@ -312,7 +312,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       for (int64_t t = 0; t < block.nt; ++t) {
         const int64_t slot = t * schedule.block_children + j;
         gradients_of_votes<kMany>(m0, j, t, slot, W, bias);
-        Base::turn_gradients(t, slot);
+        Base::transpose_gradients(t, slot);
       }
       add_child_gradients<kMany>(j, m0, W);
       Base::template add_unit<kMany>(j, m0);
@@ -328,7 +328,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int which = 0; which < kMany; ++which)
       for (int64_t t = 0; t < block.nt; ++t) {
         if (kChildLanes && has_results())
-          for (int64_t k = 0; k < turns; ++k) zero(target(t, k, which).base, target_numbers(1));
+          for (int64_t k = 0; k < iterations; ++k) zero(target(t, k, which).base, target_numbers(1));
         const int64_t slot = t * schedule.block_children;
         if (const V* votes = votes_at_hand(m0 + which))
           add_to_parent(m0 + which, which, t, slot, votes + slot * CE, block.count);
@@ -358,8 +358,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         add_to_parent(m, which, t, slot, vote, 1);
       }
       if constexpr (Pass::kBetas)
-        for (int64_t k = 0; k < turns; ++k)
-          passes[k].add_betas(state(row, k), m, rows_of(k)[slot * in.M + m], gates[slot], Sits{}, range, q, item);
+        for (int64_t k = 0; k < iterations; ++k)
+          passes[k].add_betas(state(row, k), m, scores_of(k)[slot * in.M + m], gates[slot], Units{}, range, q, item);
       if (!call.wants_votes()) continue;
       V* sum = dV + (which * slots + slot) * CE;
       if constexpr (kAtOnce) {
@@ -409,22 +409,22 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       }
   }
 
-  // Numbers [first, first + count) of dV of one unit and parent, of all turns; kCount of them, if it is not 0.
+  // Numbers [first, first + count) of dV of one unit and parent, of all iterations; kCount of them, if it is not 0.
   template <int kCount>
   FASTCAPS_INLINE void vote_gradient(int64_t m, int64_t row, int64_t slot, const V* vote, int first, int count,
                                      V* sum) const {
     const auto dvote = [&](int64_t k, auto&& put) FASTCAPS_LAMBDA {
-      passes[k].template dvote<kCount>(state(row, k), m, rows_of(k) + slot * in.M + m, slots * in.M, vote, first, count,
-                                       put);
+      passes[k].template dvote<kCount>(state(row, k), m, scores_of(k) + slot * in.M + m, slots * in.M, vote, first,
+                                       count, put);
     };
     dvote(0, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] = number; });
-    for (int64_t k = 1; k < turns; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
+    for (int64_t k = 1; k < iterations; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
   }
 
   // What `count` votes, of units from `slot` on, add to the gradient of parent m of the block's row t.
   FASTCAPS_INLINE void add_to_parent(int64_t m, int which, int64_t t, int64_t slot, const V* votes, int64_t count) {
-    for (int64_t k = 0; k < turns; ++k)
-      passes[k].add(state(block.t0 + t, k), m, rows_of(k) + slot * in.M + m, slots * in.M, votes, count,
+    for (int64_t k = 0; k < iterations; ++k)
+      passes[k].add(state(block.t0 + t, k), m, scores_of(k) + slot * in.M + m, slots * in.M, votes, count,
                     target(t, k, which), kChildLanes ? 0 : m);
   }
 
@@ -432,7 +432,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   FASTCAPS_NOINLINE V are_here(int64_t q, const Tile<T>& tile) const {
     const char* lane[n];
     T found[n];
-    Sits::find(in, tile, static_cast<const char*>(in.children.data), in.children.stride, range, q, lane);
+    Units::find(in, tile, static_cast<const char*>(in.children.data), in.children.stride, range, q, lane);
     for (int r = 0; r < n; ++r) found[r] = lane[r] ? T(1) : T(0);
     return load<T>(found);
   }

@@ -15,7 +15,7 @@ struct Block {
   using X = std::conditional_t<kChildLanes, T, V>;  // a row's numbers
   using Weights = WeightsOf<T, kLane, Pose::kDynamic || Pose::kTiles != 1>;
   using Weight = typename Weights::Weight;
-  using Sits = Seats<T, kChildLanes>;
+  using Units = UnitsOf<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
   static constexpr bool kUnitsShare = kLane == Lanes::kSharing && Pose::kUnits > 1;
   // Votes are made and met in one go, unless those of several parents, units or tiles are made together, or child by
@@ -32,7 +32,7 @@ struct Block {
   const int64_t slots, CE, CD;
   Tile<T>* tiles;  // where the rows are
   V *P, *gates, *votes_kept;
-  T* votes_by_child;  // of a unit for a parent; null where matrices are turned
+  T* votes_by_child;  // of a unit for a parent; null where matrices are transposed
   Range range{};      // the children of the walk
 
   Block(const Call& call, const Pose& pose, Arena& arena, int64_t rows)
@@ -50,28 +50,28 @@ struct Block {
         votes_kept(arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE)),
         votes_by_child(makes_votes_by_child() ? arena.take<T>(n * CE) : nullptr) {}
 
-  // A large matrix that one child has for itself would take longer to be turned to lanes than to be read.
+  // A large matrix that one child has for itself would take longer to transpose to lanes than to be read.
   bool makes_votes_by_child() const {
     return kLane == Lanes::kChildren && Pose::kDynamic && in.weight && in.D * in.E >= kLargeMatrix && in.E % n == 0;
   }
 
-  int64_t children_at_once() const { return schedule.block_children * Sits::kUnit; }
+  int64_t children_at_once() const { return schedule.block_children * Units::kUnit; }
   // Where one of the schedule's ranges of `all` children begins: with a whole unit, so that no lane is empty before the
   // last.
   int64_t edge(int64_t chunk, int64_t all) const {
-    return min(chunk * ((all + Sits::kUnit - 1) / Sits::kUnit) / schedule.chunks * Sits::kUnit, all);
+    return min(chunk * ((all + Units::kUnit - 1) / Units::kUnit) / schedule.chunks * Units::kUnit, all);
   }
   // Units of a block that begins with child q of the range.
   int64_t units_from(int64_t q) const {
-    return (min(children_at_once(), range.count - q) + Sits::kUnit - 1) / Sits::kUnit;
+    return (min(children_at_once(), range.count - q) + Units::kUnit - 1) / Units::kUnit;
   }
-  int64_t child_of(int64_t first, int64_t j) const { return first + j * Sits::kUnit; }
+  int64_t child_of(int64_t first, int64_t j) const { return first + j * Units::kUnit; }
   V* votes_of(int64_t m, int64_t slot) const { return votes_kept + (m * slots + slot) * CE; }
 
   // Poses and gates of `count` units from child q on, as row t of the block sees them.
   void load(const Tile<T>& tile, int64_t t, int64_t q, int64_t count) {
     const int64_t slot = t * schedule.block_children;
-    Sits::gather(in, tile, in.storage, in.children, in.gate, range, q, count, P + slot * CD, gates + slot);
+    Units::gather(in, tile, in.storage, in.children, in.gate, range, q, count, P + slot * CD, gates + slot);
   }
   // The same, with zeros for every child whose gate is 0: forward they add nothing, so finite ones may be zeroed too.
   void load_silenced(const Tile<T>& tile, int64_t t, int64_t q, int64_t count) {
@@ -85,7 +85,7 @@ struct Block {
   void make_votes(int64_t count, int64_t rows) {
     if constexpr (kLane == Lanes::kChildren && Pose::kDynamic)
       if (votes_by_child) return make_votes_by_child(count, rows);
-    constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // theirs are turned one by one
+    constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // theirs are transposed one by one
     int64_t m = 0;
     for (; m + kMany <= in.M; m += kMany) make_votes<kMany>(count, rows, m);
     for (; m < in.M; ++m) make_votes<1>(count, rows, m);
@@ -114,7 +114,8 @@ struct Block {
 
   static constexpr int kAhead = 2048;  // numbers; a child's matrices follow one another
 
-  // The same child by child: a vector holds numbers of a matrix's row as it lies, and it is the votes that are turned.
+  // The same child by child: a vector holds numbers of a matrix's row as it lies, and it is the votes that are
+  // transposed.
   void make_votes_by_child(int64_t count, int64_t rows) {
     for (int64_t j = 0; j < count; ++j)
       for (int64_t m = 0; m < in.M; ++m)

@@ -12,7 +12,7 @@ namespace FASTCAPS_NAMESPACE {
 
 // Products of a row's poses (numbers over the lanes, or single ones) with a matrix of scalars [D, E].
 template <class T, class X>
-struct Turned {
+struct PullBack {
   static constexpr bool kSingle = kOnePosition<T, X>;
 
   // U[m] = Q[m] W[m]^T for all m.
@@ -114,13 +114,13 @@ struct FoldedForward : AttentionForward<T, X> {
   }
 
   // Equal shares of the same poses: one sum for all parents. A bias of their own makes the poses differ.
-  bool one_sum(int64_t turn) const { return Base::equal(turn) && in.bias_stride_m == 0; }
-  void enter(int64_t turn, const T* W, X* state) const {
-    if (!Base::equal(turn)) Turned<T, X>::to_children(in, state, W, state + in.parents_size());
+  bool one_sum(int64_t iteration) const { return Base::equal(iteration) && in.bias_stride_m == 0; }
+  void enter(int64_t iteration, const T* W, X* state) const {
+    if (!Base::equal(iteration)) PullBack<T, X>::to_children(in, state, W, state + in.parents_size());
   }
-  void leave(int64_t turn, const T* W, X* result) const {
+  void leave(int64_t iteration, const T* W, X* result) const {
     X* poses = result + in.parents_size();
-    Turned<T, X>::add_to_parents(in, poses, one_sum(turn), W, result);
+    PullBack<T, X>::add_to_parents(in, poses, one_sum(iteration), W, result);
     zero(poses, in.M * CD);
   }
 
@@ -154,17 +154,17 @@ struct FoldedBackward : AttentionBackward<T, X> {
   bool needs_vote() const { return true; }
 
   void enter(const T* W, const X* state, X* inner) const {
-    Turned<T, X>::to_children(in, state, W, inner);
+    PullBack<T, X>::to_children(in, state, W, inner);
     if (with.query.data)
-      Turned<T, X>::to_children(in, state + MCE, W, inner + MCD);
+      PullBack<T, X>::to_children(in, state + MCE, W, inner + MCD);
     else
       zero(inner + MCD, MCD);
   }
   void leave(const T* W, const X* state, const X* inner, X* dquery, T* dW) const {
-    if (with.dquery) Turned<T, X>::add_to_parents(in, inner, false, W, dquery);
+    if (with.dquery) PullBack<T, X>::add_to_parents(in, inner, false, W, dquery);
     if (!dW) return;
-    Turned<T, X>::add_outer(in, inner + MCD, state, dW);
-    if (with.query.data) Turned<T, X>::add_outer(in, inner, state + MCE, dW);
+    PullBack<T, X>::add_outer(in, inner + MCD, state, dW);
+    if (with.query.data) PullBack<T, X>::add_outer(in, inner, state + MCE, dW);
   }
 
   template <class Each>
@@ -184,22 +184,22 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
 };
 
-// The walk of a backward item (see walk() there), row by row: the parents turned to the children's poses before, their
-// gradients turned back after.
+// The walk of a backward item (see walk() there), row by row: the parents pulled back to the children's poses before,
+// their gradients pushed to the parents after.
 template <class Item>
 void walk_folded(Item& item, int64_t row_count) {
   item.weights.enter(item.range, 0, 1);
   const auto* W = item.weights.matrix(0, 0);
   auto* dW = item.dW ? item.gradient_of(0, 0) : nullptr;
-  const int64_t turns = item.turns, inner_size = item.group_numbers(item.in.M);
+  const int64_t iterations = item.iterations, inner_size = item.group_numbers(item.in.M);
   for (int64_t t = 0; t < row_count; ++t) {
-    const auto* state = item.unsafe ? seen(item, t) : item.states + t * turns * item.state_size;
-    for (int64_t k = 0; k < turns; ++k)
+    const auto* state = item.unsafe ? seen(item, t) : item.states + t * iterations * item.state_size;
+    for (int64_t k = 0; k < iterations; ++k)
       item.passes[k].enter(W, state + k * item.state_size, item.inner_states + k * inner_size);
-    zero(item.inner_results, turns * inner_size);
+    zero(item.inner_results, iterations * inner_size);
     for (int64_t first = 0; first < item.range.count; first += item.children_at_once())
       item.walk_block(first, item.units_from(first), t, 1);
-    for (int64_t k = 0; k < turns; ++k)
+    for (int64_t k = 0; k < iterations; ++k)
       item.passes[k].leave(W, state + k * item.state_size, item.inner_results + k * inner_size,
                            item.results ? item.results + t * item.result_size : nullptr, dW);
   }
@@ -211,13 +211,13 @@ const typename Item::X* seen(Item& item, int64_t t) {
   using T = typename Item::Number;
   using X = typename Item::X;
   typename Item::V children{};
-  for (int64_t q = 0; q < item.range.count; q += Item::Sits::kUnit) children += item.are_here(q, item.tiles[t]);
+  for (int64_t q = 0; q < item.range.count; q += Item::Units::kUnit) children += item.are_here(q, item.tiles[t]);
   X many{};
   if constexpr (kOnePosition<T, X>)
     add_lane_sums<T>(&children, 1, &many);
   else
     many = children;
-  const int64_t numbers = item.turns * item.state_size;
+  const int64_t numbers = item.iterations * item.state_size;
   const X* state = item.states + t * numbers;
   for (int64_t k = 0; k < numbers; ++k) item.seen_state[k] = many != 0 ? state[k] : X{};
   return item.seen_state;

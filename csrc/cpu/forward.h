@@ -1,10 +1,10 @@
-// One pass, or all turns of a routing, forward. What is common to the passes is here: a row of positions walks through
-// its children in blocks; votes of a block exist in registers and, where they fit, in cache until it is known what they
-// weigh; otherwise they are made again. Either way none reaches memory. Rows need nobody else, so where children are
-// not cut into ranges all turns of a row follow one another here.
+// One pass, or all iterations of a routing, forward. What is common to the passes is here: a row of positions walks
+// through its children in blocks; votes of a block exist in registers and, where they fit, in cache until it is known
+// what they weigh; otherwise they are made again. Either way none reaches memory. Rows need nobody else, so where
+// children are not cut into ranges all iterations of a row follow one another here.
 //
 // What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
-//   load         the parents before the first turn
+//   load         the parents before the first iteration
 //   base         where a parent without a mean keeps what its sums are taken about (gaussian.h alone)
 //   clear        results before the first vote
 //   enter        children that share their weights are next, and
@@ -12,12 +12,12 @@
 //   score        a vote against a parent: its logit
 //   compete      the parents' competition for a child, and
 //   equal_share  its outcome where all their logits are alike (kEvenSums: the same for all parents, and linear)
-//   equal        whether they are, in a turn
+//   equal        whether they are, in an iteration
 //   weigh, add   what a block's votes for a parent weigh, and their way into its results
 //   add_again    the same of votes that were not kept, and are made again
 //   join_lanes   the results of a block whose lanes are children, into the row's
 //   join         the results of two ranges of children
-//   finish       results are written, and become the parents of the next turn
+//   finish       results are written, and become the parents of the next iteration
 #pragma once
 
 #include "block.h"
@@ -34,7 +34,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   using Base = ForwardBlock<T, Pose, kLane, Policy>;
   using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
   using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range;
-  using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
+  using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Units;
   using Pass = Policy<T, X>;
   using Call = ForwardCall<typename Pass::Operands>;
   static constexpr bool kEvenSums =
@@ -43,8 +43,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   const int64_t state_size;
   const int64_t before, result_size;  // of a row's results: numbers that no vote is added to, and all of them
   X *states, *results;                // of the rows at hand
-  V *a, *highest, *shares, *local;
-  int64_t turn = 0;
+  V *logits, *highest, *shares, *local;
+  int64_t iteration = 0;
 
   FASTCAPS_NOINLINE ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
       : Base(call_, pose_, arena, call_.schedule.block_rows),
@@ -54,7 +54,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         result_size(before + Pass::result_numbers(in, in.M)) {
     states = arena.take<X>(schedule.block_rows * state_size);
     results = arena.take<X>(schedule.block_rows * result_size);
-    a = arena.take<V>(slots * in.M);
+    logits = arena.take<V>(slots * in.M);
     highest = arena.take<V>(slots);
     shares = arena.take<V>(slots * Pass::kShares);
     local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, 1)) : nullptr;
@@ -79,7 +79,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     for (int64_t first = group * schedule.rows_per_group; first < last; first += schedule.block_rows) {
       const int64_t nt = min(schedule.block_rows, last - first);
       for (int64_t t = 0; t < nt; ++t) place(first + t, t);
-      for (turn = call.iteration; turn < call.iteration + call.iterations; ++turn) {
+      for (iteration = call.iteration; iteration < call.iteration + call.iterations; ++iteration) {
         for (int64_t t = 0; t < nt; ++t) {
           zero(result(t), before);
           Pass::clear(result(t) + before, in, in.M);
@@ -87,15 +87,15 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         each_range(begin, count, [&] {
           weights.enter(range, 0, min(range.count, 1));
           if constexpr (Pass::kFolds)
-            for (int64_t t = 0; t < nt; ++t) pass.enter(turn, weights.matrix(0, 0), state(t));
+            for (int64_t t = 0; t < nt; ++t) pass.enter(iteration, weights.matrix(0, 0), state(t));
           for (int64_t q = 0; q < range.count; q += Base::children_at_once()) block(q, Base::units_from(q), nt);
           if constexpr (Pass::kFolds)
-            for (int64_t t = 0; t < nt; ++t) pass.leave(turn, weights.matrix(0, 0), result(t));
+            for (int64_t t = 0; t < nt; ++t) pass.leave(iteration, weights.matrix(0, 0), result(t));
           return true;
         });
         for (int64_t t = 0; t < nt; ++t) {
           if (schedule.chunks == 1)
-            pass.finish(tiles[t], turn, result(t), state(t));
+            pass.finish(tiles[t], iteration, result(t), state(t));
           else
             std::memcpy(static_cast<X*>(call.partial) + (chunk * schedule.rows() + first + t) * result_size, result(t),
                         size_t(result_size) * sizeof(X));
@@ -121,7 +121,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // Where row t is, and its parents before the turn.
+  // Where row t is, and its parents before the iteration.
   void place(int64_t row, int64_t t) {
     if constexpr (kChildLanes)
       tiles[t].place(in, row, row + 1);
@@ -138,14 +138,14 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
 
   // Add up the ranges of children of one row in their order, and finish.
   void finish_row(int64_t row) {
-    turn = call.iteration;
+    iteration = call.iteration;
     place(row, 0);
     const X* partial = static_cast<const X*>(call.partial);
     std::memcpy(result(0), partial + row * result_size, size_t(result_size) * sizeof(X));
     for (int64_t chunk = 1; chunk < schedule.chunks; ++chunk)
       pass.join(result(0), partial + (chunk * schedule.rows() + row) * result_size);
-    pass.finish(tiles[0], turn, result(0), state(0));
-    if (turn + 1 < call.total)
+    pass.finish(tiles[0], iteration, result(0), state(0));
+    if (iteration + 1 < call.total)
       std::memcpy(static_cast<X*>(call.state) + row * state_size, state(0), size_t(state_size) * sizeof(X));
   }
 
@@ -153,10 +153,11 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   // block_children + j.
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = schedule.block_children;
-    const bool equal = pass.equal(turn);
+    const bool equal = pass.equal(iteration);
     const bool keeps = schedule.keep_votes && (schedule.stay || !equal || !Pass::kEvenSums);
     weights.enter(range, first, count);
-    if (schedule.stay && turn > call.iteration) {  // poses, and votes if kept, are as the turn before left them
+    if (schedule.stay &&
+        iteration > call.iteration) {  // poses, and votes if kept, are as the iteration before left them
       score_again(count, nt);
     } else {
       for (int64_t t = 0; t < nt; ++t) Base::load_silenced(tiles[t], t, first, count);
@@ -167,7 +168,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t slot = t * stride; slot < t * stride + count; ++slot) {
-        V* row = a + slot * in.M;
+        V* row = logits + slot * in.M;
         if (equal)
           for (int64_t m = 0; m < in.M; ++m) row[m] = pass.equal_share(gates[slot]);
         else
@@ -205,14 +206,14 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         const int64_t slot = t * schedule.block_children;
         const X* parents = state(t);
         const V* poses = P + slot * CD;
-        V *kept = Base::votes_of(m, slot), *logits = a + slot * M + m, *high = highest + slot;
+        V *kept = Base::votes_of(m, slot), *row = logits + slot * M + m, *high = highest + slot;
         for (int64_t j = 0; j < count; ++j) {
           const Weight* W = kMade ? weights.matrix(j, m) : nullptr;
           const Weight* bias = kMade ? weights.bias_of(j, m) : nullptr;
           const V logit = pass.score(parents, m, gates[slot + j], [&](auto&& sink) FASTCAPS_LAMBDA {
             each_vote<kSource, T>(pose, poses + j * pose_size, W, bias, kept + j * vote_size, sink);
           });
-          logits[j * M] = logit;
+          row[j * M] = logit;
           high[j] = m ? max(high[j], logit) : logit;
         }
       }
@@ -223,7 +224,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     V* share = shares + slot * Pass::kShares;
     const Planes<V> to = target(t);
     if (kChildLanes) Pass::clear(to.base, in, 1);
-    pass.weigh(a + slot * in.M + m, gates + slot, Sits{}, range, first, count, m, to, kChildLanes ? 0 : m, share);
+    pass.weigh(logits + slot * in.M + m, gates + slot, Units{}, range, first, count, m, to, kChildLanes ? 0 : m, share);
     return share;
   }
 
@@ -246,7 +247,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     for (int64_t t = 0; t < nt; ++t) {
       V* poses = P + t * schedule.block_children * CD;
       for (int64_t j = 0; j < count; ++j)
-        for (int64_t k = 0; k < CD; ++k) poses[j * CD + k] *= a[(t * schedule.block_children + j) * in.M];
+        for (int64_t k = 0; k < CD; ++k) poses[j * CD + k] *= logits[(t * schedule.block_children + j) * in.M];
       for (int64_t m = 0; m < in.M; ++m)
         add_sum_of_votes<T>(pose, count, poses, weights.matrices, m * weights.size, target(t).pose(0, m));
     }
@@ -255,7 +256,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   void add_again(int64_t first, int64_t count, int64_t nt) {
     int64_t many = in.M;
     if constexpr (Pass::kFolds)
-      if (pass.one_sum(turn)) many = 1;
+      if (pass.one_sum(iteration)) many = 1;
     for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
       for (int64_t j = 0; j < count; ++j) {
@@ -276,7 +277,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     bool found[n];
     for (int r = 0; r < n; ++r) found[r] = kChildLanes ? r > 0 : r >= tiles[t].count;
     each_range(0, in.I, [&] {
-      for (int64_t q = 0; q < range.count; q += Sits::kUnit)
+      for (int64_t q = 0; q < range.count; q += Units::kUnit)
         if (offer_base(t, q, found)) return false;
       return true;
     });
@@ -288,10 +289,10 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     T gate[n], take[n];
     store<T>(gate, gates[0]);
     bool any = false, all = true;
-    int seat = -1;  // where lanes are children: the one that stands in
+    int stand_in = -1;  // where lanes are children: the one that stands in
     for (int r = 0; r < n; ++r) {
       const bool now = gate[r] != 0 && !found[kChildLanes ? 0 : r];
-      if (now && kChildLanes) found[0] = true, seat = r;
+      if (now && kChildLanes) found[0] = true, stand_in = r;
       take[r] = now ? T(1) : T(0);
       found[r] = found[r] || (now && !kChildLanes);
       any = any || now;
@@ -305,7 +306,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         if constexpr (kChildLanes) {
           T lane[n];
           store<T>(lane, v);
-          base[k] = lane[seat];
+          base[k] = lane[stand_in];
         } else {
           base[k] = mask != 0 ? v : base[k];
         }

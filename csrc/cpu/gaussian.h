@@ -1,6 +1,7 @@
 // The Gaussian pass: parents explain the children's votes, each by a diagonal Gaussian (../algebra/gaussian.h).
 // Sums are kept as the running mean and the squares about it (West 1979), both about a base near the votes: the mean of
-// the turn before, or some child's votes. No common offset of the votes and no distance from the base costs digits.
+// the iteration before, or some child's votes. No common offset of the votes and no distance from the base costs
+// digits.
 //
 // Backward (docs/algebra.md), rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were
 // rounded. As rounded the means are off, and every d by as much, and the weights made again are not quite those that
@@ -15,15 +16,8 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// f(first, many) for the numbers of a pose, as many at once as there are registers for two sums each.
-template <class F>
-FASTCAPS_INLINE void by_blocks(int64_t numbers, F&& f) {
-  constexpr int kBlock = kManyRegisters ? 8 : 4;
-  int64_t k = 0;
-  for (; k + kBlock <= numbers; k += kBlock) f(k, std::integral_constant<int, kBlock>{});
-  for (; k + 2 <= numbers; k += 2) f(k, std::integral_constant<int, 2>{});
-  if (k < numbers) f(k, std::integral_constant<int, 1>{});
-}
+// Numbers of a pose met at once: there are registers for two sums each.
+inline constexpr int kNumbersAtOnce = kManyRegisters ? 8 : 4;
 
 // The betas of a unit of children for one parent.
 template <class T>
@@ -39,23 +33,23 @@ struct Betas {
         ignore_i(with.ignore_stride_i),
         ignore_m(with.ignore_stride_m) {}
 
-  template <class Sits>
+  template <class Units>
   static FASTCAPS_INLINE Vec<T> at(const T* beta, int64_t stride_i, int64_t stride_m, const Range& range, int64_t q,
                                    int64_t m) {
     if (stride_i == 0) return broadcast(beta[m * stride_m]);  // and no divisions
-    if (Sits::kUnit == 1) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
+    if (Units::kUnit == 1) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
     T lane[kLanes<T>];
     for (int r = 0; r < kLanes<T>; ++r)
       lane[r] = q + r < range.count ? beta[range.child(q + r) * stride_i + m * stride_m] : T(0);
     return load<T>(lane);
   }
-  template <class Sits>
-  FASTCAPS_INLINE Vec<T> use_at(Sits, const Range& range, int64_t q, int64_t m) const {
-    return at<Sits>(use, use_i, use_m, range, q, m);
+  template <class Units>
+  FASTCAPS_INLINE Vec<T> use_at(Units, const Range& range, int64_t q, int64_t m) const {
+    return at<Units>(use, use_i, use_m, range, q, m);
   }
-  template <class Sits>
-  FASTCAPS_INLINE Vec<T> ignore_at(Sits, const Range& range, int64_t q, int64_t m) const {
-    return at<Sits>(ignore, ignore_i, ignore_m, range, q, m);
+  template <class Units>
+  FASTCAPS_INLINE Vec<T> ignore_at(Units, const Range& range, int64_t q, int64_t m) const {
+    return at<Units>(ignore, ignore_i, ignore_m, range, q, m);
   }
 };
 
@@ -95,9 +89,9 @@ struct GaussianForward {
     return in.M * (2 * in.parent_size() + 1);
   }
 
-  // A routing's later turns have a mean, a variance (or not) and a log-weight.
-  bool has_mean(int64_t turn) const { return turn > 0 || with.mean.data; }
-  bool equal(int64_t turn) const { return !has_mean(turn) && !with.log_weight.data; }
+  // A routing's later iterations have a mean, a variance (or not) and a log-weight.
+  bool has_mean(int64_t iteration) const { return iteration > 0 || with.mean.data; }
+  bool equal(int64_t iteration) const { return !has_mean(iteration) && !with.log_weight.data; }
   bool wants_base() const { return !with.mean.data; }
   X* base(X* state, int64_t m) const { return parents(state).pose(0, m); }
 
@@ -120,7 +114,7 @@ struct GaussianForward {
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA { distance[k & 1] += gaussian::distance(v - base[k], p[k]); });
-    return *from.number(0, m) - (distance[0] + distance[1]);
+    return (*from.number(0, m) - (distance[0] + distance[1])) * T(kLog2E);
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
@@ -132,8 +126,8 @@ struct GaussianForward {
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   // From a block's weights w to how far each child moves the mean, and how much its square counts.
-  template <class Sits>
-  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits sits, const Range& range, int64_t first, int64_t count,
+  template <class Units>
+  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Units, const Range& range, int64_t first, int64_t count,
                              int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
     V some{};  // of a few children: added one by one, hundreds lose digits
@@ -143,9 +137,9 @@ struct GaussianForward {
       share[2 * j + 1] = n * moved;
       n = sum;
       if (betas.use) {
-        const int64_t q = first + j * Sits::kUnit;
-        const V ignore = betas.ignore_at(sits, range, q, m);
-        some += (betas.use_at(sits, range, q, m) + ignore) * w - ignore * gates[j];
+        const int64_t q = first + j * Units::kUnit;
+        const V ignore = betas.ignore_at(Units{}, range, q, m);
+        some += (betas.use_at(Units{}, range, q, m) + ignore) * w - ignore * gates[j];
         if (j % 16 == 15 || j + 1 == count) evidence += some, some = V{};
       }
     }
@@ -154,7 +148,7 @@ struct GaussianForward {
                            int64_t to_m) const {
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
-    by_blocks(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+    each_group<kNumbersAtOnce>(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
       V at[many], sum[many];
       unroll<many>([&](auto u) FASTCAPS_LAMBDA { at[u] = mean[k + u], sum[u] = square[k + u]; });
       for (int64_t j = 0; j < count; ++j)
@@ -218,9 +212,9 @@ struct GaussianForward {
     }
   }
 
-  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* state) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t iteration, X* result, X* state) const {
     const Planes<X> to = planes(result, in, in.M), from = parents(state);
-    const int64_t MCE = in.parents_size(), at = turn * in.positions();
+    const int64_t MCE = in.parents_size(), at = iteration * in.positions();
     const T eps = T(with.eps);
     for (int64_t m = 0; m < in.M; ++m) {
       const X n = *to.number(0, m), one = inverse_or_zero(n + eps);
@@ -230,12 +224,12 @@ struct GaussianForward {
     write_row<T>(tile, static_cast<T*>(with.counts) + at * in.M, in.M, to.number(0, 0));
     write_row<T>(tile, static_cast<T*>(with.means) + at * MCE, MCE, to.pose(0, 0));
     write_row<T>(tile, static_cast<T*>(with.variances) + at * MCE, MCE, to.pose(1, 0));
-    update(turn, to, from);
+    update(iteration, to, from);
     write_row<T>(tile, static_cast<T*>(with.scores) + at * in.M, in.M, to.number(1, 0));
   }
 
-  // The parents' scores, and their Gaussians for the next turn.
-  void update(int64_t turn, Planes<X> result, Planes<X> state) const {
+  // The parents' scores, and their Gaussians for the next iteration.
+  void update(int64_t iteration, Planes<X> result, Planes<X> state) const {
     const T eps = T(with.eps);
     const bool kmeans = with.rule == Rule::kKMeans;
     for (int64_t m = 0; m < in.M; ++m) {
@@ -248,7 +242,7 @@ struct GaussianForward {
       }
       X& score = *result.number(1, m);  // the evidence
       if (with.rule == Rule::kEM)
-        score = gaussian::em_score(T(with.temperatures[turn]), static_cast<const T*>(with.beta_a)[m],
+        score = gaussian::em_score(T(with.temperatures[iteration]), static_cast<const T*>(with.beta_a)[m],
                                    T(CE) * static_cast<const T*>(with.beta_u)[m], log_sigma, *result.number(0, m));
       *state.number(0, m) = Number<X>::log_sigmoid(score) - log_sigma;
     }
@@ -259,7 +253,7 @@ template <class T, class X>
 struct GaussianBackward {
   using Operands = Gaussian;
   using V = Vec<T>;
-  static constexpr int kRows = 2;           // a, then w; t, then da
+  static constexpr int kScores = 2;         // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
   static constexpr bool kBetas = true, kRest = true, kFolds = false;
   const BackwardCall<Gaussian>& call;
@@ -291,8 +285,8 @@ struct GaussianBackward {
   bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
   bool needs_vote() const { return true; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.M + 1; }
-  bool plain() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
-  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
+  bool shares_known() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
+  FASTCAPS_INLINE V known_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Leaves 1 / N and `tight` in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
   FASTCAPS_NOINLINE bool load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
@@ -377,24 +371,24 @@ struct GaussianBackward {
       gain[k & 1] += gaussian::gain(u[k], s[k], d);
     });
     const V alpha = V{} + *from.number(kAlpha, m);
-    const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
+    const V logit = (with.mean.data ? alpha - (distance[0] + distance[1]) : alpha) * T(kLog2E);
     row[0] = logit;
     highest = m ? max(highest, logit) : logit;
     row[stride] = gain[0] + gain[1] + *from.number(kAlways, m);
   }
 
-  template <class Sits>
-  FASTCAPS_INLINE V evidence_gain(const X* state, int64_t m, Sits sits, const Range& range, int64_t q) const {
+  template <class Units>
+  FASTCAPS_INLINE V evidence_gain(const X* state, int64_t m, Units, const Range& range, int64_t q) const {
     if (!betas.use) return V{};
-    return (betas.use_at(sits, range, q, m) + betas.ignore_at(sits, range, q, m)) *
+    return (betas.use_at(Units{}, range, q, m) + betas.ignore_at(Units{}, range, q, m)) *
            *parents(state).number(kEvidence, m);
   }
-  template <class Sits>
-  FASTCAPS_INLINE V ignored_evidence(const X* state, Sits sits, const Range& range, int64_t q) const {
+  template <class Units>
+  FASTCAPS_INLINE V ignored_evidence(const X* state, Units, const Range& range, int64_t q) const {
     V sum{};
     if (betas.use)
       for (int64_t m = 0; m < in.M; ++m)
-        sum -= betas.ignore_at(sits, range, q, m) * *parents(state).number(kEvidence, m);
+        sum -= betas.ignore_at(Units{}, range, q, m) * *parents(state).number(kEvidence, m);
     return sum;
   }
 
@@ -428,7 +422,7 @@ struct GaussianBackward {
     const X* base = parents(state).pose(kBase, m);
     const V* das = rows + stride;
     V *first = to.pose(0, to_m), *second = to.pose(1, to_m);
-    by_blocks(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+    each_group<kNumbersAtOnce>(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
       V sum[many], squares[many];
       unroll<many>([&](auto u) FASTCAPS_LAMBDA { sum[u] = first[k + u], squares[u] = second[k + u]; });
       for (int64_t j = 0; j < count; ++j)
@@ -443,21 +437,21 @@ struct GaussianBackward {
   }
 
   // duse += w devidence, dignore += (w - g) devidence
-  template <class Sits>
-  FASTCAPS_INLINE void add_betas(const X* state, int64_t m, V w, V gate, Sits, const Range& range, int64_t q,
+  template <class Units>
+  FASTCAPS_INLINE void add_betas(const X* state, int64_t m, V w, V gate, Units, const Range& range, int64_t q,
                                  int64_t item) const {
     if (!with.duse && !with.dignore) return;
     const V evidence = V{} + *parents(state).number(kEvidence, m);
     if (with.duse)
-      add_beta<Sits>(with.duse.template part<T>(item), betas.use_i, betas.use_m, w * evidence, range, q, m);
+      add_beta<Units>(with.duse.template part<T>(item), betas.use_i, betas.use_m, w * evidence, range, q, m);
     if (with.dignore)
-      add_beta<Sits>(with.dignore.template part<T>(item), betas.ignore_i, betas.ignore_m, (w - gate) * evidence, range,
-                     q, m);
+      add_beta<Units>(with.dignore.template part<T>(item), betas.ignore_i, betas.ignore_m, (w - gate) * evidence, range,
+                      q, m);
   }
-  template <class Sits>
+  template <class Units>
   static FASTCAPS_INLINE void add_beta(T* to, int64_t stride_i, int64_t stride_m, V sum, const Range& range, int64_t q,
                                        int64_t m) {
-    if (Sits::kUnit == 1 || stride_i == 0) {
+    if (Units::kUnit == 1 || stride_i == 0) {
       to[(stride_i == 0 ? 0 : range.child(q) * stride_i) + m * stride_m] += sum_lanes<T>(sum);
       return;
     }

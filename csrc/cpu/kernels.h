@@ -54,10 +54,10 @@ template <class Any, class Is, class F>
 auto with_one_of(Poses<>, const Any& any, Is lanes, F&& f) {
   return f(any, float{}, lanes);
 }
-template <class First, class... Rest, class Any, class Is, class F>
-auto with_one_of(Poses<First, Rest...>, const Any& any, Is lanes, F&& f) {
+template <class First, class... Others, class Any, class Is, class F>
+auto with_one_of(Poses<First, Others...>, const Any& any, Is lanes, F&& f) {
   if (any.C == First::C && any.D == First::D && any.E == First::E) return f(First{}, float{}, lanes);
-  return with_one_of(Poses<Rest...>{}, any, lanes, f);
+  return with_one_of(Poses<Others...>{}, any, lanes, f);
 }
 
 // The same for a call. What is done once for a row (`own` = false) makes few votes or none: it takes the general pose.

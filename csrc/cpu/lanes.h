@@ -1,13 +1,13 @@
 // What a lane is. Usually a position: vector element k of everything belongs to the k-th position of a tile.
 //
-// A tile is kLanes consecutive positions (b, ho, wo). Its poses are read in place, whatever their strides, and turned
-// so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane, weights are
-// broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
+// A tile is kLanes consecutive positions (b, ho, wo). Its poses are read in place, whatever their strides, and
+// transposed so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane,
+// weights are broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
 //
 // Where there are too few positions for that (a set at batch 1), a lane is a child: then weights are the vectors,
-// turned to lanes as they are met (or scalars, where all children share them), parents are the scalars, and sums over
-// children add the lanes up, block by block. All are one source: a scalar times a vector and a vector times a vector
-// are written alike.
+// transposed to lanes as they are met (or scalars, where all children share them), parents are the scalars, and sums
+// over children add the lanes up, block by block. All are one source: a scalar times a vector and a vector times a
+// vector are written alike.
 #pragma once
 
 #include "../votes.h"
@@ -207,7 +207,8 @@ FASTCAPS_NOINLINE void write_parents(const Tile<T>& tile, Storage storage, void*
   });
 }
 
-// To the storage type, and what is then read back from there: parents between two turns are rounded as between calls.
+// To the storage type, and what is then read back from there: parents between two iterations are rounded as between
+// calls.
 template <class T, class X>
 FASTCAPS_INLINE X rounded(Storage storage, X x) {
   if (storage != Storage::kBFloat16) return x;
@@ -222,10 +223,10 @@ struct Range {
   FASTCAPS_INLINE int64_t child(int64_t q) const { return first + q / run * step + q % run; }
 };
 
-// Who sits in the lanes while a block of children is worked on. A unit is what one vector holds of the children: one
+// Where units of children lie. A unit is what one vector holds of the children: one
 // child seen from every position of a tile, or kLanes children seen from one position.
 template <class T, bool kChildLanes>
-struct Seats {
+struct UnitsOf {
   static constexpr int n = kLanes<T>;
   static constexpr int64_t kUnit = kChildLanes ? n : 1;
 

@@ -58,7 +58,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::planes;
   using V = Vec<T>;
 
-  // Results: sums of e V, the largest logit, sums of e below it.
+  // Results: sums of e V, the largest logit (to base 2), sums of e below it.
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * (in.parent_size() + 2); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
@@ -75,17 +75,18 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       dot[k & 1] += q[k] * v;
       square[k & 1] += v * v;
     });
-    if (!with.normalize) return (dot[0] + dot[1]) * T(with.scale);
+    const T scale = T(with.scale * kLog2E);
+    if (!with.normalize) return (dot[0] + dot[1]) * scale;
     const UnitKey<T> key(dot[0] + dot[1], square[0] + square[1], gate, q, each_vote);
-    return key.cosine * T(with.scale);
+    return key.cosine * scale;
   }
 
   FASTCAPS_INLINE void compete(V*, V, V) const {}
   FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
-  // Logits of a block's children to exp(a - top), with what was summed below an older top brought down to the new.
-  template <class Sits>
-  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits, const Range&, int64_t, int64_t count, int64_t,
+  // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.
+  template <class Units>
+  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Units, const Range&, int64_t, int64_t count, int64_t,
                              Planes<V> to, int64_t m, V* share) const {
     V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
     V high = top;
@@ -93,10 +94,10 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       share[j] = gates[j] == 0 ? broadcast(kLowest<T>) : row[j * in.M];
       high = max(high, share[j]);
     }
-    const V rescale = exp_nonpositive(top - high);
+    const V rescale = exp2_nonpositive(top - high);
     for (int64_t k = 0; k < CE; ++k) S[k] *= rescale;
     total *= rescale;
-    for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
+    for (int64_t j = 0; j < count; ++j) total += share[j] = exp2_nonpositive(share[j] - high) * gates[j];
     top = high;
   }
 
@@ -107,7 +108,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       T lane[kLanes<T>], high = *to.number(0, m);
       store<T>(lane, *block.number(0, 0));
       for (int r = 0; r < kLanes<T>; ++r) high = lane[r] > high || lane[r] != lane[r] ? lane[r] : high;
-      const V share = exp_nonpositive(*block.number(0, 0) - high);
+      const V share = exp2_nonpositive(*block.number(0, 0) - high);
       rescale(to, m, high);
       V* S = block.pose(0, 0);
       for (int64_t k = 0; k < CE; ++k) S[k] *= share;
@@ -132,18 +133,18 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     *to.number(1, m) *= share;
     *to.number(0, m) = high;
   }
-  static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); }
+  static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_exp2f(x)) : T(__builtin_exp2(x)); }
 
-  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t iteration, X* result, X* Q) const {
     const Planes<X> from = planes(result, in, in.M);
-    const int64_t MCE = in.parents_size(), at = turn * in.positions();
-    const bool last = turn + 1 == call.total;
+    const int64_t MCE = in.parents_size(), at = iteration * in.positions();
+    const bool last = iteration + 1 == call.total;
     X *S = from.pose(0, 0), *total = from.number(1, 0), *top = from.number(0, 0);
     for (int64_t m = 0; m < in.M; ++m) {
       const X one = inverse_or_zero(total[m]);
       for (int64_t k = 0; k < CE; ++k) S[m * CE + k] *= one;
       const X nobody = X{} - T(__builtin_inf());
-      total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m];
+      total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m] / T(kLog2E);
     }
     write_parents<T>(tile, in.storage, with.sums, at, MCE, S);
     write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * in.M, in.M, total);
@@ -167,7 +168,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
   // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
-  static constexpr int kRows = 4;
+  static constexpr int kScores = 4;
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {
@@ -180,9 +181,9 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   }
   bool needs_vote() const { return with.query.data; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size(); }
-  FASTCAPS_INLINE V plain_share(const X* state, int64_t m) const {
+  FASTCAPS_INLINE V known_share(const X* state, int64_t m) const {
     const V all = V{} + *parents(state).number(0, m);
-    return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
+    return all == T(-__builtin_inf()) ? V{} : exp2_any<T>(-all * T(kLog2E));
   }
 
   FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
@@ -215,9 +216,10 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     }
     if (!with.query.data) asked = V{};
     const V all = V{} + *from.number(0, m);
-    row[0] = all == T(-__builtin_inf())
-                 ? V{}
-                 : exp_any<T>(asked * T(with.scale) - all);  // a parent that no child reaches has no shares
+    row[0] =
+        all == T(-__builtin_inf())
+            ? V{}
+            : exp2_any<T>((asked * T(with.scale) - all) * T(kLog2E));  // a parent that no child reaches has no shares
     row[stride] = gain[0] + gain[1] - *from.number(1, m);
     row[2 * stride] = one;
     row[3 * stride] = with.normalize ? asked * one : V{};

@@ -7,7 +7,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Of turn k of the row in hand, whose parents are in `state`.
+// Of iteration k of the row in hand, whose parents are in `state`.
 template <class Item>
 void find_rest(Item& item, int64_t k, typename Item::X* state) {
   const Votes& in = item.in;
@@ -30,13 +30,13 @@ void add_rest(Item& item, int64_t k, int64_t first, int64_t units) {
   item.block = {first, units, 0, 1};
   item.weights.enter(item.range, first, units);
   item.load_silenced(item.tiles[0], 0, first, units);
-  if (pass.plain())
-    item.share_plainly(k);
+  if (pass.shares_known())
+    item.take_known_shares(k);
   else
     item.template score<Source::kMade>(k);
   for (int64_t j = 0; j < units; ++j) {
-    V* row = item.rows_of(k) + j * in.M;
-    if (!pass.plain()) softmax<T>(row, in.M, item.highest[k * item.slots + j], item.gates[j]);
+    V* row = item.scores_of(k) + j * in.M;
+    if (!pass.shares_known()) softmax<T>(row, in.M, item.highest[k * item.slots + j], item.gates[j]);
     for (int64_t m = 0; m < in.M; ++m) {
       const V w = item.gates[j] == 0 ? V{} : row[m];
       votes<T>(item.pose, item.P + j * item.CD, item.weights.matrix(j, m), item.weights.bias_of(j, m),

@@ -6,8 +6,10 @@ namespace fastcaps {
 namespace {
 
 // Sizes that the figures in docs/performance.md were measured with. Votes of a block live in the second-level cache
-// (1 MiB a core on the machines measured), beside the weights and parents that meet them.
-constexpr int64_t kVoteBytes = 256 << 10;        // votes kept at once, if a single child's do not need more
+// (1 to 2 MiB a core on the machines measured), beside the weights and parents that meet them; where two children's or
+// more fit the first (32 to 48 KiB) beside the parents, no more are met at once.
+constexpr int64_t kCloseBytes = 44 << 10;        // children, matrices, votes and parents of such a block
+constexpr int64_t kVoteBytes = 384 << 10;        // votes kept at once, if a single child's do not need more
 constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes are computed twice instead
 constexpr int64_t kStayBytes = 3 << 19;          // a row's children, with their votes, from iteration to iteration
 constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a block
@@ -37,7 +39,8 @@ void schedule_block(const Votes& in, const Task& task, int64_t rows, int64_t per
   schedule.block_rows = weights > kWeightBytes ? std::clamp<int64_t>(kParentBytes / parents, 1, 4) : 1;
   schedule.block_rows = std::clamp<int64_t>(schedule.block_rows, 1, std::max<int64_t>(rows, 1));
   schedule.keep_votes = votes * schedule.block_rows <= kVoteBytesMost;
-  schedule.block_children = std::clamp<int64_t>(kVoteBytes / (schedule.block_rows * (votes + per_child)), 1, 8);
+  const int64_t child = schedule.block_rows * (votes + per_child), least = child <= kVoteBytesMost / 4 ? 2 : 1;
+  schedule.block_children = std::clamp<int64_t>(kVoteBytes / child, least, 16);
   if (!schedule.keep_votes) schedule.block_children = 4;
 }
 
@@ -77,7 +80,7 @@ void schedule_block_of_child_lanes(const Votes& in, const Task& task, Schedule& 
   schedule.rows_per_group = schedule.block_rows = std::max<int64_t>(in.positions(), 1);
   const int64_t votes = in.parents_size() * task.lanes * task.number * schedule.block_rows;
   schedule.keep_votes = votes <= 2 * kVoteBytesMost;
-  schedule.block_children = schedule.keep_votes ? std::clamp<int64_t>(kVoteBytes / votes, 1, 8) : 4;
+  schedule.block_children = schedule.keep_votes ? std::clamp<int64_t>(kVoteBytesMost / 4 / votes, 1, 8) : 4;
 }
 
 // Children that share their weights: nothing is saved by meeting several rows at once, and results cost a sum over the
@@ -88,7 +91,7 @@ void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule
   const int64_t vec = task.lanes * task.number, votes = in.parents_size() * vec, least = task.results > 0 ? 4 : 1;
   schedule.keep_votes = least * votes <= kVoteBytesMost;
   schedule.block_children =
-      std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 8);
+      std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 16);
 }
 
 // Where all children of a row fit, they are met once for all iterations. Where votes are the children themselves
@@ -142,6 +145,10 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
     schedule_block_of_child_lanes(in, task, schedule);
   } else {
     schedule_block(in, task, tiles, 0, schedule);
+    const int64_t vec = task.lanes * task.number;
+    const int64_t child = (in.parents_size() + in.child_size()) * vec + in.M * in.D * in.E * task.number;
+    const int64_t close = (kCloseBytes - (task.state + task.results) * vec) / child;
+    if (close >= 2) schedule.block_children = std::min(schedule.block_children, close);
     schedule.groups = ceil_div(tiles, schedule.block_rows);
     schedule.rows_per_group = schedule.block_rows = ceil_div(tiles, std::max<int64_t>(schedule.groups, 1));
   }
@@ -212,8 +219,15 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
       best = schedule;
     });
   }
-  if (!child_lanes) schedule_block(in, task, best.rows_per_group, in.M * in.D * in.E * number, best);
-  if (task.identity) best.keep_votes = false;
+  if (!child_lanes) {
+    schedule_block(in, task, best.rows_per_group, in.M * in.D * in.E * number, best);
+    const int64_t children = ceil_div(in.N, best.chunks) * in.window.kh * in.window.kw;  // of an item
+    best.block_children = std::min(best.block_children, children);
+  }
+  if (task.identity) {  // nothing is kept, and nothing gained by longer blocks
+    best.keep_votes = false;
+    best.block_children = std::min<int64_t>(best.block_children, 8);
+  }
   if (task.folded) {  // row by row, and no votes; what is kept of a unit of children is its shares, of every iteration
     best.folded = true;
     best.keep_votes = false;

@@ -104,7 +104,7 @@ FASTCAPS_INLINE V in_register(V x) {
 
 template <class V>
 FASTCAPS_INLINE V max(V a, V b) {
-  return a > b ? a : b;  // a NaN in `a` loses; softmax still turns it into NaN through exp
+  return a > b ? a : b;  // a NaN in `a` loses; softmax still makes it NaN through exp
 }
 
 // Whether a comparison holds in every lane.
@@ -134,53 +134,52 @@ FASTCAPS_INLINE X each_lane(X x, F&& f) {
   }
 }
 
-// exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
-// exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln
-// 2 to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
-// stays NaN. Below kLowest the answer is 0, as good as exact beside the 1 of the maximum: it keeps denormal numbers,
-// slow on many processors, out of the sums.
-FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
-  const float kLowest = -80.0f, kRound = 12582912.0f + 127.0f;
-  const auto vanishes = x < kLowest;
-  x = vanishes ? VecF{} : x;
-  const VecF shifted = x * 1.44269504088896341f + kRound;
-  const VecF n = shifted - kRound;
-  VecF r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  VecF p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
+inline constexpr double kLog2E = 1.44269504088896340736;  // 1 / ln 2
+
+// 2^x for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
+// 2^x = 2^n 2^r, r = x - n in [-1/2, 1/2], with a polynomial for 2^r. Adding 1.5 * 2^23 rounds x to the integer n in
+// the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN stays NaN. Below
+// kLowest the answer is 0, as good as exact beside the 1 of the maximum: it keeps denormal numbers, slow on many
+// processors, out of the sums.
+FASTCAPS_INLINE VecF exp2_nonpositive(VecF x) {
+  const float kLowest = -115.0f, kRound = 12582912.0f + 127.0f;
+  const VecF shifted = x + kRound, r = x - (shifted - kRound);
+  VecF p = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  for (float c : {9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f})
+    p = p * r + c;
   p = p * (VecF)((VecI)shifted << 23);
-  return vanishes ? VecF{} : p;
+  return x < kLowest ? VecF{} : p;
 }
 
-FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
-  const double kLowest = -690.0, kRound = 6755399441055744.0 + 1023.0;
-  const auto vanishes = x < kLowest;
-  x = vanishes ? VecD{} : x;
-  const VecD shifted = x * 1.4426950408889634074 + kRound;
-  const VecD n = shifted - kRound;
-  VecD r = x - n * 6.93145751953125e-1;
-  r = r - n * 1.42860682030941723212e-6;
+FASTCAPS_INLINE VecD exp2_nonpositive(VecD x) {
+  const double kLowest = -995.0, kRound = 6755399441055744.0 + 1023.0;
+  const VecD shifted = x + kRound, r = (x - (shifted - kRound)) * 0.693147180559945309417;
   VecD p = VecD{} + 1.0 / 6227020800.0;
   const double kInverseFactorials[] = {
       1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
       1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kInverseFactorials) p = p * r + c;
   p = p * (VecD)((VecL)shifted << 52);
-  return vanishes ? VecD{} : p;
+  return x < kLowest ? VecD{} : p;
 }
 
-// exp for any argument.
+// 2^x for any argument.
 template <class T>
-FASTCAPS_INLINE Vec<T> exp_any(Vec<T> x) {
-  const Vec<T> most = broadcast(sizeof(T) == 4 ? T(88) : T(709));
-  const Vec<T> inside = exp_nonpositive(x > most ? most : x);
+FASTCAPS_INLINE Vec<T> exp2_any(Vec<T> x) {
+  const Vec<T> most = broadcast(sizeof(T) == 4 ? T(127) : T(1023));
+  const Vec<T> inside = exp2_nonpositive(x > most ? most : x);
   return x > most ? broadcast(T(__builtin_inf())) : inside;
+}
+
+// ln x = k ln 2 + ln m, m in [sqrt(1/2), sqrt(2)), to about one unit in the last place, for normal numbers alone.
+FASTCAPS_INLINE VecF log_normal(VecF x) {
+  const VecI k = ((VecI)x - 0x3f3504f3) >> 23;
+  const VecF n = __builtin_convertvector(k, VecF), r = (VecF)((VecI)x - (k << 23)) - 1.0f, square = r * r;
+  VecF p = r * 7.0376836292e-2f - 1.1514610310e-1f;
+  for (float c : {1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                  -2.4999993993e-1f, 3.3333331174e-1f})
+    p = p * r + c;
+  return (p * r * square - n * 2.12194440e-4f - square * 0.5f) + r + n * 0.693359375f;
 }
 
 // In-register transpose of kLanes vectors: log2(kLanes) stages, each swapping blocks of 1, 2, 4, ... lanes.
@@ -302,7 +301,20 @@ struct NumberOfLanes {
   }
 };
 template <>
-struct Number<FASTCAPS_NAMESPACE::VecF> : NumberOfLanes<float> {};
+struct Number<FASTCAPS_NAMESPACE::VecF> : NumberOfLanes<float> {
+  // A lane's logarithm depends on no other lane.
+  static FASTCAPS_INLINE Lanes log(Lanes x) {
+    const auto normal = (x >= __FLT_MIN__) & (x <= __FLT_MAX__);
+    const Lanes found = FASTCAPS_NAMESPACE::log_normal(normal ? x : Lanes{} + 1);
+    if (__builtin_expect(FASTCAPS_NAMESPACE::all(normal), true)) return found;
+    return normal ? found : NumberOfLanes<float>::log(x);
+  }
+  static FASTCAPS_INLINE Lanes log_sigmoid(Lanes x) {
+    const Lanes e = FASTCAPS_NAMESPACE::exp2_nonpositive((x < 0 ? x : -x) * float(FASTCAPS_NAMESPACE::kLog2E));
+    const Lanes u = 1 + e;
+    return (x < 0 ? x : Lanes{}) - (log(u) + (e - (u - 1)) / u);
+  }
+};
 template <>
 struct Number<FASTCAPS_NAMESPACE::VecD> : NumberOfLanes<double> {};
 

@@ -117,23 +117,23 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, bias ? v + bias[c * pose.E + e] : v); });
 }
 
+// f(first, many) for [0, count), kMost at a time while there are so many, then half of it.
+template <int kMost, class F>
+FASTCAPS_INLINE void each_group(int64_t count, F&& f, int64_t first = 0) {
+  for (; first + kMost <= count; first += kMost) f(first, std::integral_constant<int, kMost>{});
+  if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
+}
+
 // S[k] += sum over `count` votes of weight[j * stride] * vote j's number k, `size` numbers each.
 template <class V>
 FASTCAPS_INLINE void add_votes(const V* votes, const V* weight, int64_t stride, int64_t count, int64_t size, V* S) {
-  constexpr int kBlock = 8;
-  int64_t k = 0;
-  for (; k + kBlock <= size; k += kBlock) {
-    V sum[kBlock];
-    unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
+  each_group<8>(size, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+    V sum[many];
+    unroll<many>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
     for (int64_t j = 0; j < count; ++j)
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += weight[j * stride] * votes[j * size + k + u]; });
-    unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
-  }
-  for (; k < size; ++k) {
-    V sum = S[k];
-    for (int64_t j = 0; j < count; ++j) sum += weight[j * stride] * votes[j * size + k];
-    S[k] = sum;
-  }
+      unroll<many>([&](auto u) FASTCAPS_LAMBDA { sum[u] += weight[j * stride] * votes[j * size + k + u]; });
+    unroll<many>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
+  });
 }
 
 // f of numbers [first, first + count) of a pose: unrolled where kCount says how many they are.
@@ -184,13 +184,6 @@ FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>*
         next.template prefetch<Pose::E / kMany>(d * kMany + t);
         dP[t * apart * pose.D + d] = v;
       });
-}
-
-// f(first, many) for [0, count), kMost at a time while there are so many, then half of it.
-template <int kMost, class F>
-FASTCAPS_INLINE void each_group(int64_t count, F&& f, int64_t first = 0) {
-  for (; first + kMost <= count; first += kMost) f(first, std::integral_constant<int, kMost>{});
-  if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
 }
 
 // Where the votes of a unit for a parent come from when they are asked for.

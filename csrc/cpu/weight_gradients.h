@@ -1,6 +1,6 @@
 // A block going backward: the gradients of its votes, dV, and the places where those of its matrices, dW = P^T dV,
 // gather. Poses with small matrices have a vector over the lanes for each weight, whose lanes are added up once, at the
-// end. For vector poses dW is a matmul over the lanes: poses and vote gradients turned back into rows of scalars.
+// end. For vector poses dW is a matmul over the lanes: poses and vote gradients transposed back into rows of scalars.
 #pragma once
 
 #include "block.h"
@@ -66,13 +66,13 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   }
 
   // The block's poses as rows of scalars, and a unit's vote gradients.
-  void turn_poses() {
+  void transpose_poses() {
     if (!P_rows) return;
     for (int64_t t = 0; t < block.nt; ++t)
       for (int64_t j = 0; j < block.count; ++j)
         write_rows(P + (t * schedule.block_children + j) * CD, in.D, P_rows + (j * schedule.block_rows + t) * n * in.D);
   }
-  FASTCAPS_INLINE void turn_gradients(int64_t t, int64_t slot) {
+  FASTCAPS_INLINE void transpose_gradients(int64_t t, int64_t slot) {
     if (dV_rows) write_rows(dV + slot * CE, in.E, dV_rows + t * n * in.E);
   }
   static FASTCAPS_INLINE void write_rows(const V* numbers, int64_t length, T* row) {

@@ -9,16 +9,16 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Who sits in the lanes (see lanes.h): positions; children with weights of their own; children that share them all.
+// What lanes are (see lanes.h): positions; children with weights of their own; children that share them all.
 enum class Lanes { kPositions, kChildren, kSharing };
 
 // The weights and biases of the units of children at hand: where the user put them, or, where lanes are children with
-// weights of their own, turned to lanes in scratch memory and good until the next is asked for. So are weights that are
-// widened.
+// weights of their own, transposed to lanes in scratch memory and good until the next is asked for. So are weights that
+// are widened.
 template <class T, Lanes kLane, bool kLarge>
 struct WeightsOf {
-  static constexpr bool kTurned = kLane == Lanes::kChildren;
-  using Weight = std::conditional_t<kTurned, Vec<T>, T>;
+  static constexpr bool kTransposed = kLane == Lanes::kChildren;
+  using Weight = std::conditional_t<kTransposed, Vec<T>, T>;
   const T* weight;
   const T* bias;
   const bool narrow;  // weight is really bfloat16: of large matrices alone
@@ -39,9 +39,9 @@ struct WeightsOf {
         bias_m(in.bias_stride_m),
         matrices(arena.take<const T*>(units * kLanesEach)),
         biases(arena.take<const T*>(units * kLanesEach)) {
-    if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);
-    if (kTurned && bias) bias_lanes = arena.take<Vec<T>>(pose);
-    if (!kTurned && narrow) wide = arena.take<T>(size);
+    if (kTransposed && weight) weight_lanes = arena.take<Vec<T>>(size);
+    if (kTransposed && bias) bias_lanes = arena.take<Vec<T>>(pose);
+    if (!kTransposed && narrow) wide = arena.take<T>(size);
   }
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
@@ -88,7 +88,7 @@ struct WeightsOf {
   }
 
   FASTCAPS_NOINLINE const Weight* widened(const T* const* first, int64_t offset) const {
-    if constexpr (kTurned) {
+    if constexpr (kTransposed) {
       const BFloat16* lane[kLanes<T>];
       for (int r = 0; r < kLanes<T>; ++r)
         lane[r] = first[r] ? reinterpret_cast<const BFloat16*>(first[r]) + offset : nullptr;
@@ -101,11 +101,11 @@ struct WeightsOf {
     }
   }
 
-  static constexpr int kLanesEach = kTurned ? kLanes<T> : 1;
+  static constexpr int kLanesEach = kTransposed ? kLanes<T> : 1;
   static constexpr int64_t kStep = kLane == Lanes::kSharing ? kLanes<T> : 1;
 
   FASTCAPS_INLINE const Weight* taken(const T* const* first, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
-    if constexpr (kTurned) {
+    if constexpr (kTransposed) {
       const T* lane[kLanes<T>];
       for (int r = 0; r < kLanes<T>; ++r) lane[r] = first[r] ? first[r] + offset : nullptr;
       gather_rows<T>(lane, numbers, lanes);
@@ -116,17 +116,17 @@ struct WeightsOf {
   }
 };
 
-// logits -> gate * softmax over m, in place, given the highest.
+// Logits, to base 2, -> gate * softmax over m, in place, given the highest.
 template <class T>
 FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
   Vec<T> sum[2] = {};
   int64_t m = 0;
   for (; m + 2 <= M; m += 2)
     unroll<2>([&](auto k) FASTCAPS_LAMBDA {
-      a[m + k] = exp_nonpositive(a[m + k] - highest);
+      a[m + k] = exp2_nonpositive(a[m + k] - highest);
       sum[k] += a[m + k];
     });
-  if (m < M) sum[0] += a[m] = exp_nonpositive(a[m] - highest);
+  if (m < M) sum[0] += a[m] = exp2_nonpositive(a[m] - highest);
   const Vec<T> share = gate / (sum[0] + sum[1]);
   for (m = 0; m < M; ++m) a[m] *= share;
 }
@@ -168,10 +168,10 @@ FASTCAPS_INLINE void add_lanes(const X* v, int64_t count, T* out) {
 
 template <class T, class X>
 bool are_finite(const X* numbers, int64_t count) {
-  X rest{};
-  for (int64_t k = 0; k < count; ++k) rest += numbers[k] - numbers[k];
+  X broken{};
+  for (int64_t k = 0; k < count; ++k) broken += numbers[k] - numbers[k];
   T sum{};
-  add_lanes<T>(&rest, 1, &sum);
+  add_lanes<T>(&broken, 1, &sum);
   return sum == 0;
 }
 
