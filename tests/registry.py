@@ -19,7 +19,7 @@ from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
-from fastcaps import ops, reference
+from fastcaps import ops
 from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
@@ -244,7 +244,7 @@ class Routing:
         one = {**given, **state, "iterations": 1, "temperatures": given.get("temperatures", ())[turn : turn + 1]}
         arguments = [one[name] for name in given if name not in VOTES]
         flags = [detach] if self.by_shares else []
-        found = getattr(reference, self.name)(votes_of(given), *arguments, *flags)
+        found = self.border.reference()[0](votes_of(given), *arguments, *flags)
         results = dict(zip(self.outputs, found, strict=True))
         return results, self.following(given, results, state)
 
@@ -419,7 +419,7 @@ class BackwardCall:
 
     def by_reference(self) -> list[Tensor]:
         """Return the sum over turns of the reference's backward."""
-        backward = getattr(reference, f"{self.routing.name}_backward")
+        backward = self.routing.border.reference()[1]
         turns = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
         total: list[Tensor] = []
         for turn in range(turns):
