@@ -118,8 +118,6 @@ class Routing:
     rest, following, loop
         The arguments beside the votes; what the next turn is given, from the results and the state of one; all turns of
         one position as a plain loop.
-    competing
-        Whether parents compete for a child, or else children for a parent.
     folds, rounds
         Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
     rounded
@@ -133,7 +131,6 @@ class Routing:
     rest: Callable[[Case, int], Given]
     following: Callable[[Given, Given, Given], Given]
     loop: Callable[..., Given]
-    competing: bool = True
     folds: bool = False
     rounds: bool = False
     rounded: tuple[str, ...] = ()
@@ -201,6 +198,11 @@ class Routing:
         """The arguments that act through the coefficients alone, and have no gradient where those are constants; none:
         they never are."""
         return self.border.constant
+
+    @property
+    def competing(self) -> bool:
+        """Whether parents compete for a child, or else children for a parent."""
+        return self.border.competing
 
     @property
     def wide(self) -> bool:
@@ -464,7 +466,6 @@ POOLING = Routing(
     rest=_pooling_rest,
     following=_pooling_next,
     loop=loops.pooling_routing,
-    competing=False,
     rounded=("sums",),
 )
 GAUSSIAN = Routing(
