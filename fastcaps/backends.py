@@ -111,7 +111,7 @@ class Call(NamedTuple):
     Attributes
     ----------
     stem
-        ``"attention"``, ``"pooling"`` or ``"gaussian"``; or ``"squash_sum"``, which is no routing.
+        Of a routing (:data:`fastcaps.ops.ROUTINGS`); or ``"squash_sum"``, which is none.
     device, dtype
         Of the children.
     pose

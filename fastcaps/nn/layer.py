@@ -69,8 +69,7 @@ class LayerCall(NamedTuple):
 
 
 class RoutingLayer(nn.Module, Generic[Plain, Full]):
-    """Base of the routing layers: :class:`InvertedAttentionRouting`, :class:`DynamicRouting`, :class:`EMRouting`,
-    :class:`HeinsenRouting`, :class:`RoutingPool`. They take these arguments and, by name, some of their own.
+    """Base of the routing layers. They take these arguments and, by name, some of their own.
 
     Parameters
     ----------
