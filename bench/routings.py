@@ -29,6 +29,7 @@ class AttentionPass(Routing):
     normalize: bool = True  # whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass
 
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
+    subject: ClassVar[str] = "attention"
 
     @property
     def makes_votes(self) -> bool:
@@ -80,6 +81,7 @@ class DynamicRouting(Routing):
     iterations: int = 3
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
+    subject: ClassVar[str] = "attention"
     first: ClassVar[int] = 1  # a sum of votes
     more: ClassVar[int] = 4  # agreement and weighted sum
 

@@ -24,7 +24,7 @@ class Routing(ABC):
     function: ClassVar[Callable[..., Any]]  # the public function that runs it
     results: ClassVar[tuple[str, ...]] = ("parents",)
     fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
-    subject: ClassVar[str] = "attention"  # the op: attention, pooling or gaussian
+    subject: ClassVar[str]  # the op, by its stem
     makes_votes: bool = True  # matrices make them; else they are the poses, or one matmul makes their sum
     iterations: int = 1
     # useful operations for each number of a vote, a multiplication or an addition each, softmax and recomputation not

@@ -37,10 +37,10 @@ inline int64_t bytes_of(Storage storage) {
 
 // What lies between one iteration of a routing and the next. The numbers are those of fastcaps.rules.Rule.
 enum class Rule : int {
-  kLayerNorm,  // attention: the sums under LayerNorm are the next query
-  kPlain,      // attention: the sums are the next query
-  kSquash,     // attention, pooling: the squashed sums are added to the query
-  kUnit,       // pooling: the sums' directions are added to the query
+  kLayerNorm,  // the sums under LayerNorm are the next query
+  kPlain,      // the sums are the next query
+  kSquash,     // the squashed sums are added to the query
+  kUnit,       // the sums' directions are added to the query
   kEM,         // parents' activations by description length (Hinton et al. 2018)
   kHeinsen,    // parents' scores by evidence (Heinsen 2019)
   kKMeans,     // as kHeinsen, without variances

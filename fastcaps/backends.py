@@ -111,7 +111,7 @@ class Call(NamedTuple):
     Attributes
     ----------
     stem
-        ``"attention"``, ``"pooling"`` or ``"gaussian"``; or ``"squash_sum"``, which is no routing.
+        Of a routing (:data:`fastcaps.ops.ROUTINGS`); or ``"squash_sum"``, which is none.
     device, dtype
         Of the children.
     pose
@@ -191,19 +191,20 @@ def native_capability() -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def native_serves() -> bool:
-    """Return whether the compiled kernels are what runs on the CPU."""
-    return not _cpu_problem()
+def native_serves(stem: str = "attention") -> bool:
+    """Return whether compiled kernels are what runs an op on the CPU."""
+    return not _cpu_problem(stem)
 
 
-@lru_cache(maxsize=1)
-def _cpu_problem() -> str:
-    """Return why the native library cannot run calls on the CPU, or an empty string."""
+@cache
+def _cpu_problem(stem: str = "attention") -> str:
+    """Return why the native library cannot run an op's calls on the CPU, or an empty string."""
     library = libraries.library("cpu")
     if library.problem:
         return library.problem
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cpu::attention_routing", "CPU"):
-        return "the library was built from other sources than this package's; build it again"
+    op = f"fastcaps_cpu::{stem}" if stem == "squash_sum" else f"fastcaps_cpu::{stem}_routing"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU"):
+        return f"the library has no {op}: it was built from other sources than this package's; build it again"
     if native_capability() is not None:
         return ""
     wanted, built = os.environ.get("FASTCAPS_CPU_CAPABILITY", ""), library.ask("fastcaps_capabilities_built")
@@ -292,7 +293,7 @@ def refusal(name: str, call: Call) -> str | None:
     """Return why a backend, one of :data:`NAMES`, cannot take a call, or None if it can."""
     if name == "reference":
         return None if call.dtype.is_floating_point else f"it takes floating-point tensors, got {call.dtype}"
-    problem = _cuda_problem() if name == "cuda" else _triton_problem() if name == "triton" else _cpu_problem()
+    problem = _cuda_problem() if name == "cuda" else _triton_problem() if name == "triton" else _cpu_problem(call.stem)
     if problem:
         return problem
     wanted = "cpu" if name == "cpu" or (name == "triton" and _interprets()) else "cuda"
@@ -307,9 +308,10 @@ def refusal(name: str, call: Call) -> str | None:
         return (
             _device_problem(call.device) or ask("fastcaps_cuda_refusal", call.stem, *call.pose, call.has_weight) or None
         )
-    answer: str | None = triton_kernels(call.stem).refusal(
-        call.device, call.dtype, call.pose, call.parents, call.has_weight
-    )
+    kernels = triton_kernels(call.stem)
+    if kernels is None:
+        return libraries.triton_kernels(call.stem)[1]
+    answer: str | None = kernels.refusal(call.device, call.dtype, call.pose, call.parents, call.has_weight)
     return answer
 
 
@@ -379,12 +381,12 @@ def native_facts(call: Call, votes: Votes, count: int, begins: bool, backward: b
     return (ctypes.c_int64 * len(facts))(*facts)
 
 
-def on_cpu(children: Tensor) -> bool:
-    """Return whether the compiled kernels for the CPU run a call: all that :func:`choose` would ask of it there.
+def on_cpu(stem: str, children: Tensor) -> bool:
+    """Return whether the CPU's compiled kernels run a routing's call: all that :func:`choose` would ask of it there.
 
     They take all iterations in one call, forward and backward. Sizes may be symbols.
     """
-    return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves()
+    return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves(stem)
 
 
 def tf32_allowed() -> bool:

@@ -190,7 +190,7 @@ def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> Lay
     if one.routes:
         shares, given = one.coefficients().double(), one.gates()
         gates = (shares.sum(-1) > 0).double() if given is None else given.double().expand(shares.shape[:-1])
-        compete, gated = "children" if one.children_compete else "parents", shares * gates[..., None]
+        compete, gated = one.layer.compete, shares * gates[..., None]
         entropy = _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False)))
     measured_by, strength = _strength(one, gated)
     greatest = strength.amax((0, 2)).tolist()

@@ -56,7 +56,7 @@ def route(routing: Routing, votes: Votes, own: Any) -> tuple[Any, ...]:
     layout = Layout(routing, votes, own)
     local, local_own = routing.given(layout.local())
     with torch.autocast(local.children.device.type, enabled=False):
-        if "children" in layout.axes or ("parents" in layout.axes and routing is not pooling_routing):
+        if "children" in layout.axes or ("parents" in layout.axes and routing.competing):
             results = routing.iterate(partial(_RUN[routing.stem], layout), local, local_own)[-1]
         else:
             results = routing(local, local_own)
@@ -104,7 +104,7 @@ class Layout:
         votes = Votes(*(given[name] for name in Votes._fields))
         types, groups = votes.children.shape[-3], votes.groups
         if "parents" in self.axes:
-            if not votes.is_set and self.routing is not pooling_routing:
+            if not votes.is_set and self.routing.competing:
                 raise ValueError("parents must be whole where the children are a grid: shard the batch or the children")
             self._parts("parents", votes.parents)
         if "children" not in self.axes:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.nn import RoutingPool, RoutingPool2d
+from fastcaps.nn import RoutingPool2d
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.reference.seen import make_votes
 from fastcaps.votes import as_grid, to_op, windows
@@ -73,12 +73,6 @@ class Inside:
     def routes(self) -> bool:
         """Whether the layer has coefficients."""
         return isinstance(self.layer, (RoutingLayer, RoutingPool2d))
-
-    @property
-    def children_compete(self) -> bool:
-        """Whether the coefficients of a parent add up to 1, and not those of a child."""
-        pools = isinstance(self.layer, (RoutingPool, RoutingPool2d))
-        return pools or getattr(self.layer, "compete", "") == "children"
 
     @torch.no_grad()
     def coefficients(self) -> Tensor:

@@ -105,6 +105,8 @@ class Row:
         Options of its own with which it must agree with the loop, by a name.
     options
         Further options of every layer that a suite makes, so that the loop is well conditioned.
+    positive
+        An option of its own that must be a finite number, at least 0.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Row:
     parameters: set[str]
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    positive: str = "eps"
 
     def __str__(self) -> str:
         return self.name
@@ -199,6 +202,7 @@ LAYERS = (
         lambda parents, depth, seen: depth**-0.5,
         {"weight", "bias"},
         {"sharp": {"sharpness": 3.0, "detach": True}, "average": {"iterations": 0}},
+        positive="sharpness",
     ),
 )
 

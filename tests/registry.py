@@ -19,7 +19,7 @@ from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
-from fastcaps import ops, reference
+from fastcaps import ops
 from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
@@ -118,8 +118,6 @@ class Routing:
     rest, following, loop
         The arguments beside the votes; what the next turn is given, from the results and the state of one; all turns of
         one position as a plain loop.
-    competing
-        Whether parents compete for a child, or else children for a parent.
     folds, rounds
         Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
     rounded
@@ -133,7 +131,6 @@ class Routing:
     rest: Callable[[Case, int], Given]
     following: Callable[[Given, Given, Given], Given]
     loop: Callable[..., Given]
-    competing: bool = True
     folds: bool = False
     rounds: bool = False
     rounded: tuple[str, ...] = ()
@@ -203,6 +200,11 @@ class Routing:
         return self.border.constant
 
     @property
+    def competing(self) -> bool:
+        """Whether parents compete for a child, or else children for a parent."""
+        return self.border.competing
+
+    @property
     def wide(self) -> bool:
         """Whether its results are in the dtype of sums, whatever that of the children is."""
         return self.border.wide
@@ -244,7 +246,7 @@ class Routing:
         one = {**given, **state, "iterations": 1, "temperatures": given.get("temperatures", ())[turn : turn + 1]}
         arguments = [one[name] for name in given if name not in VOTES]
         flags = [detach] if self.by_shares else []
-        found = getattr(reference, self.name)(votes_of(given), *arguments, *flags)
+        found = self.border.reference()[0](votes_of(given), *arguments, *flags)
         results = dict(zip(self.outputs, found, strict=True))
         return results, self.following(given, results, state)
 
@@ -419,7 +421,7 @@ class BackwardCall:
 
     def by_reference(self) -> list[Tensor]:
         """Return the sum over turns of the reference's backward."""
-        backward = getattr(reference, f"{self.routing.name}_backward")
+        backward = self.routing.border.reference()[1]
         turns = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
         total: list[Tensor] = []
         for turn in range(turns):
@@ -464,7 +466,6 @@ POOLING = Routing(
     rest=_pooling_rest,
     following=_pooling_next,
     loop=loops.pooling_routing,
-    competing=False,
     rounded=("sums",),
 )
 GAUSSIAN = Routing(

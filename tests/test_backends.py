@@ -15,7 +15,7 @@ from suite import python
 from test_errors import right
 
 import fastcaps
-from fastcaps import backends
+from fastcaps import backends, libraries
 from fastcaps.functional import inverted_attention_routing
 
 NAMED = (None, "reference", "cpu")
@@ -64,6 +64,29 @@ def test_a_level_that_cannot_be_had_refuses_calls_on_the_cpu_alone(native_librar
     """
     done = python(script, FASTCAPS_CPU_CAPABILITY="sse9")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_reference_serves_an_op_that_a_library_has_no_kernels_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is while an op is being written: its name is not taken for another's."""
+    has, children = torch._C._dispatch_has_kernel_for_dispatch_key, torch.randn(2, 5, 2, 3)
+    monkeypatch.setattr(
+        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: "pooling" not in op and has(op, key)
+    )
+    monkeypatch.setattr(backends, "_cpu_problem", backends._cpu_problem.__wrapped__)
+    monkeypatch.setattr(backends, "chosen", backends.chosen.__wrapped__)
+    with fastcaps.backend("reference"):
+        wanted = fastcaps.functional.routing_pool(children)
+    assert torch.equal(fastcaps.functional.routing_pool(children), wanted)
+    told = fastcaps.explain(fastcaps.functional.routing_pool, children)
+    assert told.backend == "reference"
+    if libraries.library("cpu").problem == "":
+        assert "no fastcaps_cpu::pooling_routing" in told.reasons["cpu"]
+
+    monkeypatch.setattr(libraries, "triton_kernels", lambda stem="attention": (None, f"no kernels of {stem}"))
+    monkeypatch.setattr(backends, "_triton_problem", lambda: "")
+    call = backends.Call.of("pooling", (children.to("meta"), None, None, None, 1, ()))
+    there = call._replace(device=torch.device("cpu" if backends._interprets() else "cuda"))
+    assert backends.refusal("triton", there) == "no kernels of pooling"
 
 
 # ---- blocks in generators, tasks and threads -------------------------------------------------------------------------
@@ -160,7 +183,7 @@ def test_a_backward_runs_what_its_forward_was_forced_to(
         ran.append(chosen(name, *rest))
         return ran[-1]
 
-    monkeypatch.setattr(backends, "on_cpu", lambda tensor: on_cpu(tensor) and not ran.append("cpu"))
+    monkeypatch.setattr(backends, "on_cpu", lambda *call: on_cpu(*call) and not ran.append("cpu"))
     monkeypatch.setattr(backends, "chosen", asked)
     other = "reference" if made_by == "cpu" else "cpu"
     with fastcaps.backend(other):

@@ -127,7 +127,7 @@ def serve(
     }
     monkeypatch.setattr(backends, "triton_kernels", lambda _: SimpleNamespace(**in_records))
     monkeypatch.setattr(backends, "choose", lambda _: name)
-    monkeypatch.setattr(backends, "on_cpu", lambda _: False)
+    monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     return seen
 
 
@@ -228,7 +228,7 @@ def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: 
     """Asked once for the forward and once for every backward."""
     heard: list[backends.Call] = []
     monkeypatch.setattr(backends, "choose", lambda call: heard.append(call) or "reference")
-    monkeypatch.setattr(backends, "on_cpu", lambda _: False)
+    monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     case = replace(routing.case("padded"), turns=1)
     routing.call(case).training(Call.by_op)
     wanted = backends.Call(routing.stem, torch.device("cpu"), torch.float32, case.pose, case.parents, True, 0)

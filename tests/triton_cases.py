@@ -29,7 +29,7 @@ WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with man
 
 def module_of(name: str) -> Any:
     """Return the module of the kernels that serve an op or its backward."""
-    return importlib.import_module(f"fastcaps.triton_kernels.{name.partition('_')[0]}")
+    return importlib.import_module(f"fastcaps.triton_kernels.{name.partition('_routing')[0]}")
 
 
 def function(name: str) -> Callable[..., Any]:

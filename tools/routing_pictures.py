@@ -64,8 +64,10 @@ def scene(name: str, turn: int) -> Turn:
             found = functional.dynamic_routing(children, None, **given)
         elif name == "pooling":  # its last sum is a turn of this picture
             found = functional.routing_pool(children, sharpness=1.5, **given | {"iterations": turn - 1})
-        else:
+        elif name == "inverted-attention":
             found = functional.inverted_attention_routing(children, None, normalize=False, **given)
+        else:
+            raise ValueError(f"there is no scene {name!r}")
     poses = found.poses[0, :, 0]
     return found.coefficients[0], normalize(poses, dim=-1) if name == "inverted-attention" else poses, None
 

@@ -27,11 +27,11 @@ FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
    operations, two for each. Whoever takes the time knows the peak of one thread. */
 FASTCAPS_EXPORT double fastcaps_multiply_adds(int64_t rounds);
 
-/* One line for people: how a call of a routing ("attention", "pooling", "gaussian") would be cut up, and by which
-   kernel. `sizes`: B H W N C D Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: backward or not, the
-   children's Storage, the bias (0 none, 1 one for all children, 2 one each), whether there are parents to start from,
-   iterations, nothing here, and how many numbers bias and betas have. An unknown routing is named. The text lives until
-   the thread's next call. */
+/* One line for people: how a call of a routing, told by its stem, would be cut up, and by which kernel. `sizes`: B H W
+   N C D Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: backward or not, the children's Storage, the
+   bias (0 none, 1 one for all children, 2 one each), whether there are parents to start from, iterations, nothing here,
+   and how many numbers bias and betas have. An unknown routing is named. The text lives until the thread's next call.
+ */
 FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* sizes, const int64_t* facts);
 
 /* Says once where five functions of Python lie, which signals.cpp names: long calls then give way to a signal. */

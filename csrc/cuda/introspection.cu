@@ -1,7 +1,7 @@
 // What the library says of calls, for fastcaps.backends, fastcaps.explain and the tests, through ctypes. No device is
 // asked: whoever asks tells all that an answer depends on. Answers live until the thread's next question.
 //
-// op: "attention", "pooling" or "gaussian"; of another the answer says that there is none. sizes: B H W N C D Ho Wo M E
+// op: a stem of schedule.cu's table; of another the answer says that there is none. sizes: B H W N C D Ho Wo M E
 // G and the window's eight; G = 0 where votes are the children themselves. facts: whether it is the backward; the
 // children's type (0 float32, 1 float64, 2 bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for
 // each); whether the first iteration has parents; iterations; bits of Options; the device's multiprocessors; and a

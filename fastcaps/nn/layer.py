@@ -69,8 +69,7 @@ class LayerCall(NamedTuple):
 
 
 class RoutingLayer(nn.Module, Generic[Plain, Full]):
-    """Base of the routing layers: :class:`InvertedAttentionRouting`, :class:`DynamicRouting`, :class:`EMRouting`,
-    :class:`HeinsenRouting`, :class:`RoutingPool`. They take these arguments and, by name, some of their own.
+    """Base of the routing layers. They take these arguments and, by name, some of their own.
 
     Parameters
     ----------
@@ -133,6 +132,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     activity_name = "activations"  # what says how active a child is: these, in [0, 1], or "scores", any numbers
     head = "linear"  # how classes are read off its parents (ClassHead); "activations" wants activations of children too
+    compete = "parents"  # for each child, or "children" for each parent: what the softmax runs over
     takes_parents = False  # whether a call may go on from the parents of the one before
     call_options: tuple[str, ...] = ()  # what a call may give by name beside what all layers take
     fewest_iterations = 1

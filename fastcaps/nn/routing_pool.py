@@ -51,6 +51,7 @@ break_symmetry, iterations, device, dtype
     """
 
     head = "length"
+    compete = "children"
     call_options = ("sharpness",)
     fewest_iterations = 0
 
@@ -146,6 +147,7 @@ class RoutingPool2d(nn.Module):
     torch.Size([2, 160, 1, 1])
     """
 
+    compete = "children"
     weight: nn.Parameter | None
 
     def __init__(

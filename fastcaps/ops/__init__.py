@@ -1,4 +1,4 @@
-"""The border: three routings as ops of PyTorch, each with its backward.
+"""The border: routings as ops of PyTorch, each with its backward.
 
 ``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` make T >= 1 iterations; a pass is a routing of one
 iteration. Their leading arguments are the votes (:class:`fastcaps.votes.Votes`), in op layout; what each takes besides,

@@ -46,6 +46,7 @@ class PoolingRouting(QueryRouting):
     Own, Rest = Pooling, Backward
     history = ("sums", "logsumexp")
     constant = frozenset(("gate", "query"))
+    competing = False
 
     def step(self, own: Pooling, results: Results) -> Tensor:
         return results[0] if own.rule == Rule.SQUASH else self.left(own, results[0], results[0].dtype)

@@ -125,7 +125,7 @@ class Routing(Signature, ABC):
 
     def compute(self, votes: Votes, own: Any) -> tuple[Any, ...]:
         """Run a call by the backend that is forced, or comes first among those that can."""
-        if backends.on_cpu(votes.children):
+        if backends.on_cpu(self.stem, votes.children):
             results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
             return (*results, self._coefficients(votes, own, results))
         call = backends.Call.of(self.stem, votes)
@@ -153,7 +153,7 @@ class Routing(Signature, ABC):
         All backends keep the same, so one may differentiate what another computed.
         """
         votes = self.given_backward(arguments)[1]
-        if backends.on_cpu(votes.children):
+        if backends.on_cpu(self.stem, votes.children):
             return tuple(_interruptibly(self.native_backward["cpu"], (*arguments, 0)))
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
@@ -325,7 +325,7 @@ class Routing(Signature, ABC):
         run, count = self.backward_op if watched else self.run_backward, self.iterations(own)
         needs = {name for name, want in zip(self.tensors, needed, strict=True) if want}
         with backends.under(ctx.blocks):
-            reverse = Reverse(self, run, votes, count, needs, count > 1 and backends.on_cpu(votes.children))
+            reverse = Reverse(self, run, votes, count, needs, count > 1 and backends.on_cpu(self.stem, votes.children))
             self.backward(reverse, finals, votes, own, saved[len(self.tensors) :])
         return [reverse.gradients.get(name) for name in self.tensors]
 

@@ -46,6 +46,8 @@ class Signature:
         Whether the tensors of ``Own`` are in the accumulation dtype of the children.
     constant
         The tensors that have no gradient where coefficients are detached.
+    competing
+        Whether parents compete for a child, or else children for a parent.
     """
 
     stem: str
@@ -58,6 +60,7 @@ class Signature:
     moments = 1
     wide = False
     constant: frozenset[str] = frozenset()
+    competing = True
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
