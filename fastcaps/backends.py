@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -316,7 +316,7 @@ def refusal(name: str, call: Call) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def chosen(name: str | None, call: Call, refusal: Callable[[str, Call], str | None] = refusal) -> str:
+def chosen(name: str | None, call: Call) -> str:
     """Return the backend ``name``, or for None the first that does not refuse a call: the answer of :func:`choose`."""
     if name is not None:
         reason = refusal(name, call)

@@ -1,7 +1,7 @@
 """Try an installed fastcaps under whatever torch is here: every op, forward and backward, and every routing's layer.
 
 ``make abi-check TORCH=2.10.0`` runs this in an environment with another torch than the one the wheel was built against,
-``make wheel`` in fresh ones. Exits with an error unless the compiled kernels run and agree with the float64 reference.
+cibuildwheel in a fresh one. Exits with an error unless the compiled kernels run and agree with the float64 reference.
 The cases are the tests' own, one for each rule, dtype, and set or grid; nothing but torch is needed to run them.
 """
 

@@ -137,7 +137,7 @@ def _normalizer_kernel(
     votes, iteration, grads, normalizers, totals, averages, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles,
     per_split, tile, algebra, ROUTING: tl.constexpr,
 ):  # fmt: skip
-    """normalizers_i = log sum_m exp(a_im) of the logits a; mean_dshares_i = sum_m r_im t_im with gradients ``grads``.
+    """normalizers_i = log sum_m exp(a_im) of the logits a; averages_i = sum_m r_im t_im with gradients ``grads``.
 
     The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, each
     with all children of the program's range, so that parents, and matrices that children share, are read once a tile.

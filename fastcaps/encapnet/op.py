@@ -149,7 +149,7 @@ def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types
     _check(x, a, y, b, types)
     let_inductor_call(torch.ops.fastcaps.squash_sum.default)
     if (hears := listener.get()) is not None:
-        hears.other(call_of(x), lambda: _describe(x, a, y, b, types), backends.refusal)
+        hears.other(call_of(x), _describe(x, a, y, b, types))
     return x.new_empty(x.shape)
 
 

@@ -67,9 +67,6 @@ class Explanations(tuple[Explanation, ...]):
         return "\n".join(f"[{k}] {one}" for k, one in enumerate(self)) or "no routing call"
 
 
-_Refusal = Callable[[str, backends.Call], str | None]
-"""Why a backend cannot take a call: :func:`fastcaps.backends.refusal`, or an op's own."""
-
 _MOST_CALLS = 1000
 """Calls in one explanation: a module that makes more of them walks absurdly many iterations by itself."""
 
@@ -171,15 +168,15 @@ class _Listener(list[Explanation]):
             )
         self.append(_explain_op(op, votes, own, by_library))
 
-    def other(self, call: backends.Call, describe: Callable[[], str], refusal: _Refusal) -> None:
+    def other(self, call: backends.Call, described: str) -> None:
         """Explain a call of an op that is no routing."""
-        self.append(_explain(call, describe(), refusal))
+        self.append(_explain(call, described))
 
 
 def _explain_op(routing: Routing, votes: Votes, own: Any, by_library: bool) -> Explanation:
     call, count = backends.Call.under_autocast(routing.stem, votes), routing.iterations(own)
     described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
-    found = _explain(call, described, backends.refusal)
+    found = _explain(call, described)
     if found.backend is None:
         return found
     if by_library:
@@ -192,13 +189,13 @@ def _explain_op(routing: Routing, votes: Votes, own: Any, by_library: bool) -> E
     return replace(found, forward=forward, backward=backward)
 
 
-def _explain(call: backends.Call, described: str, refusal: _Refusal) -> Explanation:
+def _explain(call: backends.Call, described: str) -> Explanation:
     """Return which backend runs a call, and why not the others."""
-    refusals, forced = {name: refusal(name, call) for name in backends.NAMES}, backends.forced()
+    refusals, forced = {name: backends.refusal(name, call) for name in backends.NAMES}, backends.forced()
     if forced is not None and refusals[forced] is not None:
         reasons = {name: refusals[name] or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
         return Explanation(None, f"backend {forced!r} is forced and cannot take this call", reasons, call=described)
-    runs = backends.chosen(forced, call, refusal)
+    runs = backends.chosen(forced, call)
     how = "forced" if forced else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{forced!r} is forced" if forced else f"{runs} comes first"
     reasons = {name: reason or after for name, reason in refusals.items() if name != runs}

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from fastcaps import functional
 from fastcaps.checks import check_choice, check_finite
+from fastcaps.functional.heinsen import MODELS
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Gaussians, RoutedGaussians
 
@@ -76,7 +77,7 @@ break_symmetry, iterations, device, dtype
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
-        check_choice("model", model, ("gaussian", "kmeans"))
+        check_choice("model", model, tuple(MODELS))
         self.model = model
         self.single_beta = bool(single_beta)
         self.eps = check_finite("eps", eps, 0.0)

@@ -279,7 +279,6 @@ class RoutingPool2d(nn.Module):
         averages = options["sharpness"] == 0 and self.weight is None
         if averages and not return_coefficients:
             return self._finish(self._average(features, groups))
-        # Every iteration reads all capsules: several times as fast with the numbers of each together as across a map.
         if self.parents is None:  # every group as a sample of its own
             batch = features.shape[0]
             each = features.reshape(batch * groups, self.dim, height, width)
@@ -304,6 +303,7 @@ class RoutingPool2d(nn.Module):
 
     def _pool(self, features: Tensor, groups: int, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Pool ``[B, groups * dim, H, W]`` into ``[B, M, Ho, Wo, out_dim]``."""
+        # Every iteration reads all capsules: several times as fast with the numbers of each together as across a map.
         capsules = channels_last(features).unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         window = self.window or Window((features.shape[2], features.shape[3]))
         result = functional.routing_pool(capsules.unsqueeze(-2), weight=self.weight, window=window, **options)

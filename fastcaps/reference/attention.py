@@ -115,9 +115,9 @@ def attention_routing_backward(
     rule = Rule.PLAIN if sums is None else Rule.LAYER_NORM
 
     def run(*tensors: Any) -> tuple[Tensor, ...]:
-        *parts, query, scales, shifts = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
-        own = Votes._make((*parts, votes.parents, votes.window))
-        return attention_routing(own, query, scales, shifts, scale, eps, rule, 1, bool(needs & DETACH))[:1]
+        wide = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
+        own = Votes._make((*wide[:4], votes.parents, votes.window))
+        return attention_routing(own, *wide[4:], scale, eps, rule, 1, bool(needs & DETACH))[:1]
 
     return differentiate(run, (*votes[:4], query, *affine), (grad,), needs)
 

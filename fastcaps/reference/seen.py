@@ -174,9 +174,9 @@ def differentiate(
         leaves: list[Any] = [None if x is None else x.detach() for x in tensors]
         for k in wanted:
             leaves[k].requires_grad_()
-        pairs = [(x, head) for x, head in zip(run(*leaves), heads, strict=True) if head is not None and x.requires_grad]
-    if pairs:
-        results, grads = zip(*pairs, strict=True)
+        asked = [(x, head) for x, head in zip(run(*leaves), heads, strict=True) if head is not None and x.requires_grad]
+    if asked:
+        results, grads = zip(*asked, strict=True)
         made = torch.autograd.grad(results, [leaves[k] for k in wanted], grads, materialize_grads=True)
     else:
         made = tuple(torch.zeros_like(leaves[k]) for k in wanted)
