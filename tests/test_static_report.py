@@ -30,7 +30,7 @@ def test_no_specialised_kernel_of_the_library_spills() -> None:
 
 def test_what_a_native_library_is_asked_it_answers() -> None:
     """A name that it does not have would be answered by None, and nobody would notice."""
-    sources = "".join(path.read_text() for kind in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(kind))
+    sources = "".join(path.read_text() for kind in ("*.cu", "*.cpp", "*.in") for path in (ROOT / "csrc").rglob(kind))
     paths = [path for room in ("fastcaps", "tools", "bench") for path in (ROOT / room).rglob("*.py")]
     asked = {name for path in paths for name in re.findall(r'\bask\(\s*f?"([^"]*)"', path.read_text())}
     assert "fastcaps_cuda_schedule" in asked and not [name for name in asked if f" {name}(" not in sources]

@@ -33,6 +33,7 @@ __all__ = ["Usage", "collect", "main", "parse_usage", "spilled", "triton_table"]
 KNOWN_SPILLS = {
     "sm_90 forward<GaussianForward, FixedPose<4, 4, 4, 4, 4, 1, 8, 1, 20>, 1, false,": 8,
     "sm_80 forward<AttentionForward, TensorPose1x64<3>, 2, false,": 8,
+    "sm_90 forward<AttentionForward, TensorPose1x64<3>, 2, false,": 8,
     "sm_80 forward<AttentionForward, TensorPose4x4<4, 3>, 1, false,": 8,
     "sm_90 forward<AttentionForward, TensorPose4x4<4, 3>, 1, false,": 16,
 }
