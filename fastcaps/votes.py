@@ -251,7 +251,7 @@ class Votes(NamedTuple):
         window: Window | None,
         parents: Any = None,
         *,
-        gate_name: str = "gate",
+        gate_name: str = "gate (a layer's activations)",
         others: tuple[Any, ...] = (),
         parents_at: int | None = None,
         check: Callable[..., None] | None = None,

@@ -89,18 +89,18 @@ def test_wrong_tensors(name: str) -> None:
     with pytest.raises(ValueError, match="must be on the device of children, meta, got cpu"):
         call(name, good | {"children": children.to("meta")})
     for argument, value in good.items():
-        with pytest.raises(TypeError, match=f"{argument} must be a dense tensor"):
+        with pytest.raises(TypeError, match=f"{argument}.* must be a dense tensor"):
             call(name, good | {argument: value.to_sparse()})
-        with pytest.raises(TypeError, match=f"{argument} must be a dense tensor, got a nested one"):
+        with pytest.raises(TypeError, match=f"{argument}.* must be a dense tensor, got a nested one"):
             call(name, good | {argument: nested(*value.shape[1:])})
         if argument == "children":
             continue
-        with pytest.raises(TypeError, match=rf"{argument} must be a torch\.Tensor, got list"):
+        with pytest.raises(TypeError, match=rf"{argument}.* must be a torch\.Tensor, got list"):
             call(name, good | {argument: [1.0]})
         for dtype in (torch.float64, torch.int64, torch.complex64, torch.bfloat16):
             with pytest.raises(TypeError, match=rf"{argument} .*must have .*dtype.*, got {dtype}"):
                 call(name, good | {argument: value.to(dtype)})
-        with pytest.raises(ValueError, match=f"{argument} must be on the device of children, cpu, got meta"):
+        with pytest.raises(ValueError, match=f"{argument}.* must be on the device of children, cpu, got meta"):
             call(name, good | {argument: value.to("meta")})
 
 

@@ -146,3 +146,13 @@ def test_pictures(tmp_path: Path) -> None:
         viz.listening(nn.Flatten(), images)
     with pytest.raises(ValueError, match="names: got 2, want one for each of 10"):
         viz.coefficient_map(net, images, tmp_path / "a.png", title="", names=["a", "b"])
+    with pytest.raises(ValueError, match=r"image must be \[channels, H, W\], got \[1, 1, 8, 8\]"):
+        viz.parse_tree(net, images[:1], tmp_path / "a.png", title="")
+    with pytest.raises(ValueError, match=r"images must be \[n, height, width\], got \[2, 1, 8, 8\]"):
+        viz.listening_map(images, viz.listening(net, images), [1, 2], [1, 2], tmp_path / "a", classes=names, title="")
+    with pytest.raises(ValueError, match="network must be a CapsNet or have a RoutingPool2d, got Flatten"):
+        viz.places(nn.Flatten(), images, (8, 8))
+    drawn = viz.listening_map(
+        images[:, 0], viz.listening(net, images), [1, 2], [1, 2], tmp_path / "a", classes=names, title=""
+    )
+    assert drawn == tmp_path / "a.png" and drawn.is_file()  # what is named after nothing is a PNG

@@ -11,6 +11,7 @@ from fastcaps.cli import bench, demo, explain, info, reproduce, train
 app = typer.Typer(
     name="fastcaps",
     help="Capsule networks, routed without ever storing a vote.",
+    rich_markup_mode="markdown",  # paragraphs are wrapped to the terminal
     add_completion=False,  # it would import torch at every press of the key
     pretty_exceptions_enable=False,
 )

@@ -79,7 +79,7 @@ def compare(context: Context) -> int:
     ``fastcaps compare REV [NEW] [--workload WORD]... [--seconds S] [--rounds N] [--threads N] [--limit SHARE]
     [--json]``: rows whose names hold a word; seconds of a row's timed calls; how much slower the median may be. NEW
     is this checkout if none is given. The other commit is built once, beside this checkout's own build. A row of which
-    this checkout's result is wrong, or other than before, is refused: it has no ratio, however fast it is. The exit
-    status is 1 then, and where the median over rows is above the limit.
+    either side's result is wrong is refused: it has no ratio, however fast it is. The exit status is 1 then, and where
+    the median over rows is above the limit.
     """
     return _start("bench.compare", *_absolute(context.args)).returncode

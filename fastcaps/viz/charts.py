@@ -28,9 +28,11 @@ def finish(figure: Any, path: str | Path, title: str = "") -> Path:
     """Write a figure into its file, under a title if one is given, and forget it."""
     if title:
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    path = Path(path)
+    path = path if path.suffix else path.with_name(f"{path.name}.png")
     figure.savefig(path, dpi=120)
     pyplot().close(figure)
-    return Path(path)
+    return path
 
 
 def tidy(plot: Any, grid: str = "") -> None:

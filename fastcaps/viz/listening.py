@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastcaps.checks import shape_text
 from fastcaps.inside import Inside, watched
 from fastcaps.nn import CapsNet
 from fastcaps.nn.stack import RoutingTrace
@@ -91,6 +92,8 @@ def listening_map(
     Images are ``[n, height, width]`` in grey, contributions ``[n, classes, H', W']`` from :func:`listening`; labels and
     predictions are the true and the predicted class of every image, of which ``classes`` has the names.
     """
+    if images.dim() != 3:
+        raise ValueError(f"images must be [n, height, width], got {shape_text(images)}")
     bound = float(np.percentile(contributions.abs().numpy(), 99.5)) or 1.0  # one place above all must not pale the rest
     # children of an unpadded window sit in the middle of the image, as far apart as its pixels or closer
     rows, columns = (

@@ -19,7 +19,8 @@ def places(network: nn.Module, images: Tensor, grid: tuple[int, int]) -> Places:
     """The middles of the receptive fields of a grid of features, in pixels: rows ``[H']`` and columns ``[W']``.
 
     They are found by what a place's features depend on, on images of noise; where that is no lattice (everything
-    depends on everything), the grid is laid over the whole image.
+    depends on everything), the grid is laid over the whole image. ValueError unless the network is a
+    :class:`~fastcaps.nn.CapsNet` or has a :class:`~fastcaps.nn.RoutingPool2d`.
     """
     size = images.shape[-2:]
     even = [(torch.arange(n) + 0.5) * s / n - 0.5 for n, s in zip(grid, size, strict=True)]
@@ -32,7 +33,10 @@ def places(network: nn.Module, images: Tensor, grid: tuple[int, int]) -> Places:
             features = (made if isinstance(made, Tensor) else made[0]).movedim((2, 3), (-2, -1))
         else:
             network(noise)
-            features = next(one.given["features"] for one in reversed(calls()) if isinstance(one.layer, RoutingPool2d))
+            pools = [one.given["features"] for one in calls() if isinstance(one.layer, RoutingPool2d)]
+            if not pools:
+                raise ValueError(f"network must be a CapsNet or have a RoutingPool2d, got {type(network).__name__}")
+            features = pools[-1]
         if features.shape[-2:] != grid:
             return even[0], even[1]
         first = [n // 2 - (n > 1) for n in grid]  # two neighbours in the middle, where no border cuts what they see

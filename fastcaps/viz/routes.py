@@ -11,6 +11,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.patches import ConnectionPatch
 from torch import Tensor, nn
 
+from fastcaps.checks import shape_text
 from fastcaps.inside import seen, watched
 from fastcaps.nn import CapsNet, RoutingPool2d
 from fastcaps.nn.stack import RoutingStack, RoutingTrace
@@ -156,6 +157,8 @@ def parse_tree(
     layer's part in the class. The image is ``[channels, H, W]``; capsules on no grid are drawn without a frame, classes
     without ``names`` by their numbers.
     """
+    if image.dim() != 3:
+        raise ValueError(f"image must be [channels, H, W], got {shape_text(image)}")
     logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
     if names and len(names) != logits.shape[1]:
