@@ -154,6 +154,7 @@ WRONG = [
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "some"}, ValueError, "kernel_size must be .*or None, got 'some'"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
+    (nn.EquilibriumRouting, (6, 3, 4, 4), {"tolerance": -1.0}, ValueError, "tolerance must be"),
     (nn.DynamicRouting, (6, 3, 4, 4), {"compete": "children", "leaky": True}, ValueError, "leaky must be False with c"),
     (nn.DynamicRouting, (6, 3, 4, 4), {"prior": True, "leaky": True}, ValueError, "leaky must be False with prior='le"),
     (nn.EMRouting, (2, 3, 4, 4), {"kernel_size": 3, "coordinates": True}, ValueError, "False without kernel_size='all"),
