@@ -37,6 +37,7 @@ def test_a_plain_import_is_light_and_finds_every_part() -> None:
 def test_wrong_command_lines_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for command, message in (
         ("train --epochs many", "Invalid value for '--epochs': 'many' is not a valid int"),
+        ("train --epochs", "Option '--epochs' requires an argument. (fastcaps train --help)"),
         ("trian", "fastcaps trian: No such command 'trian'."),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -261,7 +261,7 @@ text = create("heinsen-sst2", layers=1, embedding=2)
         (ValueError, "did you mean zhao-affnist, sabour-affnist or ", create("affnist")),
         (ValueError, "no network is called None", create(None)),
         (TypeError, "no override iteration .did you mean iterations", create("mnist", iteration=1)),
-        (TypeError, "create.. has no override lr.*: .*image_size", create("mnist", lr=1, batch=2)),
+        (TypeError, "create.. has no override lr; there are: .*image_size", create("mnist", lr=1, batch=2)),
         (ValueError, "larger than its grid", create("mnist", image_size=8)),
         (ValueError, "channels must be None", create("sabour-mnist", channels=8)),
         (ValueError, "left alone for DynamicRouting", create("sabour-mnist", routing="sequential")),

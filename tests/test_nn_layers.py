@@ -174,7 +174,8 @@ def test_wrong_constructor_arguments(kind: Any, sizes: Any, options: Any, error:
 
 @every
 def test_every_layer_names_its_own_wrong_arguments(row: Row) -> None:
-    unknown = rf"{row.kind.__name__} has no argument iteration \(did you mean iterations\?\): in_capsules.*pose"
+    named = rf"{row.kind.__name__} has no argument iteration \(did you mean iterations\?\)"
+    unknown = rf"{named}; there are: in_capsules.*pose"
     with pytest.raises(TypeError, match=unknown):
         row.kind(6, 3, 4, 4, iteration=2)
     with pytest.raises(ValueError, match="stride, padding and dilation need a kernel_size"):

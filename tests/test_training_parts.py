@@ -11,7 +11,7 @@ from torch import nn
 from fastcaps import models
 from fastcaps.losses import margin_loss, spread_loss
 from fastcaps.training import TrainConfig
-from fastcaps.training.fields import as_data, changed, read
+from fastcaps.training.fields import SettingError, as_data, changed, read
 from fastcaps.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread
 from fastcaps.training.metric import right
 from fastcaps.training.schedule import AnySchedule, Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
@@ -209,3 +209,5 @@ def test_settings_come_back_from_their_data() -> None:
     assert config.devices == "2" and config.loss.base.upper == 0.8 and config.schedule.at == (1 / 3, 0.5)
     assert config.changed({"loss.base.name": "cross-entropy"}).loss.base == CrossEntropy()
     assert changed({"a": {"name": "x", "b": 1}}, {"a.c": 2, "a.name": "y"}) == {"a": {"name": "y", "c": 2}}
+    with pytest.raises(SettingError, match=r"data.options: got 'x', want a valid dictionary"):  # no name there
+        config.changed({"data.options": "x"})

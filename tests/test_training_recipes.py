@@ -103,6 +103,7 @@ def test_a_step_of_every_loss(name: str) -> None:
         ("epochs: 1", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
         ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
         ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a valid number"),
+        ("[1/2, 0.75]", "[1/2/4]", "schedule.at[0]: got '1/2/4', want a valid number"),
         ("name: digits, opt", "name: lstm, opt", "network.name: got 'lstm', want a network of fastcaps train --list"),
         ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
         ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 status = app(given, prog_name="fastcaps", standalone_mode=False, obj=given)
             except typer.TyperException as error:
                 context = getattr(error, "ctx", None)
-                say(f"{error.format_message()} ({context.command_path if context else 'fastcaps'} --help)")
+                say(f"{error.format_message()} ({context.command_path if context else name} --help)")
                 raise SystemExit(error.exit_code) from None
         except ImportError as error:
             refuse_missing(error)

@@ -89,8 +89,8 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     hooks and whatever else it holds stay as they are, so that an optimizer goes on working, and checkpoints keep their
     keys. Candidates are found by class name, the layer's or that of a class it is made from, and by attributes; one
     that does not fit, or has methods of its own, is left alone. A layer that the model holds in a plain list alone is
-    not found, and a bound ``forward`` that somebody kept goes on doing what it did. Of two public versions of a layer
-    the one that agrees is taken.
+    not found. A bound ``forward`` that somebody kept goes on with the published code, and fails where that calls other
+    methods of its class. Of two public versions of a layer the one that agrees is taken.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: 
     """Raise for the first name that is not known."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}: {', '.join(known)}")
+            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
 
 
 class LayerOptions(TypedDict, total=False):

@@ -40,7 +40,7 @@ def _fraction(value: Any) -> Any:
     """Return the number that a text, such as ``1e-3`` or ``150/350``, stands for; pydantic refuses what is none."""
     if isinstance(value, str):
         with suppress(ValueError, ZeroDivisionError):
-            return reduce(truediv, map(float, value.split("/")))
+            return reduce(truediv, map(float, value.split("/", 1)))
     return value
 
 
@@ -131,7 +131,7 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def _merged(old: Any, new: Any) -> Any:
-    if isinstance(old, Mapping) and isinstance(new, str):  # short forms
+    if isinstance(old, Mapping) and "name" in old and isinstance(new, str):  # short forms
         new = {"name": new}
     if isinstance(old, str) and isinstance(new, Mapping):
         old = {"name": old}
