@@ -167,7 +167,10 @@ def test_a_batch_too_large_for_memory_is_told(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_says_how_to_go_on(tmp_path: Path) -> None:
-    running = start(*COMMAND, *arguments(tmp_path / "run", "--epochs", "1000"))
+    def heard() -> None:  # a shell's background jobs ignore it, and so would their children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    running = start(*COMMAND, *arguments(tmp_path / "run", "--epochs", "1000"), before=heard)
     while not (tmp_path / "run" / "last.ckpt").exists():
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)

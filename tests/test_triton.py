@@ -302,9 +302,9 @@ SHAPES = {  # and how many registers may spill
     "pool-4x4": _large(POOLING, 32, (4, 4, 4)),
     "hinton": _large(GAUSSIAN, 32, (4, 4, 4), rule=Rule.EM, gate="some"),
     "heinsen-norb": _large(GAUSSIAN, 64, (4, 4, 4), batch=20, types=640, groups="one", gate="some"),
-    "heinsen-norb-2": _large(GAUSSIAN, 5, (4, 4, 4), batch=256, types=64, gate="some", betas="IM"),
-    "heinsen-sst": _large(GAUSSIAN, 64, (1, 64, 2), batch=20, types=640, groups="one", gate="some"),
-    "li-capnet": _large(GAUSSIAN, 512, (1, 8, 16), gate="some", rule=Rule.EM),
+    "heinsen-norb-2": _large(GAUSSIAN, 5, (4, 4, 4), 2, batch=256, types=64, gate="some", betas="IM"),
+    "heinsen-sst": _large(GAUSSIAN, 64, (1, 64, 2), 2, batch=20, types=640, groups="one", gate="some"),
+    "li-capnet": _large(GAUSSIAN, 512, (1, 8, 16), 6, gate="some", rule=Rule.EM),
 }
 COMPILED = [(shape, "sm_90", options) for shape in SHAPES for options in (0, 1, 2)]
 COMPILED += [("tsai", "sm_90", 6), ("hinton", "sm_90", 6)]  # three products of deeper poses spill, backward
