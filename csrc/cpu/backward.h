@@ -47,10 +47,10 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   using Pass = Policy<T, X>;
   using Call = BackwardCall<typename Pass::Operands>;
   static constexpr bool kSharing = kLane == Lanes::kSharing;
-  static constexpr int64_t kAddedAtOnce = 64;  // parents; sums of more lose digits one by one
+  static constexpr int64_t kAddedAtOnce = 64, kNumbersAtOnce = 256;  // parents; sums of more lose digits one by one
 
   std::vector<Pass> passes;  // of every iteration
-  const int64_t iterations, state_size, result_size;
+  const int64_t iterations, state_size, result_size, parents_at_once;
   V *dP, *dP_sums, *scores, *highest, *local;
   X *scratch, *inner_states, *inner_results, *seen_state;
   const X* states = nullptr;  // of the item's group, made by prepare()
@@ -64,10 +64,11 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       : Base(call_, pose_, arena),
         iterations(int64_t(call.with.size())),
         state_size(Pass::state_numbers(call)),
-        result_size(Pass::result_numbers(in, in.M)) {
+        result_size(Pass::result_numbers(in, in.M)),
+        parents_at_once(max(int64_t(4), min(kAddedAtOnce, kNumbersAtOnce / in.E))) {
     for (const auto& with : call.with) needs_vote = passes.emplace_back(call, with).needs_vote() || needs_vote;
     dP = arena.take<V>(slots * CD);
-    dP_sums = in.M > kAddedAtOnce ? arena.take<V>(slots * CD) : nullptr;
+    dP_sums = in.M > parents_at_once ? arena.take<V>(slots * CD) : nullptr;
     scores = arena.take<V>(iterations * Pass::kScores * slots * in.M);
     highest = arena.take<V>(iterations * slots);
     local = kChildLanes ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(1))
@@ -185,8 +186,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
           for (int64_t j = 0; j < count; ++j) dscore(k, child_of(first, j), t0 + t, t * schedule.block_children + j);
     Base::transpose_poses();
     if (dP_sums) zero(dP_sums, slots * CD);
-    for (int64_t m = 0; m < in.M; m += kAddedAtOnce) {
-      gradients(m, min(m + kAddedAtOnce, in.M));
+    for (int64_t m = 0; m < in.M; m += parents_at_once) {
+      gradients(m, min(m + parents_at_once, in.M));
       if (!dP_sums || !call.dchildren) continue;
       for (int64_t k = 0; k < slots * CD; ++k) dP_sums[k] += dP[k];
       zero(dP, slots * CD);
