@@ -95,8 +95,8 @@ class AttentionRouting(QueryRouting):
         return super().gradient_shape(name, given)
 
     def left(self, own: Attention, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        affine = widen(dtype, own.norm_weight, own.norm_bias)
-        return parents_of(sums, *affine, own.eps, own.rule).to(dtype)
+        norm_weight, norm_bias = widen(dtype, own.norm_weight, own.norm_bias)
+        return parents_of(sums, norm_weight, norm_bias, own.eps, own.rule).to(dtype)
 
     def coefficients(self, votes: Votes, own: Attention, results: Results) -> Tensor:
         query = self.last_query(own, results[1], votes.children.dtype)

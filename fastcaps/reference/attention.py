@@ -115,9 +115,10 @@ def attention_routing_backward(
     rule = Rule.PLAIN if sums is None else Rule.LAYER_NORM
 
     def run(*tensors: Any) -> tuple[Tensor, ...]:
-        wide = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
-        own = Votes._make((*wide[:4], votes.parents, votes.window))
-        return attention_routing(own, *wide[4:], scale, eps, rule, 1, bool(needs & DETACH))[:1]
+        wide: Any = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
+        own, (query, norm_weight, norm_bias) = Votes._make((*wide[:4], votes.parents, votes.window)), wide[4:]
+        detach = bool(needs & DETACH)
+        return attention_routing(own, query, norm_weight, norm_bias, scale, eps, rule, 1, detach)[:1]
 
     return differentiate(run, (*votes[:4], query, *affine), (grad,), needs)
 
