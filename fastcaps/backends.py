@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fastcaps import libraries
 from fastcaps.settings import Setting
-from fastcaps.votes import Votes, autocast_dtype
+from fastcaps.votes import VoteInputs, autocast_dtype
 
 __all__ = [
     "NAMES",
@@ -147,7 +147,7 @@ class Call(NamedTuple):
         return cls(stem, children.device, children.dtype, pose, parents, weight is not None, _options(children.device))
 
     @classmethod
-    def under_autocast(cls, stem: str, votes: Votes) -> Call:
+    def under_autocast(cls, stem: str, votes: VoteInputs) -> Call:
         """Describe a call that no op has seen yet: the dtype is autocast's where that is on."""
         call = cls.of(stem, votes)
         return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
@@ -358,7 +358,7 @@ def refuse_unless_reference(stem: str) -> None:
         )
 
 
-def takes_iterations(call: Call, votes: Votes, count: int, begins: bool) -> bool:
+def takes_iterations(call: Call, votes: VoteInputs, count: int, begins: bool) -> bool:
     """Return whether the CUDA library runs all iterations of a call in one; ``begins``: from parents that are given."""
     if count == 1:
         return True
@@ -366,7 +366,9 @@ def takes_iterations(call: Call, votes: Votes, count: int, begins: bool) -> bool
     return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
 
 
-def native_facts(call: Call, votes: Votes, count: int, begins: bool, backward: bool = False, copied: int = 0) -> Any:
+def native_facts(
+    call: Call, votes: VoteInputs, count: int, begins: bool, backward: bool = False, copied: int = 0
+) -> Any:
     """Return what a native library wants to know of a call besides its sizes (csrc), as an array of C.
 
     ``copied``: the numbers of bias and betas, whose gradients every part of a backward on the CPU has a copy of.

@@ -41,12 +41,12 @@ from fastcaps.ops.sharding import AXES, cuts_of, lying
 from fastcaps.reference.gaussian import benefits, logits_of
 from fastcaps.reference.seen import agreement, in_blocks, inverse_or_zero, make_votes
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import Votes, as_grid, hidden
+from fastcaps.votes import VoteInputs, as_grid, hidden
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def route(routing: Routing, votes: Votes, own: Any) -> tuple[Any, ...]:
+def route(routing: Routing, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
     """Run a call some of whose tensors are DTensors; the others are the same on every process.
 
     Returns what the op returns, as DTensors, but None for the history of iterations: parents sharded as the batch and
@@ -70,7 +70,7 @@ def route(routing: Routing, votes: Votes, own: Any) -> tuple[Any, ...]:
 class Layout:
     """How a call lies on a mesh: which axis each of the mesh's dimensions cuts, if any."""
 
-    def __init__(self, routing: Routing, votes: Votes, own: Any) -> None:
+    def __init__(self, routing: Routing, votes: VoteInputs, own: Any) -> None:
         self.routing, self.parents = routing, votes.parents
         self.given = given = dict(zip(routing.names, (*votes, *own), strict=True))
         spread = {name: x for name, x in given.items() if isinstance(x, DTensor)}
@@ -101,7 +101,7 @@ class Layout:
 
     def _check(self, given: dict[str, Any]) -> None:
         """Raise unless every process has a part that it can route."""
-        votes = Votes(*(given[name] for name in Votes._fields))
+        votes = VoteInputs(*(given[name] for name in VoteInputs._fields))
         types, groups = votes.children.shape[-3], votes.groups
         if "parents" in self.axes:
             if not votes.is_set and self.routing.competing:
@@ -199,7 +199,7 @@ class Layout:
         found = iter(_unpacked(whole.to_local(grad_placements=self.over(axis, Partial())), given))
         return [None if x is None else next(found) for x in same]
 
-    def share(self, votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor | None:
+    def share(self, votes: VoteInputs, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor | None:
         """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``."""
         if "parents" not in self.axes:
             return None
@@ -229,7 +229,7 @@ def _unpacked(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [x.view(y.shape) for x, y in zip(message.split([y.numel() for y in like]), like, strict=True)]
 
 
-def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor:
+def _log_sum(votes: VoteInputs, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor:
     """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``; their votes are made a few at a time.
 
     No kernel returns it, so that PyTorch makes it, and makes it again on the way back.
@@ -248,7 +248,7 @@ def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None)
     return torch.cat([checkpoint(block, *some, *on_grid, use_reentrant=False) for some in parts], 1)
 
 
-def _gated(votes: Votes, share: Tensor | None) -> Votes:
+def _gated(votes: VoteInputs, share: Tensor | None) -> VoteInputs:
     """Return votes whose gates hold a process's share of each child."""
     if share is None:
         return votes
@@ -259,7 +259,7 @@ def _gated(votes: Votes, share: Tensor | None) -> Votes:
 # ---- iterations ------------------------------------------------------------------------------------------------------
 
 
-def _attention(layout: Layout, votes: Votes, own: Attention) -> Sequence[Any]:
+def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[Any]:
     """Route once: S is summed over the processes that share the children."""
 
     def logits(all_votes: Tensor, asked: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ def _attention(layout: Layout, votes: Votes, own: Attention) -> Sequence[Any]:
     return attention_routing.left(own, sums, votes.children.dtype), shares
 
 
-def _pooling(layout: Layout, votes: Votes, own: Pooling) -> Sequence[Any]:
+def _pooling(layout: Layout, votes: VoteInputs, own: Pooling) -> Sequence[Any]:
     """Route once: S and the log-sum-exp over the children are merged."""
     (asked,) = layout.entered("children", own.query)
     settings = (votes.parents, votes.window, own._replace(query=None, rule=int(Rule.UNIT), coefficients=False))
@@ -297,7 +297,7 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, settings: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
         parents, window, own = settings
-        votes = Votes._make((*tensors[:4], parents, window))
+        votes = VoteInputs._make((*tensors[:4], parents, window))
         _, (sums,), (log_sum,), _ = pooling_routing.compute(votes, own._replace(query=tensors[4]))
         (top,) = layout.joined("children", log_sum, by="max")
         top = top.masked_fill(top == -torch.inf, 0.0)
@@ -324,7 +324,7 @@ class _Pooled(torch.autograd.Function):
         return None, None, *_run_backward(ctx, pooling_routing, needs, wide, *parts, parents, window, *rest)
 
 
-def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
+def _gaussian(layout: Layout, votes: VoteInputs, own: Gaussian) -> Sequence[Any]:
     """Route once: the moments of all processes' children are joined by Chan's formula."""
     em, eps, state = own.rule == Rule.EM, own.eps, own[:3]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
@@ -355,7 +355,7 @@ def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
     return evidence, mean, variances, shares
 
 
-def _ignored(votes: Votes, share: Tensor, beta: Tensor) -> Tensor:
+def _ignored(votes: VoteInputs, share: Tensor, beta: Tensor) -> Tensor:
     """Return ``sum_i beta_ignore_im (g_i - g'_i)``: what the kernel misses where gates g' hold a share of the child."""
     gate = 1.0 if votes.gate is None else votes.gate
     missed = gate - gate * share
@@ -368,7 +368,7 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Any, *tensors: Any) -> tuple[Tensor, ...]:
         parents, window, rule, eps = settings
-        votes = Votes._make((*tensors[:4], parents, window))
+        votes = VoteInputs._make((*tensors[:4], parents, window))
         own = Gaussian._make((*tensors[4:], [1.0], rule, eps, False))
         evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute(votes, own)
         ctx.settings, ctx.blocks = settings, backends.settings()

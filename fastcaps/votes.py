@@ -142,7 +142,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype
 
 
-class Votes(NamedTuple):
+class VoteInputs(NamedTuple):
     """The parts of all votes ``V[b, l, i, m] = P[b, l, i] W[i mod G, m] + bias[i or 1, m or 1]``, in op layout.
 
     They are the leading arguments of every op, in this order: ``op(*votes, ...)``.
@@ -215,7 +215,7 @@ class Votes(NamedTuple):
         """Whether the children are a set: nothing has positions then."""
         return self.children.dim() == 4
 
-    def on_grid(self) -> Votes:
+    def on_grid(self) -> VoteInputs:
         """Return the same votes with a set as a grid of one position."""
         if not self.is_set:
             return self
@@ -255,7 +255,7 @@ class Votes(NamedTuple):
         others: tuple[Any, ...] = (),
         parents_at: int | None = None,
         check: Callable[..., None] | None = None,
-    ) -> Votes:
+    ) -> VoteInputs:
         """Check what the user gave, in public layout, and return it in op layout: the one way of checking a call.
 
         What was found right once is not checked again: a check may ask for the tensors' shapes, dtypes, devices and
@@ -279,7 +279,7 @@ class Votes(NamedTuple):
         gate: Tensor | None,
         window: Window | None,
         parents: int,
-    ) -> Votes:
+    ) -> VoteInputs:
         """Return in op layout what was found right."""
         spec = SET_WINDOW if window is None else window.spec
         if gate is not None and gate.dtype == torch.bool:
@@ -292,7 +292,7 @@ class Votes(NamedTuple):
         gate = votes.gate if votes.gate is None or votes.gate.dim() != 4 else votes.gate.movedim(3, 1)
         pairs = [tuple(self.window[k : k + 2]) for k in range(0, 8, 2)]
         window = Window(*pairs)  # type: ignore[arg-type]
-        Votes.of(votes.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
+        VoteInputs.of(votes.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
 
     def check_poses(self, name: str, poses: Tensor) -> None:
         """Raise unless parents' poses, given in public layout, fit."""
@@ -304,20 +304,20 @@ class Votes(NamedTuple):
 # Functions, for what torch.compile traces: torch 2.10's knows a named tuple's fields and methods, no property.
 
 
-def pose_of(votes: Votes) -> tuple[int, int, int]:
-    """Return :attr:`Votes.pose`."""
+def pose_of(votes: VoteInputs) -> tuple[int, int, int]:
+    """Return :attr:`VoteInputs.pose`."""
     rows, depth = votes.children.shape[-2:]
     return rows, depth, depth if votes.weight is None else votes.weight.shape[3]
 
 
-def positions_of(votes: Votes) -> tuple[int, ...]:
+def positions_of(votes: VoteInputs) -> tuple[int, ...]:
     """Return B, of grids B, Ho, Wo."""
     batch, *grid = votes.children.shape[:-3]
     return (batch, *output_size(votes.window, *grid)) if grid else (batch,)
 
 
-def seen_of(votes: Votes) -> int:
-    """Return :attr:`Votes.seen`."""
+def seen_of(votes: VoteInputs) -> int:
+    """Return :attr:`VoteInputs.seen`."""
     return votes.window[0] * votes.window[1] * votes.children.shape[-3]
 
 
@@ -325,7 +325,7 @@ _found_right: dict[Any, int] = {}
 
 
 def _once(given: tuple[Any, ...], settings: tuple[Any, ...]) -> int:
-    """Return M of what :meth:`Votes.of` takes, checked unless its like was found right before."""
+    """Return M of what :meth:`VoteInputs.of` takes, checked unless its like was found right before."""
     key: Any = None
     if not (is_tracing() or torch._C._is_tracing()):  # a compiler would guard every entry
         try:
@@ -372,7 +372,7 @@ def _check(
         check_tensor("weight", weight, children, cast)
         _check_weight(weight, children, parents)
     spec = SET_WINDOW if window is None else window.spec
-    votes = Votes(to_op(children, window), weight, bias, None, many, spec)
+    votes = VoteInputs(to_op(children, window), weight, bias, None, many, spec)
     _check_window(votes, children, window)
     if bias is not None:
         check_tensor("bias", bias, children, cast)
@@ -429,7 +429,7 @@ def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
         raise ValueError(f"parents must be the M = {weight.shape[1]} of weight [G, M, D, E], got {parents}")
 
 
-def _check_window(votes: Votes, children: Tensor, window: Window | None) -> None:
+def _check_window(votes: VoteInputs, children: Tensor, window: Window | None) -> None:
     """Raise if the window does not fit into the grid, or the weight groups do not divide what it sees."""
     if is_tracing():
         return

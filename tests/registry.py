@@ -24,16 +24,16 @@ from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import unit
-from fastcaps.votes import Votes, as_set
+from fastcaps.votes import VoteInputs, as_set
 
 POSE = (-2, -1)
-VOTES = Votes._fields
+VOTES = VoteInputs._fields
 Given = dict[str, Any]
 
 
-def votes_of(given: Given) -> Votes:
+def votes_of(given: Given) -> VoteInputs:
     """Return what the votes of a call are made of."""
-    return Votes(*(given[name] for name in VOTES))
+    return VoteInputs(*(given[name] for name in VOTES))
 
 
 # ---- arguments beside the votes, in the order of the schemas, and the oracle's loop over turns -----------------------

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries, ops
-from fastcaps.votes import SET_WINDOW, Votes
+from fastcaps.votes import SET_WINDOW, VoteInputs
 
 GPU = torch.device("cuda:0")
 POSE = (4, 4, 4)
@@ -329,7 +329,7 @@ def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
 
     gpu.setattr(libraries, "library", lambda name: Asked())
     with torch.device("meta"):
-        votes = Votes(torch.empty(2, 1, 1, 5, 4, 4), None, torch.empty(1, 3, 4, 4), None, 3, SET_WINDOW)
+        votes = VoteInputs(torch.empty(2, 1, 1, 5, 4, 4), None, torch.empty(1, 3, 4, 4), None, 3, SET_WINDOW)
     call = backends.Call("attention", GPU, torch.bfloat16, POSE, 3, False, backends.ALLOW_TF32)
     assert backends.takes_iterations(call, votes, 1, False) and not heard
     assert not backends.takes_iterations(call, votes, 3, False)

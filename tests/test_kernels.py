@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastcaps import backends, ops
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 LEVELS = ("default", "avx2", "avx512")
 
@@ -342,7 +342,7 @@ def test_detached_pooling_of_a_broken_query() -> None:
     with torch.no_grad():
         children[0, 1, 0, 0] = torch.nan
     weight = torch.randn(20, 4, 1, 5)
-    votes = Votes.of(children, weight, None, gate, None)
+    votes = VoteInputs.of(children, weight, None, gate, None)
     parents = ops.pooling_routing(votes, ops.Pooling(rule=int(Rule.UNIT), iterations=2, detach=True))[0]
     (found,) = torch.autograd.grad(parents, children, torch.ones_like(parents))
     assert (found[0, ::3] == 0).all() and found[0, 1:3].isnan().all() and found[1].isfinite().all()

@@ -81,7 +81,7 @@ def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return results and gradients near and far: rows and columns of poses and matrices lie 2**30 numbers apart."""
     from fastcaps.ops import Attention
     from fastcaps.triton_kernels.attention import attention_routing, attention_routing_backward
-    from fastcaps.votes import Votes
+    from fastcaps.votes import VoteInputs
 
     generator = torch.Generator().manual_seed(0)
 
@@ -96,7 +96,7 @@ def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:
         if far:
             children = apart(children, (1, 1, 1, 1, FAR, FAR + 2))
             weight = apart(weight, (1, 2, FAR, FAR + 4))
-        votes = Votes(children, weight, None, None, 2, (1, 1, 1, 1, 0, 0, 1, 1))
+        votes = VoteInputs(children, weight, None, None, 2, (1, 1, 1, 1, 0, 0, 1, 1))
         _, sums = attention_routing(votes, Attention(query, None, None, 0.5, 0.0, 1), options)
         given = (votes, (query[None], None, None, 0.5, 0.0), 1 | 2 | 16, options)
         both.append([sums, *attention_routing_backward([grad[None]], *given)])

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 from .attention_kernels import ATTENTION, Attention, _norm_backward_kernel
 from .call import Call, Routing, current, processors
@@ -52,7 +52,7 @@ def one_iteration(iterations: int) -> None:
         raise ValueError(f"the Triton kernels route one iteration at a time, got {iterations}")
 
 
-def attention_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, Tensor]:
+def attention_routing(votes: VoteInputs, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, Tensor]:
     """Route one iteration: ``S_m = sum_i g_i softmax_m(scale <Q_m, V_im>) V_im``.
 
     Parents are LayerNorm(S), S or squash(S).
@@ -97,7 +97,7 @@ def _slope(
 
 
 def attention_routing_backward(
-    heads: Sequence[Tensor], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor], votes: VoteInputs, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery, dnorm_weight, dnorm_bias of T iterations, summed over them.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 from .attention import one_iteration, start_of
 from .call import Call, Routing, current, table_strides
@@ -55,7 +55,7 @@ def iteration_of(
     return Gaussian(*tensors, eps, *strides)  # type: ignore[arg-type, call-arg]
 
 
-def gaussian_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, ...]:
+def gaussian_routing(votes: VoteInputs, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, ...]:
     """Route one iteration: parents are Gaussians that explain the votes.
 
     The same input gives the same bits whatever the options. ``limits``: what a program may hold; tests make it small.
@@ -112,7 +112,7 @@ def _beta_gradients(
 
 
 def gaussian_routing_backward(
-    heads: Sequence[Tensor | None], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor | None], votes: VoteInputs, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T iterations.
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 from .attention import iteration_of, one_iteration, start_of
 from .call import Call, Routing, current
@@ -29,7 +29,9 @@ ROUTING = Routing(
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 
 
-def pooling_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, Tensor, Tensor]:
+def pooling_routing(
+    votes: VoteInputs, own: Any, options: int, limits: Limits = LIMITS
+) -> tuple[Tensor, Tensor, Tensor]:
     """Route one iteration: ``S_m = sum_i r_im V_im`` with a softmax over the children; parents are S or squash(S).
 
     The same input gives the same bits whatever the options. ``limits``: what a program may hold; tests make it small.
@@ -47,7 +49,7 @@ def pooling_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMIT
 
 
 def pooling_routing_backward(
-    heads: Sequence[Tensor], votes: Votes, own: Any, needs: int, options: int, limits: Limits = LIMITS
+    heads: Sequence[Tensor], votes: VoteInputs, own: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery of T iterations, summed over them; the head is that of S.
 

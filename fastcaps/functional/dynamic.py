@@ -13,7 +13,7 @@ from fastcaps.checks import check_choice, check_count, check_finite, check_table
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import POSE, Votes, Window, from_op, pose_of, positions_of, seen_of
+from fastcaps.votes import POSE, VoteInputs, Window, from_op, pose_of, positions_of, seen_of
 
 
 def dynamic_routing(
@@ -105,7 +105,7 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    votes = Votes.of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
+    votes = VoteInputs.of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
     check_choice("compete", compete, ("parents", "children"))
     many, eps = votes.parents, check_finite("eps", eps, 0.0)
     own: Any = ops.Attention if compete == "parents" else ops.Pooling
@@ -127,13 +127,13 @@ def dynamic_routing(
     return Routed(routed, results[-1][..., :many]) if return_coefficients else routed
 
 
-def _check(votes: Votes, prior: Any) -> None:
+def _check(votes: VoteInputs, prior: Any) -> None:
     if prior is not None:
         sizes = [(seen_of(votes), 1), (votes.parents,)]
         check_table("prior", prior, votes.children, sizes, "I or 1, M", votes.autocasts)
 
 
-def _one_by_one(routing: Any, votes: Votes, own: Any, prior: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return parents and coefficients of a routing whose iterations are ops of their own.
 
     A prior becomes one number more in every vote, which the query multiplies by 1. That takes a table
@@ -159,7 +159,7 @@ def _one_by_one(routing: Any, votes: Votes, own: Any, prior: Tensor | None, eps:
     return squashed(last), last[-1]
 
 
-def _with_prior(votes: Votes, prior: Tensor) -> Votes:
+def _with_prior(votes: VoteInputs, prior: Tensor) -> VoteInputs:
     """Return votes with one column more, whose first number is the prior."""
     children, weight, bias, _, parents, _ = votes
     rows, _, columns = pose_of(votes)
@@ -172,7 +172,7 @@ def _with_prior(votes: Votes, prior: Tensor) -> Votes:
     return votes._replace(weight=F.pad(weight, (0, 1)), bias=table)
 
 
-def _with_leak(votes: Votes) -> Votes:
+def _with_leak(votes: VoteInputs) -> VoteInputs:
     """Return the votes for one parent more, to whom everybody's votes are 0."""
     if votes.weight is None:
         raise ValueError("leaky must be False without a weight: a parent of zeros needs a matrix of zeros")

@@ -21,7 +21,7 @@ from fastcaps.checks import (
 from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, autocast_dtype, from_op
+from fastcaps.votes import VoteInputs, Window, autocast_dtype, from_op
 
 FIRST_COEFFICIENTS = ("uniform", "ones")
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
@@ -157,7 +157,7 @@ def em_routing(
     (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
     others = (beta_u, beta_a)
-    votes = Votes.of(
+    votes = VoteInputs.of(
         children, weight, bias, activations, window,
         gate_name="activations", others=others, parents_at=0, check=_check,
     )  # fmt: skip
@@ -190,12 +190,14 @@ def em_routing(
     return RoutedCapsules(*result, coefficients) if return_coefficients else result
 
 
-def _check(votes: Votes, beta_u: Any, beta_a: Any) -> None:
+def _check(votes: VoteInputs, beta_u: Any, beta_a: Any) -> None:
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         check_table(name, beta, votes.children, [(votes.parents,)], "M", votes.autocasts)
 
 
-def _with_normalized_cost(first_votes: Votes, votes: Votes, own: ops.Gaussian) -> tuple[Tensor, Tensor, Tensor]:
+def _with_normalized_cost(
+    first_votes: VoteInputs, votes: VoteInputs, own: ops.Gaussian
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parents' scores and means, and the coefficients, of an op for every iteration.
 
     Its moments are those of Heinsen's; with a benefit of 1 and a cost of 0 its scores are the counts n.
@@ -209,7 +211,7 @@ def _with_normalized_cost(first_votes: Votes, votes: Votes, own: ops.Gaussian) -
         benefit = benefits(results[0], results[2], beta_u, beta_a)
         return temperature * F.layer_norm(benefit, benefit.shape[-1:])
 
-    def run(votes: Votes, own: ops.Gaussian) -> Any:
+    def run(votes: VoteInputs, own: ops.Gaussian) -> Any:
         return ops.gaussian_routing(first_votes if own.mean is None else votes, own)
 
     def advance(own: ops.Gaussian, results: Any) -> dict[str, Tensor | None]:
@@ -219,18 +221,18 @@ def _with_normalized_cost(first_votes: Votes, votes: Votes, own: ops.Gaussian) -
     return scored(own.temperatures[-1], last), last[1], last[-1]
 
 
-def weighed_by_ones(votes: Votes) -> Votes:
+def weighed_by_ones(votes: VoteInputs) -> VoteInputs:
     """Return the votes with gates M times as large: the op starts from r = 1 / M, so this makes it r = 1."""
     gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
     return votes._replace(gate=gate * votes.parents)
 
 
-def widened(tensor: Tensor, votes: Votes) -> Tensor:
+def widened(tensor: Tensor, votes: VoteInputs) -> Tensor:
     """Return a tensor in the dtype in which sums over the children are taken."""
     return tensor.to(accumulation_dtype(votes.children.dtype))
 
 
-def result_dtype(votes: Votes) -> torch.dtype:
+def result_dtype(votes: VoteInputs) -> torch.dtype:
     """Return the dtype of a routing's results: the children's, or autocast's where that is on."""
     children = votes.children
     return children.dtype if children.dtype == torch.float64 else autocast_dtype(children.device.type) or children.dtype

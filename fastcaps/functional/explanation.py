@@ -22,7 +22,7 @@ from fastcaps import backends, libraries
 from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.ops import Routing
 from fastcaps.ops.watchers import listener
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
 class _Listener(list[Explanation]):
     """The explanations of what was heard so far, in one thread."""
 
-    def routing(self, op: Routing, votes: Votes, own: Any, by_library: bool = False) -> None:
+    def routing(self, op: Routing, votes: VoteInputs, own: Any, by_library: bool = False) -> None:
         """Explain a call of a routing's op, which torch's own product may serve."""
         if len(self) == _MOST_CALLS:
             raise ValueError(
@@ -173,7 +173,7 @@ class _Listener(list[Explanation]):
         self.append(_explain(call, described))
 
 
-def _explain_op(routing: Routing, votes: Votes, own: Any, by_library: bool) -> Explanation:
+def _explain_op(routing: Routing, votes: VoteInputs, own: Any, by_library: bool) -> Explanation:
     call, count = backends.Call.under_autocast(routing.stem, votes), routing.iterations(own)
     described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
     found = _explain(call, described)
@@ -202,7 +202,7 @@ def _explain(call: backends.Call, described: str) -> Explanation:
     return Explanation(runs, how, reasons, call=described)
 
 
-def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bool, bool, int]) -> str:
+def _schedule(name: str, call: backends.Call, votes: VoteInputs, facts: tuple[int, bool, bool, int]) -> str:
     """Return what a backend says of kernel and schedule, in a line. ``facts``: iterations, start, backward, copied."""
     if name in ("cpu", "cuda"):
         asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
@@ -214,7 +214,7 @@ def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bo
     return ""
 
 
-def _describe(votes: Votes, call: backends.Call) -> str:
+def _describe(votes: VoteInputs, call: backends.Call) -> str:
     batch, height, width, types = votes.sizes[:4]
     (rows, depth, columns), (ho, wo), (kh, kw) = votes.pose, votes.grid, votes.window[:2]
     where = f"{types} children" if height * width * kh * kw == 1 else f"{height}x{width} x {types} children"

@@ -11,7 +11,7 @@ from fastcaps.checks import check_choice, check_count, check_finite, check_table
 from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op
+from fastcaps.votes import VoteInputs, Window, from_op
 
 MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
@@ -96,7 +96,7 @@ def heinsen_routing(
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
     others = (beta_use, beta_ignore)
-    votes = Votes.of(
+    votes = VoteInputs.of(
         children, weight, bias, scores, window,
         gate_name="scores", others=others, parents_at=1, check=_check,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def heinsen_routing(
     return RoutedGaussians(*result, coefficients) if return_coefficients else result
 
 
-def _check(votes: Votes, beta_use: Any, beta_ignore: Any) -> None:
+def _check(votes: VoteInputs, beta_use: Any, beta_ignore: Any) -> None:
     for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
         sizes = [(votes.seen, 1), (votes.parents, 1)]
         check_table(name, beta, votes.children, sizes, "I or 1, M or 1", votes.autocasts)

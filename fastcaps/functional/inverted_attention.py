@@ -10,7 +10,7 @@ from fastcaps import ops
 from fastcaps.checks import check_count, check_finite, check_shape, check_tensor
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, pose_of, to_op
+from fastcaps.votes import VoteInputs, Window, from_op, pose_of, to_op
 
 
 def inverted_attention_routing(
@@ -85,7 +85,7 @@ def inverted_attention_routing(
         If a forced backend cannot take the call.
     """
     others = (parents, norm_weight, norm_bias, bool(normalize))
-    votes = Votes.of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)
+    votes = VoteInputs.of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)
     query = None if parents is None else to_op(parents, window)
     rows, _, columns = pose_of(votes)
     pose = rows * columns
@@ -101,7 +101,7 @@ def inverted_attention_routing(
     return Routed(routed, coefficients) if return_coefficients else routed
 
 
-def _check(votes: Votes, parents: Any, norm_weight: Any, norm_bias: Any, normalize: bool) -> None:
+def _check(votes: VoteInputs, parents: Any, norm_weight: Any, norm_bias: Any, normalize: bool) -> None:
     if parents is not None:
         votes.check_poses("parents", parents)
     rows, _, columns = pose_of(votes)

@@ -13,7 +13,7 @@ from fastcaps.checks import check_choice, check_count, check_finite
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import Votes, Window, from_op
+from fastcaps.votes import VoteInputs, Window, from_op
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -110,7 +110,7 @@ def routing_pool(
     >>> routing_pool(children, sharpness=5.0).flatten()  # the third disagrees, and is left out
     tensor([1.0000, 0.0506])
     """
-    votes = Votes.of(children, weight, bias, gate, window, parents)
+    votes = VoteInputs.of(children, weight, bias, gate, window, parents)
     iterations, sharpness = check_count("iterations", iterations, 0), check_finite("sharpness", sharpness, 0.0)
     function = activation_function(activation)
     sums = 1 if sharpness == 0 else iterations + 1  # with λ = 0 no iteration changes anything

@@ -16,7 +16,7 @@ from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRo
 from fastcaps.nn.layer import LayerCall, RoutingLayer
 from fastcaps.ops.watchers import is_sharded, is_transformed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, from_op, to_op
+from fastcaps.votes import VoteInputs, from_op, to_op
 
 
 class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
@@ -94,7 +94,9 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             self._refuse_unsupported_gradients(call)
         with torch.no_grad():
             parents = self._solve(call, limit)
-        votes = Votes.unchecked(call.children, call.weight, call.bias, call.activity, call.window, call.parent_count)
+        votes = VoteInputs.unchecked(
+            call.children, call.weight, call.bias, call.activity, call.window, call.parent_count
+        )
         query = to_op(parents, call.window)
         norm = self.norm
         affine = (None, None) if norm is None else (norm.weight, norm.bias)

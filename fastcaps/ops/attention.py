@@ -16,7 +16,7 @@ from fastcaps.ops.signature import Results
 from fastcaps.ops.watchers import listener
 from fastcaps.reference.attention import parents_of, uniform_shares
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, autocast_dtype
+from fastcaps.votes import VoteInputs, autocast_dtype
 
 
 class Attention(NamedTuple):
@@ -51,7 +51,7 @@ class AttentionRouting(QueryRouting):
     history = ("sums",)
     constant = frozenset(("query",))
 
-    def __call__(self, votes: Votes, own: Attention) -> tuple[Any, ...]:
+    def __call__(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
         """Run the op, but for a first iteration that the library's own product serves."""
         if own.query is not None or self.adds(own) or not uniform.library_serves(votes):
             return self.route(votes, own)
@@ -65,7 +65,7 @@ class AttentionRouting(QueryRouting):
             return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
         return parents, None, uniform_shares(votes) if own.coefficients else None
 
-    def _without_parents(self, votes: Votes, own: Attention) -> Tensor:
+    def _without_parents(self, votes: VoteInputs, own: Attention) -> Tensor:
         """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
         device, norm = votes.children.device.type, own.rule == Rule.LAYER_NORM
         if autocast_dtype(device) is None:
@@ -77,14 +77,14 @@ class AttentionRouting(QueryRouting):
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.attention_routing, reference.attention_routing_backward
 
-    def check(self, votes: Votes, own: Attention) -> None:
+    def check(self, votes: VoteInputs, own: Attention) -> None:
         rows, _, columns = votes.pose
         pose = (rows * columns,)
         check_like(votes, own, {"query": votes.poses, "norm_weight": pose, "norm_bias": pose})
         if own.rule not in (Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH):
             raise ValueError(f"rule must be 0, 1 or 2, got {own.rule}")
 
-    def fakes(self, votes: Votes, own: Attention) -> Results:
+    def fakes(self, votes: VoteInputs, own: Attention) -> Results:
         children, poses = votes.children, votes.poses
         sums = children.new_empty((own.iterations, *poses), dtype=accumulation_dtype(children.dtype))
         return children.new_empty(poses), sums
@@ -98,7 +98,7 @@ class AttentionRouting(QueryRouting):
         norm_weight, norm_bias = widen(dtype, own.norm_weight, own.norm_bias)
         return parents_of(sums, norm_weight, norm_bias, own.eps, own.rule).to(dtype)
 
-    def coefficients(self, votes: Votes, own: Attention, results: Results) -> Tensor:
+    def coefficients(self, votes: VoteInputs, own: Attention, results: Results) -> Tensor:
         query = self.last_query(own, results[1], votes.children.dtype)
         return reference.attention_coefficients(votes, query, own.scale)
 

@@ -17,7 +17,7 @@ from fastcaps.ops.signature import Gradients, Results, State
 from fastcaps.reference.gaussian import log_sigmas, next_log_weight
 from fastcaps.reference.seen import inverse_or_zero
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 STATE = ("mean", "variance", "log_weight")
 
@@ -79,7 +79,7 @@ class GaussianRouting(Routing):
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.gaussian_routing, reference.gaussian_routing_backward
 
-    def check(self, votes: Votes, own: Gaussian) -> None:
+    def check(self, votes: VoteInputs, own: Gaussian) -> None:
         shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.numbers}
         check_like(votes, own, shapes, wide=True)
         if own.rule not in (Rule.EM, Rule.HEINSEN, Rule.KMEANS):
@@ -92,20 +92,20 @@ class GaussianRouting(Routing):
             columns = 1 if beta.dim() == 2 and beta.shape[1] == 1 else votes.parents
             check_like(votes, own, {name: (votes.parents,) if own.rule == Rule.EM else (rows, columns)}, wide=True)
 
-    def fakes(self, votes: Votes, own: Gaussian) -> Results:
+    def fakes(self, votes: VoteInputs, own: Gaussian) -> Results:
         count, dtype = len(own.temperatures), accumulation_dtype(votes.children.dtype)
         shapes: list[Any] = [votes.numbers, votes.poses, votes.poses]
         shapes += [(count, *shape) for shape in (votes.numbers, votes.poses, votes.poses, votes.numbers)]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
-    def coefficients(self, votes: Votes, own: Gaussian, results: Results) -> Tensor:
+    def coefficients(self, votes: VoteInputs, own: Gaussian, results: Results) -> Tensor:
         state: State = {name: getattr(own, name) for name in STATE}
         if len(own.temperatures) > 1:
             _, means, narrow, scores = (kind[-2] for kind in results[3:])
             state = self.advance(own, (scores, means, narrow + own.eps))
         return reference.gaussian_coefficients(votes, **state)
 
-    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, own: Gaussian, history: Results) -> None:
+    def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Gaussian, history: Results) -> None:
         counts, means, narrow, scores = history
         beta_u: Any = own.beta_use
         em, kmeans, count = own.rule == Rule.EM, own.rule == Rule.KMEANS, len(own.temperatures)

@@ -14,7 +14,7 @@ from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.signature import Results
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash, unit
-from fastcaps.votes import POSE, Votes
+from fastcaps.votes import POSE, VoteInputs
 
 
 class Pooling(NamedTuple):
@@ -54,12 +54,12 @@ class PoolingRouting(QueryRouting):
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.pooling_routing, reference.pooling_routing_backward
 
-    def check(self, votes: Votes, own: Pooling) -> None:
+    def check(self, votes: VoteInputs, own: Pooling) -> None:
         check_like(votes, own, {"query": votes.poses})
         if own.rule not in (Rule.SQUASH, Rule.UNIT):
             raise ValueError(f"rule must be 2 or 3, got {own.rule}")
 
-    def fakes(self, votes: Votes, own: Pooling) -> Results:
+    def fakes(self, votes: VoteInputs, own: Pooling) -> Results:
         children, count = votes.children, own.iterations
         logsumexp = children.new_empty((count, *votes.numbers), dtype=accumulation_dtype(children.dtype))
         return children.new_empty(votes.poses), children.new_empty((count, *votes.poses)), logsumexp
@@ -68,7 +68,7 @@ class PoolingRouting(QueryRouting):
         wide = sums.to(accumulation_dtype(dtype))
         return (squash(wide, POSE) if own.rule == Rule.SQUASH else unit(wide, POSE)).to(dtype)
 
-    def coefficients(self, votes: Votes, own: Pooling, results: Results) -> Tensor:
+    def coefficients(self, votes: VoteInputs, own: Pooling, results: Results) -> Tensor:
         query = self.last_query(own, results[1], votes.children.dtype)
         return reference.pooling_coefficients(votes, query, own.scale, own.normalize)
 

@@ -15,7 +15,7 @@ from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Routing
 from fastcaps.ops.signature import Gradients, Results, State
 from fastcaps.rules import Rule
-from fastcaps.votes import POSE, Votes
+from fastcaps.votes import POSE, VoteInputs
 
 
 class QueryRouting(Routing):
@@ -62,7 +62,7 @@ class QueryRouting(Routing):
         queries = self.queries(own, self.left(own, sums[:-1], dtype).unbind())
         return None if queries is None else queries[-1]
 
-    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, own: Any, history: Results) -> None:
+    def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
         (grad,), sums, count = grads, history[0], own.iterations
         dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), own.rule == Rule.SQUASH
         steps = Steps(sums.to(wide), squashes) if self.adds(own) and (squashes or count > 1) else None
@@ -132,7 +132,7 @@ class Steps:
         return torch.addcmul(grad, direction, self.bends[k] * along) / self.divisors[k]
 
 
-def check_like(votes: Votes, own: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
+def check_like(votes: VoteInputs, own: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
     """Raise unless those arguments that are given have their shapes, and the call's device and dtype.
 
     ``wide``: the dtype in which sums over the children are kept.

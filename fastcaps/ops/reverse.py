@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastcaps.ops.signature import Gradients, Signature
 from fastcaps.rules import DETACH
-from fastcaps.votes import Votes
+from fastcaps.votes import VoteInputs
 
 
 class Reverse:
@@ -31,7 +31,13 @@ class Reverse:
     """
 
     def __init__(
-        self, routing: Signature, run: Callable[..., Any], votes: Votes, count: int, needs: set[str], together: bool
+        self,
+        routing: Signature,
+        run: Callable[..., Any],
+        votes: VoteInputs,
+        count: int,
+        needs: set[str],
+        together: bool,
     ) -> None:
         self.routing, self.run, self.votes, self.count = routing, run, votes, count
         self.needs, self.together, self.summed = needs, together, needs

@@ -22,7 +22,7 @@ from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
 from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
-from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set
+from fastcaps.votes import SET_WINDOW, VoteInputs, as_grid, as_set
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -31,7 +31,7 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 
     @staticmethod
-    def forward(ctx: Any, routing: Routing, votes: Votes, own: Any, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, routing: Routing, votes: VoteInputs, own: Any, *tensors: Tensor | None) -> Any:
         results = routing.compute(votes, own)
         routing.save(ctx, (*votes, *own), results)
         return results
@@ -59,7 +59,7 @@ class Routing(Signature, ABC):
         """Return the state that the next iteration starts from, from what one took and its results."""
 
     @abstractmethod
-    def fakes(self, votes: Votes, own: Any) -> Results:
+    def fakes(self, votes: VoteInputs, own: Any) -> Results:
         """Return empty tensors as the op would, without the coefficients."""
 
     @abstractmethod
@@ -67,11 +67,11 @@ class Routing(Signature, ABC):
         """Return the reference's routing of one iteration, and its backward."""
 
     @abstractmethod
-    def coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor:
+    def coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor:
         """Return the coefficients that the last iteration used, from the results of all."""
 
     @abstractmethod
-    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, own: Any, history: Results) -> None:
+    def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
         """Have ``reverse`` make the gradients of a call, from those of its final results."""
 
     def tables(self, own: Any) -> tuple[Tensor | None, ...]:
@@ -79,7 +79,7 @@ class Routing(Signature, ABC):
         return ()
 
     @abstractmethod
-    def check(self, votes: Votes, own: Any) -> None:
+    def check(self, votes: VoteInputs, own: Any) -> None:
         """Raise unless what the op takes besides its votes fits them: kernels in Python would broadcast in silence."""
 
     # ---- the ops -----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Routing(Signature, ABC):
         for key in ("AutocastCPU", "AutocastCUDA"):
             LIBRARY.impl(self.name, self._autocast_kernel(key), key)
 
-    def route(self, votes: Votes, own: Any) -> Any:
+    def route(self, votes: VoteInputs, own: Any) -> Any:
         """Run the op by a backend, in the way that those who watch need."""
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
@@ -123,7 +123,7 @@ class Routing(Signature, ABC):
         """Run a call: the op's kernel. Coefficients that nobody wants are an empty tensor."""
         return _complete(self.compute(*self.given(arguments)), arguments[0])
 
-    def compute(self, votes: Votes, own: Any) -> tuple[Any, ...]:
+    def compute(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
         """Run a call by the backend that is forced, or comes first among those that can."""
         if backends.on_cpu(self.stem, votes.children):
             results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
@@ -132,7 +132,7 @@ class Routing(Signature, ABC):
         chosen = backends.choose(call)
         if chosen in NATIVE:
 
-            def run(votes: Votes, own: Any) -> Results:
+            def run(votes: VoteInputs, own: Any) -> Results:
                 found: Results = self.native[chosen](*votes, *own[: self.native_count], call.options)
                 return found
 
@@ -178,14 +178,14 @@ class Routing(Signature, ABC):
             as_set(x) if name in placed and x.dim() > 1 else x for name, x in zip(self.tensors, found, strict=True)
         )
 
-    def _reference(self, votes: Votes, own: Any) -> Results:
+    def _reference(self, votes: VoteInputs, own: Any) -> Results:
         """Run the reference's routing of one iteration."""
         given = own._asdict()
         del given["coefficients"]
         found: Results = self.reference()[0](votes, **given)
         return found
 
-    def _reference_backward(self, heads: Gradients, votes: Votes, rest: Sequence[Any], needs: int) -> list[Tensor]:
+    def _reference_backward(self, heads: Gradients, votes: VoteInputs, rest: Sequence[Any], needs: int) -> list[Tensor]:
         """Return the sum over iterations of the reference's backwards of one."""
         votes.check()
         wide = (accumulation_dtype(votes.children.dtype),)
@@ -201,7 +201,7 @@ class Routing(Signature, ABC):
             total = [a.add_(b) for a, b in zip(total, found, strict=True)] if total else list(found)
         return total
 
-    def _on_grid(self, votes: Votes, own: Any) -> tuple[Votes, Any]:
+    def _on_grid(self, votes: VoteInputs, own: Any) -> tuple[VoteInputs, Any]:
         """Return a call on a set as on a grid of one position: kernels in Python know no other."""
         if not votes.is_set:
             return votes, own
@@ -210,7 +210,7 @@ class Routing(Signature, ABC):
         state = {name: x for name in self.state if (x := getattr(own, name)) is not None}
         return votes.on_grid(), own._replace(**{name: as_grid(x) if x.dim() > 1 else x for name, x in state.items()})
 
-    def _on_grids(self, kernel: Callable[..., Results], votes: Votes, own: Any) -> Results:
+    def _on_grids(self, kernel: Callable[..., Results], votes: VoteInputs, own: Any) -> Results:
         """Run a call by a kernel of one iteration that knows grids alone."""
         placed = self._on_grid(votes, own)
         self.check(*placed)
@@ -226,8 +226,8 @@ class Routing(Signature, ABC):
 
     def iterate(
         self,
-        run: Callable[[Votes, Any], Results],
-        votes: Votes,
+        run: Callable[[VoteInputs, Any], Results],
+        votes: VoteInputs,
         own: Any,
         advance: Callable[[Any, Results], State] | None = None,
     ) -> list[Results]:
@@ -259,7 +259,7 @@ class Routing(Signature, ABC):
         history = (torch.cat(kind).detach() for kind in zip(*(results[final:] for results in every), strict=True))
         return (*every[-1][:final], *history)
 
-    def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor | None:
+    def _coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor | None:
         """Return the coefficients, if they are wanted."""
         if not own.coefficients:
             return None

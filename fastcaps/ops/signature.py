@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.define import tensor_names, written
-from fastcaps.votes import Votes, autocast_dtype
+from fastcaps.votes import VoteInputs, autocast_dtype
 
 Gradients = Sequence[Tensor | None]
 Results = Sequence[Tensor]
 State = dict[str, Tensor | None]
 
-COUNT = len(Votes._fields)
+COUNT = len(VoteInputs._fields)
 
 
 class Signature:
@@ -64,14 +64,14 @@ class Signature:
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
-        taken = {**Votes.__annotations__, **self.Own.__annotations__}
+        taken = {**VoteInputs.__annotations__, **self.Own.__annotations__}
         self.names = list(taken)
         self.tensors = tensor_names(taken)
         self.places = [self.names.index(name) for name in self.tensors]
         self.tensors_of = itemgetter(*self.places)
         flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
         self.native_count = len(self.Own._fields) - len(flags)
-        given = {**self.heads, **Votes.__annotations__, **self.Rest.__annotations__}
+        given = {**self.heads, **VoteInputs.__annotations__, **self.Rest.__annotations__}
         self.backward_names = [*given, "needs"]
         self.stacked = {*tensor_names(self.Rest.__annotations__)} - ({*self.tensors} - {*self.state})
 
@@ -88,15 +88,15 @@ class Signature:
         count: int = own.iterations
         return count
 
-    def given(self, arguments: Sequence[Any]) -> tuple[Votes, Any]:
+    def given(self, arguments: Sequence[Any]) -> tuple[VoteInputs, Any]:
         """Return the op's arguments as records."""
-        return Votes(*arguments[:COUNT]), self.Own(*arguments[COUNT:])
+        return VoteInputs(*arguments[:COUNT]), self.Own(*arguments[COUNT:])
 
-    def given_backward(self, arguments: Sequence[Any]) -> tuple[Gradients, Votes, Any, int]:
+    def given_backward(self, arguments: Sequence[Any]) -> tuple[Gradients, VoteInputs, Any, int]:
         """Return the backward's arguments as records: heads, votes, the rest, and the bits of what is needed."""
         *taken, needs = arguments
         first, count = len(self.heads), len(self.heads) + COUNT
-        return taken[:first], Votes(*taken[first:count]), self.Rest(*taken[count:]), needs
+        return taken[:first], VoteInputs(*taken[first:count]), self.Rest(*taken[count:]), needs
 
     def cast(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the op's arguments in the dtypes of the autocast that is on, if any; float64 left alone."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from fastcaps import backends
 from fastcaps.checks import is_tracing, widen
 from fastcaps.ops.watchers import is_sharded
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, seen_of
+from fastcaps.votes import SET_WINDOW, VoteInputs, autocast_dtype, hidden, output_size, seen_of
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 
-def library_serves(votes: Votes) -> bool:
+def library_serves(votes: VoteInputs) -> bool:
     """Return whether the library runs a call's first iteration, rather than a backend.
 
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
@@ -52,7 +52,7 @@ def _rounds(convolution: bool) -> bool:
 
 
 def uniform_parents(
-    votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool
+    votes: VoteInputs, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool
 ) -> Tensor:
     """Return the parents that r = 1 / M makes, contiguous ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``.
 

@@ -1,7 +1,7 @@
 """The oracle: one iteration of every routing in plain, eager, differentiable PyTorch that stores the votes.
 
 It is a backend like the others, and serves every device that torch has: arguments and results are those of the ops
-(:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.Votes`. Clarity comes first here: all
+(:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.VoteInputs`. Clarity comes first here: all
 B * Ho * Wo * I * M * C * E numbers of the votes are stored. Every backend is tested against it, and it against the
 papers' procedures as plain loops.
 

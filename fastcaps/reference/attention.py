@@ -11,11 +11,11 @@ from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.reference.seen import Seen, agreement, differentiate, pairs, present, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import POSE, Votes, positions_of, seen_of
+from fastcaps.votes import POSE, VoteInputs, positions_of, seen_of
 
 
 def attention_routing(
-    votes: Votes,
+    votes: VoteInputs,
     query: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
@@ -95,7 +95,7 @@ def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | Non
 
 def attention_routing_backward(
     grad: Tensor,
-    votes: Votes,
+    votes: VoteInputs,
     query: Tensor | None,
     norm_weight: Tensor | None,
     sums: Tensor | None,
@@ -116,7 +116,7 @@ def attention_routing_backward(
 
     def run(*tensors: Any) -> tuple[Tensor, ...]:
         wide: Any = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
-        own, (query, norm_weight, norm_bias) = Votes._make((*wide[:4], votes.parents, votes.window)), wide[4:]
+        own, (query, norm_weight, norm_bias) = VoteInputs._make((*wide[:4], votes.parents, votes.window)), wide[4:]
         detach = bool(needs & DETACH)
         return attention_routing(own, query, norm_weight, norm_bias, scale, eps, rule, 1, detach)[:1]
 
@@ -124,7 +124,7 @@ def attention_routing_backward(
 
 
 @torch.no_grad()
-def attention_coefficients(votes: Votes, query: Tensor | None, scale: float) -> Tensor:
+def attention_coefficients(votes: VoteInputs, query: Tensor | None, scale: float) -> Tensor:
     """Return the routing coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
     ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
@@ -134,7 +134,7 @@ def attention_coefficients(votes: Votes, query: Tensor | None, scale: float) -> 
     return pairs(votes, (query,), lambda all_votes, query: agreement(all_votes, query, scale).softmax(-1))
 
 
-def uniform_shares(votes: Votes) -> Tensor:
+def uniform_shares(votes: VoteInputs) -> Tensor:
     """Return the coefficients of a first iteration, of sets ``[B, I, M]`` too: 1 / M, and 0 of an absent child."""
     children, presence = votes.children, present(votes)
     shape = (*positions_of(votes), seen_of(votes), votes.parents)

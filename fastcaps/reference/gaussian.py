@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps.checks import widen
 from fastcaps.reference.seen import Seen, differentiate, inverse_or_zero, log_or_zero, pairs, see
 from fastcaps.rules import Rule
-from fastcaps.votes import POSE, Votes
+from fastcaps.votes import POSE, VoteInputs
 
 
 def _precision(variance: Tensor | None) -> Tensor | float:
@@ -36,7 +36,7 @@ def logits_of(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, l
     return logits if log_weight is None else logits + log_weight.unsqueeze(3)
 
 
-def _see(votes: Votes, mean: Tensor | None, variance: Tensor | None) -> tuple[Seen, Tensor]:
+def _see(votes: VoteInputs, mean: Tensor | None, variance: Tensor | None) -> tuple[Seen, Tensor]:
     """Return the children without the broken ones, and their votes."""
 
     def numbers(seen: Seen) -> Tensor:
@@ -69,7 +69,7 @@ def benefits(counts: Tensor, variances: Tensor, beta_u: Tensor, beta_a: Tensor) 
 
 
 def gaussian_routing(
-    votes: Votes,
+    votes: VoteInputs,
     mean: Tensor | None,
     variance: Tensor | None,
     log_weight: Tensor | None,
@@ -137,7 +137,7 @@ def gaussian_routing_backward(
     grad_means: Tensor | None,
     grad_variances: Tensor | None,
     grad_evidence: Tensor | None,
-    votes: Votes,
+    votes: VoteInputs,
     mean: Tensor | None,
     variance: Tensor | None,
     log_weight: Tensor | None,
@@ -157,7 +157,7 @@ def gaussian_routing_backward(
     nothing = votes.children.new_zeros((1, 1), dtype=counts.dtype)
 
     def run(*tensors: Any) -> Sequence[Tensor]:
-        own, state = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4:7]
+        own, state = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4:7]
         use, ignore = (nothing if beta is None else beta for beta in tensors[7:])
         rest: Any = (*state, use, ignore, (), Rule.HEINSEN, eps)
         evidence, *_, counts, means, narrow, _ = gaussian_routing(own, *rest)
@@ -169,7 +169,7 @@ def gaussian_routing_backward(
 
 @torch.no_grad()
 def gaussian_coefficients(
-    votes: Votes, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
+    votes: VoteInputs, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
 ) -> Tensor:
     """Return the responsibilities r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 

@@ -11,7 +11,7 @@ from fastcaps.checks import widen
 from fastcaps.reference.seen import Seen, agreement, differentiate, gate_of, inverse_or_zero, pairs, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash, unit
-from fastcaps.votes import POSE, Votes
+from fastcaps.votes import POSE, VoteInputs
 
 
 def _logits(all_votes: Tensor, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
@@ -28,7 +28,7 @@ def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def _exponentials(
-    votes: Votes, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
+    votes: VoteInputs, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
 ) -> tuple[Seen, Tensor, Tensor]:
     """Return the children without the broken ones, exp(logits - shift), and the shift.
 
@@ -51,7 +51,7 @@ def _exponentials(
 
 
 def pooling_routing(
-    votes: Votes,
+    votes: VoteInputs,
     query: Tensor | None,
     scale: float,
     normalize: bool,
@@ -103,7 +103,7 @@ def pooling_routing(
 
 def pooling_routing_backward(
     grad: Tensor,
-    votes: Votes,
+    votes: VoteInputs,
     query: Tensor | None,
     sums: Tensor,
     logsumexp: Tensor,
@@ -120,7 +120,7 @@ def pooling_routing_backward(
     empty = (logsumexp == -torch.inf).unsqueeze(3)
 
     def run(*tensors: Any) -> tuple[Tensor]:
-        own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
+        own, query = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
         wide = widen(own.children.dtype, query, sums, logsumexp)
         seen, free, _ = _exponentials(own, wide[0], scale, normalize, wide[2])
         shares = seen.gated(free.masked_fill(empty, 0.0))
@@ -132,7 +132,7 @@ def pooling_routing_backward(
 
 
 @torch.no_grad()
-def pooling_coefficients(votes: Votes, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
+def pooling_coefficients(votes: VoteInputs, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return the shares r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
     ``r[b, l, :, m]`` sums to 1 over the children; those that are not there have 0.

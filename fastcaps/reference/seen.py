@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.votes import Votes, as_grid, windows
+from fastcaps.votes import VoteInputs, as_grid, windows
 
 _BLOCK = 1 << 22  # votes that `in_blocks` makes at a time, counted in numbers: 16 MB of float32
 
@@ -42,7 +42,7 @@ class Seen:
         return shares if self.gate is None else shares * self.gate[..., None]
 
 
-def see(votes: Votes, numbers: Callable[[Seen], Tensor]) -> Seen:
+def see(votes: VoteInputs, numbers: Callable[[Seen], Tensor]) -> Seen:
     """Return a call as output positions see it, its broken children taken out and cut off from every gradient.
 
     ``numbers`` returns what becomes of votes ``[B, Ho, Wo, I, M]``, and has to be finite too.
@@ -57,7 +57,7 @@ def see(votes: Votes, numbers: Callable[[Seen], Tensor]) -> Seen:
     return _see(votes, gate.expand(broken.shape).masked_fill(broken, 0.0), broken)
 
 
-def _see(votes: Votes, gate: Tensor | None, broken: Tensor | None) -> Seen:
+def _see(votes: VoteInputs, gate: Tensor | None, broken: Tensor | None) -> Seen:
     children, weight, bias = widen(votes.children.dtype, *votes[:3])
     assert children is not None
     seen, presence = windows(children, votes.window), present(votes)
@@ -70,7 +70,7 @@ def _see(votes: Votes, gate: Tensor | None, broken: Tensor | None) -> Seen:
     return Seen(made, gate, broken)
 
 
-def present(votes: Votes) -> Tensor | None:
+def present(votes: VoteInputs) -> Tensor | None:
     """Return which children exist, ``[1, Ho, Wo, I]`` of 0 and 1; None where no window reaches into the padding."""
     if not (votes.window[4] or votes.window[5]):
         return None
@@ -78,7 +78,7 @@ def present(votes: Votes) -> Tensor | None:
     return windows(votes.children.new_ones(shape, dtype=accumulation_dtype(votes.children.dtype)), votes.window)
 
 
-def gate_of(votes: Votes) -> Tensor | None:
+def gate_of(votes: VoteInputs) -> Tensor | None:
     """Return the gates as positions see them, ``[B | 1, Ho, Wo, I]``, of sets ``[B, I]``; 0 of absent children."""
     (gate,) = widen(votes.children.dtype, votes.gate)
     return present(votes) if gate is None else gate if votes.is_set else windows(gate, votes.window)
@@ -109,7 +109,7 @@ def in_blocks(
         yield part, (children[:, :, :, part], own, table)
 
 
-def pairs(votes: Votes, state: Sequence[Tensor | None], numbers: Callable[..., Tensor]) -> Tensor:
+def pairs(votes: VoteInputs, state: Sequence[Tensor | None], numbers: Callable[..., Tensor]) -> Tensor:
     """Return ``numbers(votes, *state)`` of each child and parent, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``.
 
     They are 0 of absent children. Votes are made for a few children of one sample at a time: beside the result only
