@@ -1,0 +1,261 @@
+r"""The ops of the four verbs: what any routing asks of its votes, and the derivatives of that, of any order.
+
+With :math:`F = \sum_{im} r_{im} \langle V_{im}, Y_m \rangle` ``vote_scores`` is :math:`\partial F / \partial r`,
+``vote_sums`` :math:`\partial F / \partial Y`, and ``vote_pull`` the derivatives in children, weight and bias. F is
+linear in each, so that the derivatives of the three are the three again. The squared verbs do the same with
+:math:`H = \sum_{im} r_{im} \sum_{ce} p_m (V_{im} - \mu_m)^2`; second derivatives of those go through the reference.
+
+Results are in the accumulation dtype, gradients of children, weight and bias in theirs. Workspace of the CPU kernels:
+partial sums where positions are too few to keep the threads busy, and some 100 KB a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps import backends
+from fastcaps.checks import accumulation_dtype, check_shape, check_tensor
+from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
+from fastcaps.ops.signature import COUNT
+from fastcaps.reference import verbs as reference
+from fastcaps.votes import VoteInputs, as_grid, as_set, output_size
+from fastcaps.watchers import listener
+
+STEM = "verbs"
+_VOTES = written(VoteInputs.__annotations__)
+_CALLS = {
+    "vote_scores": (f"{_VOTES}, Tensor targets, Tensor? precisions, bool squared", "Tensor"),
+    "vote_sums": (f"{_VOTES}, Tensor coefficients, Tensor? means, SymInt power", "Tensor"),
+    "vote_pull": (
+        f"{_VOTES}, Tensor coefficients, Tensor targets, Tensor? precisions, bool squared, int needs",
+        "(Tensor dchildren, Tensor dweight, Tensor dbias)",
+    ),
+}
+_NAMES = {
+    "vote_scores": ("targets", "precisions"),
+    "vote_sums": ("coefficients", "means"),
+    "vote_pull": ("coefficients", "targets", "precisions"),
+}
+
+
+def _check(name: str, votes: VoteInputs, rest: Sequence[Any]) -> None:
+    """Raise unless a raw call's arguments fit each other: kernels in Python would broadcast."""
+    votes.check()
+    if votes.gate is not None:
+        raise ValueError("gate must be None: multiply the coefficients by it")
+    wide = accumulation_dtype(votes.children.dtype)
+    like = votes.children.new_empty(0, dtype=wide)
+    for key, value in zip(_NAMES[name], rest, strict=False):
+        if value is not None:
+            check_tensor(key, value, like, False)
+            check_shape(key, value, votes.shares if key == "coefficients" else votes.poses, "...")
+
+
+def _runner(name: str) -> Callable[..., Any]:
+    """Return what runs an op by the backend that is forced, or comes first among those that can."""
+
+    def run(*arguments: Any) -> Any:
+        votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
+        call = backends.Call.of(STEM, votes)
+        chosen = backends.choose(call)
+        _check(name, votes, rest)
+        if chosen in NATIVE:
+            return native[name][chosen](*votes, *rest, call.options)
+        if chosen == "reference":
+            found = getattr(reference, name)(votes, *rest)
+        else:
+            kernel = getattr(backends.triton_kernels(STEM), name)
+            tensors = len(_NAMES[name])
+            placed = [as_grid(x) if votes.is_set and x is not None else x for x in rest[:tensors]]
+            found = kernel(votes.on_grid(), *placed, *rest[tensors:], call.options)
+            if votes.is_set and name != "vote_pull":
+                found = as_set(found)
+            elif votes.is_set:
+                found = (as_set(found[0]) if found[0].dim() > 1 else found[0], *found[1:])
+        return found.contiguous() if isinstance(found, Tensor) else tuple(found)
+
+    return run
+
+
+# ---- what PyTorch asks for -------------------------------------------------------------------------------------------
+
+
+def _faker(name: str) -> Callable[..., Any]:
+    """Return an op's fake kernel: empty results; it tells :func:`fastcaps.explain` of the call."""
+
+    def fake(*arguments: Any) -> Any:
+        votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
+        let_inductor_call(ops[name])
+        if (hears := listener.get()) is not None:
+            hears.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.shares)} pairs")
+        children, wide = votes.children, accumulation_dtype(votes.children.dtype)
+        if name == "vote_pull":
+            parts = (x if rest[-1] >> k & 1 else None for k, x in enumerate(votes[:3]))
+            return tuple(children.new_empty((0,) if x is None else x.shape) for x in parts)
+        return children.new_empty(votes.shares if name == "vote_scores" else votes.poses, dtype=wide)
+
+    return fake
+
+
+def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.blocks = backends.settings()
+    tensors = [isinstance(x, Tensor) for x in inputs]
+    ctx.save_for_backward(*(x for x, is_tensor in zip(inputs, tensors, strict=True) if is_tensor))
+    ctx.others = [None if is_tensor else x for x, is_tensor in zip(inputs, tensors, strict=True)]
+    ctx.tensors = tensors
+
+
+def _saved(ctx: Any) -> tuple[VoteInputs, list[Any]]:
+    tensors = iter(ctx.saved_tensors)
+    given = [next(tensors) if is_tensor else x for x, is_tensor in zip(ctx.others, ctx.tensors, strict=True)]
+    return VoteInputs(*given[:COUNT]), given[COUNT:]
+
+
+def _pulled(ctx: Any, votes: VoteInputs, *rest: Any) -> list[Any]:
+    """Return the gradients of the leading six arguments."""
+    needs = sum(1 << k for k in range(3) if ctx.needs_input_grad[k])
+    if not needs:
+        return [None] * COUNT
+    found = ops["vote_pull"](*votes, *rest, needs)
+    return [x if needs >> k & 1 else None for k, x in enumerate(found)] + [None] * (COUNT - 3)
+
+
+def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    votes, (targets, precisions, squared) = _saved(ctx)
+    if grad is None:
+        return (None,) * (COUNT + 3)
+    sums, needs = ops["vote_sums"], ctx.needs_input_grad[COUNT:]
+    with backends.under(ctx.blocks):
+        dtargets = dprecisions = None
+        if needs[0]:
+            dtargets = sums(*votes, grad, targets if squared else None, 1)
+            if squared:
+                dtargets = -2 * (dtargets if precisions is None else precisions * dtargets)
+        if needs[1]:
+            dprecisions = sums(*votes, grad, targets, 2)
+        return (*_pulled(ctx, votes, grad, targets, precisions, squared), dtargets, dprecisions, None)
+
+
+def _sums_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    votes, (coefficients, means, power) = _saved(ctx)
+    if grad is None:
+        return (None,) * (COUNT + 3)
+    needs, squared = ctx.needs_input_grad[COUNT:], power == 2
+    about = torch.zeros_like(grad) if means is None else means
+    given = (about, grad, True) if squared else (grad, None, False)
+    with backends.under(ctx.blocks):
+        dcoefficients = dmeans = None
+        if needs[0]:
+            dcoefficients = ops["vote_scores"](*votes, *given)
+            if means is not None and not squared:
+                apart = (grad * means).sum((-2, -1)).unsqueeze(-2)
+                dcoefficients = reference.blocks_of(votes).present(dcoefficients - apart)
+        if needs[1] and squared:
+            dmeans = -2 * grad * ops["vote_sums"](*votes, coefficients, means, 1)
+        elif needs[1]:
+            absent = reference.blocks_of(votes).absent
+            there = coefficients if absent is None else coefficients.masked_fill(absent[..., None], 0.0)
+            dmeans = -grad * there.sum(-2)[..., None, None]
+        return (*_pulled(ctx, votes, coefficients, *given), dcoefficients, dmeans, None)
+
+
+def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of a pull: those of ``sum_im r_im <V'_im, Y_m>``, in which V' is what the cotangents make.
+
+    V' = P' W + P W' + b': votes of which one factor is a cotangent.
+    """
+    votes, (coefficients, targets, precisions, squared, _) = _saved(ctx)
+    with backends.under(ctx.blocks):
+        if squared:
+            found = _through_reference(ctx, votes, (coefficients, targets, precisions), grads)
+            return (*found[:3], *[None] * (COUNT - 3), *found[3:], None, None)
+        dchildren, dweight, dbias = grads
+        none: tuple[Any, ...] = (None, None, None)
+        found = [None, None, None]  # of children, weight, bias
+        dcoefficients = dtargets = None
+        parts = []
+        if dchildren is not None or dbias is not None:
+            moved = torch.zeros_like(votes.children) if dchildren is None else dchildren
+            parts.append((0, votes._replace(children=moved, bias=dbias)))
+        if dweight is not None:
+            parts.append((1, votes._replace(weight=dweight, bias=None)))
+        for other, part in parts:
+            if ctx.needs_input_grad[COUNT]:
+                one = ops["vote_scores"](*part, targets, None, False)
+                dcoefficients = one if dcoefficients is None else dcoefficients + one
+            if ctx.needs_input_grad[COUNT + 1]:
+                one = ops["vote_sums"](*part, coefficients, None, 1)
+                dtargets = one if dtargets is None else dtargets + one
+            # P' meets W, W' meets P: the gradient is that of the factor which is no cotangent
+            which = 1 - other
+            if ctx.needs_input_grad[which] and votes.weight is not None and (which == 0 or dchildren is not None):
+                pulled = ops["vote_pull"](*part, coefficients, targets, None, False, 1 << which)
+                found[which] = pulled[which]
+        return (*found, *none, dcoefficients, dtargets, None, None, None)
+
+
+def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Return the gradients of a squared pull in children, weight, bias, coefficients, targets and precisions."""
+    every: list[Any] = [*votes[:3], *rest]
+    with torch.enable_grad():
+        given: list[Any] = [
+            None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in every
+        ]
+        parts = [x for x in given[:3] if x is not None]
+        own = VoteInputs._make((*given[:3], None, votes.parents, votes.window))
+        scores = reference.vote_scores(own, given[4], given[5], True)
+        pulled = torch.autograd.grad(scores, parts, given[3], create_graph=True, materialize_grads=True)
+        made = iter(pulled)
+        heads = [(next(made), grad) for x, grad in zip(given[:3], grads, strict=True) if x is not None]
+        asked = [(x, grad) for x, grad in heads if grad is not None]
+        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[COUNT : COUNT + 3]]
+        wanted = [k for k, need in enumerate(needs) if need]
+        leaves: list[Any] = [given[k] for k in wanted]
+        found: Any = [None] * len(leaves)
+        if asked:
+            results, heads_of = zip(*asked, strict=True)
+            graph = torch.is_grad_enabled()
+            found = torch.autograd.grad(results, leaves, heads_of, create_graph=graph, allow_unused=True)
+    gradients = dict(zip(wanted, found, strict=True))
+    return [gradients.get(k) for k in range(len(every))]
+
+
+def _flops(name: str) -> Callable[..., int]:
+    """Return what counts an op's operations: votes cost 2 D each number, what becomes of one 2 to 4."""
+
+    def count(children: Any, weight: Any, bias: Any, gate: Any, parents: int, window: Any, *_: Any, **__: Any) -> int:
+        batch, *grid, seen, rows, depth = children
+        positions = prod(output_size(window, *grid)) * window[0] * window[1] if grid else 1
+        pairs = batch * positions * seen * parents
+        numbers = rows * (weight[3] if weight else depth)
+        product = 2 * depth * numbers if weight else 0  # of a vote, and again of each gradient
+        return int(pairs * ((2 * product if name == "vote_pull" else product) + 2 * numbers))
+
+    return count
+
+
+ops: dict[str, Any] = {}
+native: dict[str, dict[str, Any]] = {}
+for _name, (_takes, _returns) in _CALLS.items():
+    ops[_name], native[_name] = define(
+        _name,
+        *(_takes, _returns, _runner(_name), _faker(_name), _flops(_name)),
+        native=(f"{_takes}, int options", _returns),
+    )
+
+
+def _formula(name: str) -> Callable[..., Any]:
+    kernel = getattr(reference, name)
+    return lambda *arguments: kernel(VoteInputs(*arguments[:COUNT]), *arguments[COUNT:])
+
+
+_BACKWARDS: tuple[Any, ...] = (_scores_backward, _sums_backward, _pull_backward)
+for _name, _backward in zip(_CALLS, _BACKWARDS, strict=True):
+    make_differentiable(ops[_name], _backward, _save, _formula(_name), _faker(_name))
+vote_scores, vote_sums, vote_pull = ops.values()
