@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastcaps import backends, functional, ops
 from fastcaps.backends import BackendError, backend
-from fastcaps.functional import Window, explain
+from fastcaps.functional import Votes, Window, explain
 
 if TYPE_CHECKING:
     from fastcaps import data, encapnet, losses, models, nn, training
@@ -52,6 +52,7 @@ __all__ = [
     "RoutingPool",
     "RoutingPool2d",
     "RoutingStack",
+    "Votes",
     "Window",
     "__version__",
     "backend",

@@ -352,7 +352,8 @@ def choose(call: Call) -> str:
 
 
 def refuse_unless_reference(stem: str) -> None:
-    """Raise where another backend than the reference is forced: for calls under torch.func or forward-mode derivatives.
+    """Raise where another backend than the reference is forced: for calls under torch.func, forward-mode derivatives,
+    and votes in blocks.
 
     Raises
     ------
@@ -361,8 +362,8 @@ def refuse_unless_reference(stem: str) -> None:
     """
     if forced() not in (None, "reference"):
         raise BackendError(
-            f"backend {forced()!r} is forced and cannot take this call: torch.func transforms and forward-mode "
-            f"derivatives of the {stem} routing go through the reference"
+            f"backend {forced()!r} is forced and cannot take this call: torch.func transforms, forward-mode "
+            f"derivatives and votes in blocks go through the reference of the {stem} routing"
         )
 
 

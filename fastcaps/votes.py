@@ -219,6 +219,36 @@ class VoteInputs(NamedTuple):
         """Whether the children are a set: nothing has positions then."""
         return self.children.dim() == 4
 
+    def to_op(self, tensor: Tensor) -> Tensor:
+        """Return parents' poses or numbers from public layout in op layout: a view."""
+        return tensor if self.children.dim() == 4 else tensor.movedim(1, 3)
+
+    def from_op(self, tensor: Tensor) -> Tensor:
+        """Return them in public layout: the inverse of :meth:`to_op`."""
+        return tensor if self.children.dim() == 4 else tensor.movedim(3, 1)
+
+    def pairs_to_op(self, tensor: Tensor) -> Tensor:
+        """Return coefficients from public layout in op layout, which is the same where children are tensors."""
+        return tensor
+
+    def pairs_from_op(self, tensor: Tensor) -> Tensor:
+        """Return them in public layout."""
+        return tensor
+
+    def public_poses(self) -> tuple[int, ...]:
+        """Return the shape of the parents' poses in public layout, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``."""
+        (batch, *grid), (rows, _, columns) = positions_of(self), pose_of(self)
+        return (batch, self.parents, *grid, rows, columns)
+
+    def public_pairs(self) -> tuple[int, ...]:
+        """Return the shape of the coefficients in public layout."""
+        return (*positions_of(self), seen_of(self), self.parents)
+
+    def public_gate(self) -> tuple[int, ...]:
+        """Return the shape of the children's gates in public layout, ``[B, I]`` or ``[B, N, H, W]``."""
+        batch, *grid, types = self.children.shape[:-2]
+        return (batch, types, *grid)
+
     def on_grid(self) -> VoteInputs:
         """Return the same votes with a set as a grid of one position."""
         if not self.is_set:
@@ -301,8 +331,8 @@ class VoteInputs(NamedTuple):
     def check_poses(self, name: str, poses: Tensor) -> None:
         """Raise unless parents' poses, given in public layout, fit."""
         check_tensor(name, poses, self.children, self.autocasts)
-        (batch, *grid), (rows, _, columns), many = positions_of(self), pose_of(self), self.parents
-        check_shape(name, poses, (batch, many, *grid, rows, columns), "B, M, Ho, Wo, C, E" if grid else "B, M, C, E")
+        shape = self.public_poses()
+        check_shape(name, poses, shape, "B, M, C, E" if len(shape) == 4 else "B, M, Ho, Wo, C, E")
 
 
 # Functions, for what torch.compile traces: torch 2.10's knows a named tuple's fields and methods, no property.

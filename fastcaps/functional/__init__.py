@@ -11,6 +11,7 @@ from fastcaps.functional.explanation import Explanation, Explanations, explain
 from fastcaps.functional.heinsen import heinsen_routing
 from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.functional.pooling import routing_pool
+from fastcaps.functional.verbs import Votes
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
 from fastcaps.votes import Window
 
@@ -22,6 +23,7 @@ __all__ = [
     "Routed",
     "RoutedCapsules",
     "RoutedGaussians",
+    "Votes",
     "Window",
     "coordinate_bias",
     "dynamic_routing",

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_finite, check_table
+from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import POSE, VoteInputs, Window, from_op, pose_of, positions_of, seen_of
+from fastcaps.votes import POSE, VoteInputs, Window, pose_of, positions_of, seen_of
 
 
 def dynamic_routing(
-    children: Tensor,
-    weight: Tensor | None,
+    children: Tensor | Votes,
+    weight: Tensor | None = None,
     *,
     iterations: int = 3,
     parents: int | None = None,
@@ -46,8 +47,9 @@ def dynamic_routing(
 
     Parameters
     ----------
-    children : Tensor
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
+    children : Tensor or Votes
+        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
+        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
     weight : Tensor or None
         W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. G divides the
         number of children that a position sees (I, or kh * kw * N). Child i, counted
@@ -105,7 +107,7 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    votes = VoteInputs.of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
+    votes = inputs_of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
     check_choice("compete", compete, ("parents", "children"))
     many, eps = votes.parents, check_finite("eps", eps, 0.0)
     own: Any = ops.Attention if compete == "parents" else ops.Pooling
@@ -123,8 +125,8 @@ def dynamic_routing(
         results = routing(votes, own)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
-    routed = from_op(results[0].narrow(-3, 0, many) if leaky else results[0], window)
-    return Routed(routed, results[-1][..., :many]) if return_coefficients else routed
+    routed = votes.from_op(results[0].narrow(-3, 0, many) if leaky else results[0])
+    return Routed(routed, votes.pairs_from_op(results[-1][..., :many])) if return_coefficients else routed
 
 
 def _check(votes: VoteInputs, prior: Any) -> None:

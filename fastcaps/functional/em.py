@@ -18,10 +18,11 @@ from fastcaps.checks import (
     check_table,
     is_tracing,
 )
+from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
-from fastcaps.votes import VoteInputs, Window, autocast_dtype, from_op
+from fastcaps.votes import VoteInputs, Window, autocast_dtype
 
 FIRST_COEFFICIENTS = ("uniform", "ones")
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
@@ -67,7 +68,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
 
 
 def em_routing(
-    children: Tensor,
+    children: Tensor | Votes,
     activations: Tensor | None,
     weight: Tensor | None,
     beta_u: Tensor,
@@ -101,8 +102,9 @@ def em_routing(
 
     Parameters
     ----------
-    children : Tensor
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
+    children : Tensor or Votes
+        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
+        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
     activations : Tensor or None
         a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an
         activation of 0 leaves no trace.
@@ -157,7 +159,7 @@ def em_routing(
     (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
     others = (beta_u, beta_a)
-    votes = VoteInputs.of(
+    votes = inputs_of(
         children, weight, bias, activations, window,
         gate_name="activations", others=others, parents_at=0, check=_check,
     )  # fmt: skip
@@ -186,8 +188,8 @@ def em_routing(
     if ones and iterations == 1 and return_coefficients:
         coefficients = coefficients * votes.parents
     dtype = result_dtype(votes)
-    result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
-    return RoutedCapsules(*result, coefficients) if return_coefficients else result
+    result = Capsules(votes.from_op(poses).to(dtype), votes.from_op(scores.sigmoid()).to(dtype))
+    return RoutedCapsules(*result, votes.pairs_from_op(coefficients)) if return_coefficients else result
 
 
 def _check(votes: VoteInputs, beta_u: Any, beta_a: Any) -> None:

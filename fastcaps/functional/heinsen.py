@@ -9,15 +9,16 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_finite, check_table
 from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
+from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
-from fastcaps.votes import VoteInputs, Window, from_op
+from fastcaps.votes import VoteInputs, Window
 
 MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
 
 def heinsen_routing(
-    children: Tensor,
+    children: Tensor | Votes,
     scores: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -46,8 +47,9 @@ def heinsen_routing(
 
     Parameters
     ----------
-    children : Tensor
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
+    children : Tensor or Votes
+        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
+        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
     scores : Tensor or None
         a_i of the children, any numbers, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity is a child that is not there
         and leaves no trace, plus infinity one that certainly is; None is plus infinity for all.
@@ -96,14 +98,14 @@ def heinsen_routing(
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
     others = (beta_use, beta_ignore)
-    votes = VoteInputs.of(
+    votes = inputs_of(
         children, weight, bias, scores, window,
         gate_name="scores", others=others, parents_at=1, check=_check,
     )  # fmt: skip
     iterations, eps = check_count("iterations", iterations), check_finite("eps", eps, 0.0)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here
-        votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(children.dtype))
+        votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(votes.children.dtype))
     own = ops.Gaussian(
         beta_use=widened(beta_use, votes),
         beta_ignore=widened(beta_ignore, votes),
@@ -114,8 +116,8 @@ def heinsen_routing(
     )
     found, means, variances, *_, coefficients = ops.gaussian_routing(votes, own)
     dtype = result_dtype(votes)
-    result = Gaussians(*(from_op(tensor, window).to(dtype) for tensor in (means, found, variances)))
-    return RoutedGaussians(*result, coefficients) if return_coefficients else result
+    result = Gaussians(*(votes.from_op(tensor).to(dtype) for tensor in (means, found, variances)))
+    return RoutedGaussians(*result, votes.pairs_from_op(coefficients)) if return_coefficients else result
 
 
 def _check(votes: VoteInputs, beta_use: Any, beta_ignore: Any) -> None:

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from fastcaps import ops
 from fastcaps.checks import check_count, check_finite, check_shape, check_tensor
+from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import VoteInputs, Window, from_op, pose_of, to_op
+from fastcaps.votes import VoteInputs, Window, pose_of
 
 
 def inverted_attention_routing(
-    children: Tensor,
-    weight: Tensor | None,
+    children: Tensor | Votes,
+    weight: Tensor | None = None,
     parents: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -43,8 +44,9 @@ def inverted_attention_routing(
 
     Parameters
     ----------
-    children : Tensor
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
+    children : Tensor or Votes
+        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
+        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
     weight : Tensor or None
         W, ``[G, M, D, E]``; None: votes are the children's own poses, and ``parents`` or ``bias`` tell M. G
         divides the number of children that a position sees (I, or kh * kw * N). Child i, counted
@@ -85,8 +87,8 @@ def inverted_attention_routing(
         If a forced backend cannot take the call.
     """
     others = (parents, norm_weight, norm_bias, bool(normalize))
-    votes = VoteInputs.of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)
-    query = None if parents is None else to_op(parents, window)
+    votes = inputs_of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)
+    query = None if parents is None else votes.to_op(parents)
     rows, _, columns = pose_of(votes)
     pose = rows * columns
     eps, iterations = check_finite("eps", eps, 0.0), check_count("iterations", iterations)
@@ -97,8 +99,8 @@ def inverted_attention_routing(
     flags = (False, bool(return_coefficients))
     own = ops.Attention(query, norm_weight, norm_bias, scale, eps, int(rule), iterations, *flags)
     routed, _, coefficients = ops.attention_routing(votes, own)
-    routed = from_op(routed, window)
-    return Routed(routed, coefficients) if return_coefficients else routed
+    routed = votes.from_op(routed)
+    return Routed(routed, votes.pairs_from_op(coefficients)) if return_coefficients else routed
 
 
 def _check(votes: VoteInputs, parents: Any, norm_weight: Any, norm_bias: Any, normalize: bool) -> None:

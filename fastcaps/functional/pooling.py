@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_finite
+from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import VoteInputs, Window, from_op
+from fastcaps.votes import Window
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -35,7 +36,7 @@ def activation_function(activation: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def routing_pool(
-    children: Tensor,
+    children: Tensor | Votes,
     *,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -62,8 +63,9 @@ def routing_pool(
 
     Parameters
     ----------
-    children : Tensor
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
+    children : Tensor or Votes
+        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
+        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
     weight : Tensor, optional
         W, ``[G, M, D, E]``; child i, counted as (ky, kx, n) with n fastest, uses group i mod G. None: E = D.
     bias : Tensor, optional
@@ -110,12 +112,12 @@ def routing_pool(
     >>> routing_pool(children, sharpness=5.0).flatten()  # the third disagrees, and is left out
     tensor([1.0000, 0.0506])
     """
-    votes = VoteInputs.of(children, weight, bias, gate, window, parents)
+    votes = inputs_of(children, weight, bias, gate, window, parents)
     iterations, sharpness = check_count("iterations", iterations, 0), check_finite("sharpness", sharpness, 0.0)
     function = activation_function(activation)
     sums = 1 if sharpness == 0 else iterations + 1  # with λ = 0 no iteration changes anything
     own = ops.Pooling(None, sharpness, True, int(Rule.UNIT), sums, bool(detach), bool(return_coefficients))
     routed, _, _, coefficients = ops.pooling_routing(votes, own)
-    routed = from_op(routed, window)
+    routed = votes.from_op(routed)
     routed = routed if function is None else function(routed)
-    return Routed(routed, coefficients) if return_coefficients else routed
+    return Routed(routed, votes.pairs_from_op(coefficients)) if return_coefficients else routed

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastcaps import backends, libraries
 from fastcaps.checks import accumulation_dtype, check_tensor
+from fastcaps.made import MadeVotes
 from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
@@ -97,6 +98,10 @@ class Routing(Signature, ABC):
 
     def route(self, votes: VoteInputs, own: Any) -> Any:
         """Run the op by a backend, in the way that those who watch need."""
+        if isinstance(votes, MadeVotes):
+            backends.refuse_unless_reference(self.stem)
+            results = self._joined(self.iterate(self._reference, votes, own))
+            return _complete((*results, self._coefficients(votes, own, results)), votes.children)
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
         if is_transformed():

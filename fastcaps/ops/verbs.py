@@ -20,11 +20,13 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, check_shape, check_tensor
+from fastcaps.made import MadeVotes
+from fastcaps.ops import shared
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
 from fastcaps.reference import verbs as reference
-from fastcaps.votes import VoteInputs, as_grid, as_set, output_size
-from fastcaps.watchers import listener
+from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size
+from fastcaps.watchers import is_sharded, is_transformed, listener
 
 STEM = "verbs"
 _VOTES = written(VoteInputs.__annotations__)
@@ -259,3 +261,52 @@ _BACKWARDS: tuple[Any, ...] = (_scores_backward, _sums_backward, _pull_backward)
 for _name, _backward in zip(_CALLS, _BACKWARDS, strict=True):
     make_differentiable(ops[_name], _backward, _save, _formula(_name), _faker(_name))
 vote_scores, vote_sums, vote_pull = ops.values()
+
+
+# ---- the entrance that the class Votes uses --------------------------------------------------------------------------
+
+
+def scores(votes: VoteInputs, targets: Tensor, precisions: Tensor | None = None, *, squared: bool = False) -> Tensor:
+    """Return what :func:`vote_scores` does, in the cheapest way that there is."""
+    votes = _prepared(votes)
+    if not squared and _by_library(votes):
+        with _no_autocast(votes):
+            return shared.agreement(votes, targets)
+    if isinstance(votes, MadeVotes) or is_transformed():
+        backends.refuse_unless_reference(STEM)
+        return reference.vote_scores(votes, targets, precisions, squared)
+    return vote_scores(*votes, targets, precisions, squared)
+
+
+def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *, power: int = 1) -> Tensor:
+    """Return what :func:`vote_sums` does, in the cheapest way that there is."""
+    votes = _prepared(votes)
+    if power == 1 and means is None and _by_library(votes):
+        with _no_autocast(votes):
+            return shared.sums(votes, coefficients)
+    if isinstance(votes, MadeVotes) or is_transformed():
+        backends.refuse_unless_reference(STEM)
+        return reference.vote_sums(votes, coefficients, means, power)
+    return vote_sums(*votes, coefficients, means, power)
+
+
+def _prepared(votes: VoteInputs) -> VoteInputs:
+    """Return the votes in autocast's dtype, where that is on, and without a matrix that all parents share."""
+    if isinstance(votes, MadeVotes):
+        return votes
+    if is_sharded(votes[:3]):
+        raise NotImplementedError("children, weight and bias of Votes must be plain tensors, got DTensors")
+    dtype = autocast_dtype(votes.children.device.type)
+    if dtype is not None and votes.children.dtype != torch.float64:
+        parts: Any = [None if x is None else x.to(dtype) for x in votes[:3]]
+        votes = VoteInputs._make((*parts, *votes[3:]))
+    with _no_autocast(votes):
+        return shared.without_matrix(votes)
+
+
+def _by_library(votes: VoteInputs) -> bool:
+    return not isinstance(votes, MadeVotes) and backends.forced() != "reference" and shared.serves(votes)
+
+
+def _no_autocast(votes: VoteInputs) -> Any:
+    return torch.autocast(votes.children.device.type, enabled=False)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastcaps.checks import accumulation_dtype, widen
+from fastcaps.made import BLOCK, MadeVotes
 from fastcaps.reference.derivatives import differentiate
 from fastcaps.votes import VoteInputs, window_views, windows
 from fastcaps.watchers import is_transformed
 
-BLOCK = 1 << 22  # the numbers in the votes of one block: 16 MB of float32
 Range = tuple[int, int]
 
 
@@ -133,7 +133,9 @@ class VoteBlocks:
         """Return ``function(votes - means, range)`` of every block; the votes are made again on the way back."""
 
         def run(first: int, last: int) -> Tensor:
-            return function(self.made(first, last, means), (first, last))
+            made = self.made(first, last, means)
+            with torch.autocast(made.device.type, enabled=False):
+                return function(made, (first, last))
 
         # one block may as well stay; neither torch.func nor a trace knows checkpoints
         if len(self.blocks) == 1 or not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
@@ -146,6 +148,10 @@ def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
     """Return the votes of a call in blocks: all in one if that is small, else each of one position under the window."""
     if isinstance(votes, VoteBlocks):
         return votes
+    if isinstance(votes, MadeVotes):
+        (gate,) = widen(votes.children.dtype, votes.gate)
+        maker = votes.maker
+        return VoteBlocks(lambda i, j, _: maker(i, j), maker.blocks, votes.shares, votes.children, None, gate)
     children, weight, bias, gate = widen(votes.children.dtype, *votes[:4])
     assert children is not None
     many, count, types = votes.parents, votes.seen, children.shape[-3]

@@ -1,0 +1,264 @@
+"""Votes as an object with four verbs: what any routing asks of its votes, none of which is ever stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.checks import accumulation_dtype, check_count, check_shape, check_tensor, shape_text
+from fastcaps.made import MadeVotes, Maker
+from fastcaps.ops import verbs as ops
+from fastcaps.reference.verbs import present
+from fastcaps.votes import VoteInputs, Window, to_op, window_views, windows
+
+
+class Votes:
+    r"""The votes of children for parents, :math:`V_{im} = P_i W_{i \bmod G, m} + b_{im}`, which are never stored.
+
+    Making one computes nothing. Its four verbs are all that a routing needs of votes; what is between them (a softmax
+    over whatever competes, a squash, a loss) is plain PyTorch on one number for each child and parent. Verbs are
+    differentiable in everything, as often as you like. Their results, and their gradients of coefficients and
+    parents, are in the accumulation dtype: float32 for half-precision votes.
+
+    Parameters
+    ----------
+    children : Tensor
+        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
+    weight : Tensor or None
+        W, ``[G, M, D, E]``; None: the votes are the children's own poses. G divides the number of children that a
+        position sees (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group i mod G: G = I
+        for own matrices, G = N shared over the window, G = 1. ``weight.expand(-1, M, -1, -1)`` shares one matrix among
+        parents.
+    bias : Tensor, optional
+        Added to votes, ``[I or 1, M or 1, C, E]``.
+    window : Window, optional
+        Makes the votes those of a grid. A padded position holds no child: its agreement and distance are 0, and it has
+        no part in sums.
+    parents : int, optional
+        M, where there is neither weight nor bias to tell it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong kind, dtype, device, shape, count or window; the message names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> votes = Votes(torch.randn(2, 6, 4, 4), torch.randn(6, 3, 4, 4))
+    >>> parents = votes.sum(1 / votes.parents)  # r = 1 / M
+    >>> r = votes.agreement(parents).softmax(-1)  # the parents compete for each child
+    >>> votes.sum(r).shape, r.shape
+    (torch.Size([2, 3, 4, 4]), torch.Size([2, 6, 3]))
+    """
+
+    def __init__(
+        self,
+        children: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        window: Window | None = None,
+        *,
+        parents: int | None = None,
+    ) -> None:
+        self.children, self.weight, self.bias, self.window = children, weight, bias, window
+        self._inputs = VoteInputs.of(children, weight, bias, None, window, parents)
+
+    @classmethod
+    def in_blocks(cls, make: Callable[[int, int], Tensor], count: int, *, block: int | None = None) -> Votes:
+        """Return votes that a function makes, a block of children at a time.
+
+        Only one block is in memory; on the way back the function makes it again, with the same random numbers. It is
+        called once for the first child here, to learn shape, dtype and device.
+
+        Parameters
+        ----------
+        make : callable
+            ``make(i, j)`` returns the votes of children i to j - 1, ``[B, j - i, M, C, E]``, on a grid of parents
+            ``[B, *space, j - i, M, C, E]`` for any number of spatial dimensions. Gradients reach what it uses.
+        count : int
+            I, the children that each position sees.
+        block : int, optional
+            How many children a block has; by default as many as have 16 MB of votes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For votes that are no such tensor; later, where a block's shape, dtype or device is another one, or where
+            the votes made again differ.
+        """
+        votes = cls.__new__(cls)
+        votes.children = votes.weight = votes.bias = votes.window = None  # type: ignore[assignment]
+        step = None if block is None else check_count("block", block)
+        votes._inputs = MadeVotes.by(Maker(make, check_count("count", count), step))
+        return votes
+
+    def with_gate(self, gate: Tensor | None, parents: int | None = None, **checks: Any) -> VoteInputs:
+        """Return what the ops take, with gates of the children; ``checks`` are those of :meth:`VoteInputs.of`."""
+        votes = self._inputs
+        many = votes.parents if parents is None else check_count("parents", parents)
+        if many != votes.parents:
+            raise ValueError(f"parents must be the M = {votes.parents} of the votes, got {many}")
+        if not isinstance(votes, MadeVotes):
+            return VoteInputs.of(self.children, self.weight, self.bias, gate, self.window, many, **checks)
+        check = checks.get("check")
+        if check is not None:
+            check(votes, *checks.get("others", ()))
+        return votes.with_gate(gate, checks.get("gate_name", "gate (a layer's activations)"))
+
+    # ---- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """I, the children that a position sees."""
+        return self._inputs.seen
+
+    @property
+    def parents(self) -> int:
+        """M."""
+        return self._inputs.parents
+
+    @property
+    def pose_shape(self) -> tuple[int, int]:
+        """C, E: the shape of a vote and of a parent's pose."""
+        rows, _, columns = self._inputs.pose
+        return rows, columns
+
+    @property
+    def coefficients_shape(self) -> tuple[int, ...]:
+        """``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``."""
+        return tuple(self._inputs.public_pairs())
+
+    @property
+    def parents_shape(self) -> tuple[int, ...]:
+        """``[B, M, C, E]``, on grids ``[B, M, Ho, Wo, C, E]``."""
+        return tuple(self._inputs.public_poses())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the votes' parts; verbs return its accumulation dtype."""
+        return self._inputs.children.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the votes are."""
+        return self._inputs.children.device
+
+    @cached_property
+    def present(self) -> Tensor:
+        """Which children are there, booleans ``[1, Ho, Wo, I]``, or ``[1, I]`` where all are: not those in padding."""
+        found = present(self._inputs)
+        if found is None:
+            return torch.ones((1, self.count), dtype=torch.bool, device=self.device)
+        return found != 0
+
+    # ---- verbs -------------------------------------------------------------------------------------------------------
+
+    def agreement(self, parents: Tensor) -> Tensor:
+        r"""Return :math:`\langle Q_m, V_{im} \rangle` for parents Q: ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``."""
+        votes = self._inputs
+        return votes.pairs_from_op(ops.scores(votes, self._poses("parents", parents)))
+
+    def distance(self, means: Tensor, precisions: Tensor | None = None) -> Tensor:
+        r"""Return :math:`\sum_{ce} p_m (V_{im} - \mu_m)^2`, as ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``.
+
+        Means and precisions p (None: 1) have the parents' shape.
+        """
+        p = None if precisions is None else self._poses("precisions", precisions)
+        votes = self._inputs
+        return votes.pairs_from_op(ops.scores(votes, self._poses("means", means), p, squared=True))
+
+    def sum(self, coefficients: Tensor | float) -> Tensor:
+        r"""Return :math:`\sum_i r_{im} V_{im}`, as ``[B, M, C, E]``, on grids ``[B, M, Ho, Wo, C, E]``.
+
+        The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``, or what broadcasts to that, or a number.
+        """
+        return self._inputs.from_op(ops.sums(self._inputs, self._coefficients(coefficients)))
+
+    def square_sum(self, coefficients: Tensor | float, means: Tensor) -> Tensor:
+        r"""Return :math:`\sum_i r_{im} (V_{im} - \mu_m)^2`, in the layout of :meth:`sum`."""
+        r, mean = self._coefficients(coefficients), self._poses("means", means)
+        return self._inputs.from_op(ops.sums(self._inputs, r, mean, power=2))
+
+    # ---- from children to windows and back ---------------------------------------------------------------------------
+
+    def unfold(self, values: Tensor) -> Tensor:
+        """Return what every position sees of values of children: ``[B, N, H, W, ...]`` as ``[B, Ho, Wo, I, ...]``.
+
+        Padding holds 0. Values of a set stay as they are.
+        """
+        if self.window is None:
+            return values
+        self._check_leading("values", values, (*self.children.shape[:4],), "B, N, H, W")
+        return windows(to_op(values, self.window), self.window.spec)
+
+    def fold(self, values: Tensor) -> Tensor:
+        """Return for every child the sum over the windows that hold it.
+
+        Values are ``[B, Ho, Wo, I, ...]``, sums ``[B, N, H, W, ...]``. Values of a set stay as they are.
+        """
+        if self.window is None:
+            return values
+        self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
+        batch, types, height, width = self.children.shape[:4]
+        kh, kw, _, _, ph, pw, _, _ = self.window.spec
+        padded = values.new_zeros((batch, height + 2 * ph, width + 2 * pw, types, *values.shape[4:]))
+        views = window_views(padded, (*self.window.spec[:4], 0, 0, *self.window.spec[6:]))
+        parts = values.unflatten(3, (kh, kw, types))
+        for row in range(kh):
+            for column in range(kw):  # in a view of one place under the window no number is there twice
+                views[:, :, :, row, column].add_(parts[:, :, :, row, column])
+        return padded[:, ph : ph + height, pw : pw + width].movedim(3, 1)
+
+    # ---- what verbs are given ----------------------------------------------------------------------------------------
+
+    def _poses(self, name: str, value: Any) -> Tensor:
+        """Return a tensor of the parents' shape as the ops take it."""
+        votes = self._inputs
+        check_tensor(name, value, votes.children, votes.autocasts, (accumulation_dtype(votes.children.dtype),))
+        check_shape(name, value, votes.public_poses(), "B, M, *grid, C, E")
+        return votes.to_op(value).to(accumulation_dtype(value.dtype))
+
+    def _coefficients(self, value: Any) -> Tensor:
+        """Return coefficients as the ops take them."""
+        votes = self._inputs
+        shape = votes.public_pairs()
+        if isinstance(value, (int, float)):
+            value = votes.children.new_full((), value, dtype=accumulation_dtype(votes.children.dtype))
+        check_tensor(
+            "coefficients", value, votes.children, votes.autocasts, (accumulation_dtype(votes.children.dtype),)
+        )
+        try:
+            whole = value.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"coefficients must broadcast to [B, *grid, I, M] = {list(shape)}, got {shape_text(value)}"
+            ) from None
+        return votes.pairs_to_op(whole).to(accumulation_dtype(value.dtype))
+
+    def _check_leading(self, name: str, value: Any, shape: tuple[int, ...], symbols: str) -> None:
+        check_tensor(name, value, self.children, True, (value.dtype,) if isinstance(value, Tensor) else ())
+        if tuple(value.shape[:4]) != shape:
+            raise ValueError(f"{name} must have shape [{symbols}, ...] = {[*shape, ...]}, got {shape_text(value)}")
+
+
+def inputs_of(
+    children: Tensor | Votes,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    window: Window | None,
+    parents: int | None = None,
+    **checks: Any,
+) -> VoteInputs:
+    """Check what a routing function was given, children and weight or votes in their place; return it for the ops."""
+    if not isinstance(children, Votes):
+        return VoteInputs.of(children, weight, bias, gate, window, parents, **checks)
+    for name, value in (("weight", weight), ("bias", bias), ("window", window)):
+        if value is not None:
+            raise TypeError(f"{name} must be None beside votes, which have their own")
+    return children.with_gate(gate, parents, **checks)

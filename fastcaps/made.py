@@ -1,0 +1,165 @@
+"""Votes that a function makes, a block of children at a time: what :meth:`fastcaps.Votes.in_blocks` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing
+from fastcaps.votes import SET_WINDOW, VoteInputs
+from fastcaps.watchers import is_transformed
+
+BLOCK = 1 << 22  # the numbers in a block's votes: 16 MB of float32
+
+
+class MadeVotes(VoteInputs):
+    """The votes that a function makes; to a routing they are those of a set of children at each of B * space places.
+
+    ``children`` is a tensor of that shape without numbers, so that sizes, dtype and device are where they always are.
+    """
+
+    maker: Maker
+
+    @classmethod
+    def by(cls, maker: Maker) -> MadeVotes:
+        """Describe the votes of a function."""
+        places, (parents, rows, columns) = prod(maker.places), maker.shape
+        children = maker.like.new_zeros(()).expand(places, maker.count, rows, columns)
+        votes = cls(children, None, None, None, parents, SET_WINDOW)
+        votes.maker = maker
+        return votes
+
+    def _replace(self, **changes: Any) -> MadeVotes:
+        votes = super()._replace(**changes)
+        votes.maker = self.maker
+        return votes
+
+    def with_gate(self, gate: Any, name: str) -> MadeVotes:
+        """Return the votes with gates ``[B, *space, I]``, checked."""
+        if gate is None:
+            return self
+        check_tensor(name, gate, self.children, self.autocasts, (torch.bool,) if name != "scores" else ())
+        check_shape(name, gate, self.public_gate(), "B, *space, I")
+        return self._replace(gate=self.pairs_to_op(gate).to(self.children.dtype))
+
+    # a place is an element of the ops' batch
+
+    def to_op(self, tensor: Tensor) -> Tensor:
+        space = len(self.maker.places) - 1
+        return tensor.movedim(1, 1 + space).flatten(0, space)
+
+    def from_op(self, tensor: Tensor) -> Tensor:
+        return self.pairs_from_op(tensor).movedim(len(self.maker.places), 1)
+
+    def pairs_to_op(self, tensor: Tensor) -> Tensor:
+        return tensor.flatten(0, len(self.maker.places) - 1)
+
+    def pairs_from_op(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, self.maker.places) if tensor.dim() > 1 else tensor
+
+    def public_poses(self) -> tuple[int, ...]:
+        (batch, *space), (many, *pose) = self.maker.places, self.maker.shape
+        return (batch, many, *space, *pose)
+
+    def public_pairs(self) -> tuple[int, ...]:
+        return (*self.maker.places, self.maker.count, self.parents)
+
+    def public_gate(self) -> tuple[int, ...]:
+        return (*self.maker.places, self.maker.count)
+
+
+class Maker:
+    """A function that makes votes, watched: what it returns must be what it returned before.
+
+    Attributes
+    ----------
+    count
+        I.
+    places, shape
+        B and the spatial sizes; M, C, E.
+    like
+        A tensor of the votes' dtype and device.
+    blocks
+        The ranges of children.
+    """
+
+    def __init__(self, make: Callable[[int, int], Tensor], count: int, block: int | None) -> None:
+        if not callable(make):
+            raise TypeError(f"make must be callable, make(i, j) returns the votes of children i to j - 1, got {make!r}")
+        self.make, self.count = make, count
+        states = _random_states(torch.device("cpu"))
+        with torch.no_grad():
+            first: Any = make(0, 1)
+        _set_random_states(torch.device("cpu"), states)
+        if not isinstance(first, Tensor):
+            raise TypeError(f"make must return a torch.Tensor, got {type(first).__name__}")
+        if not first.is_floating_point() or first.element_size() == 1:
+            raise TypeError(f"make must return float32, float64, bfloat16 or float16, got {first.dtype}")
+        if first.dim() < 5 or first.shape[-4] != 1 or 0 in first.shape[1:]:
+            raise ValueError(f"make(0, 1) must return votes [B, *space, 1, M, C, E], got {list(first.shape)}")
+        self.places, self.shape = tuple(first.shape[:-4]), tuple(first.shape[-3:])
+        self.like = first.new_empty(0)
+        step = max(1, BLOCK // max(1, first.numel())) if block is None else block
+        self.blocks = [(i, min(i + step, count)) for i in range(0, count, step)]
+        self._before: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """Return the votes of some children, ``[B * space, last - first, M, C, E]``, in the accumulation dtype."""
+        if is_tracing() or is_transformed():
+            made = self.make(first, last)
+            self._check(first, last, made)
+        else:
+            made = self._made(first, last)
+        return made.flatten(0, len(self.places) - 1).to(accumulation_dtype(made.dtype))
+
+    def _made(self, first: int, last: int) -> Tensor:
+        """Return votes that must be those of the call before, made with the same random numbers."""
+        device, known = self.like.device, self._before.get((first, last))
+        states = _random_states(device)
+        if known is not None and known[0] is not None:
+            _set_random_states(device, known[0])
+        made = self.make(first, last)
+        self._check(first, last, made)
+        size = made.detach().abs().sum()
+        if known is None:
+            after = _random_states(device)
+            drew = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
+            self._before[first, last] = (states if drew else None, size)
+            return made
+        if known[0] is not None:
+            _set_random_states(device, states)
+        if not torch.allclose(size, known[1], rtol=1e-3, atol=0.0, equal_nan=True):
+            raise ValueError(
+                f"make must return the same votes at every call, but make({first}, {last}) returned others: it must "
+                "not depend on what changes between a forward and its backward, such as statistics of a batch"
+            )
+        return made
+
+    def _check(self, first: int, last: int, made: Any) -> None:
+        if not isinstance(made, Tensor):
+            raise TypeError(f"make must return a torch.Tensor, got {type(made).__name__} from make({first}, {last})")
+        wanted = (*self.places, last - first, *self.shape)
+        for what, found, right in (
+            ("shape", list(made.shape), list(wanted)),
+            ("dtype", made.dtype, self.like.dtype),
+            ("device", made.device, self.like.device),
+        ):
+            if found != right:
+                raise ValueError(f"make({first}, {last}) must return votes of {what} {right}, got {found}")
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a function on a device may draw from."""
+    own: Any = getattr(torch, device.type, None)
+    states = [torch.get_rng_state()]
+    return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
+
+
+def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        getattr(torch, device.type).set_rng_state(states[1], device)
