@@ -32,16 +32,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
 
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.sharding import AXES, cuts_of, lying
-from fastcaps.reference.gaussian import benefits, logits_of
-from fastcaps.reference.seen import agreement, in_blocks, inverse_or_zero, make_votes
+from fastcaps.reference.attention import logits_of as attention_logits
+from fastcaps.reference.derivatives import inverse_or_zero
+from fastcaps.reference.gaussian import benefits
+from fastcaps.reference.gaussian import logits_of as gaussian_logits
+from fastcaps.reference.verbs import VoteBlocks, blocks_of
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import VoteInputs, as_grid, hidden
+from fastcaps.votes import VoteInputs, hidden
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
@@ -199,14 +201,17 @@ class Layout:
         found = iter(_unpacked(whole.to_local(grad_placements=self.over(axis, Partial())), given))
         return [None if x is None else next(found) for x in same]
 
-    def share(self, votes: VoteInputs, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor | None:
-        """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``."""
+    def share(self, votes: VoteInputs, logits: Callable[[VoteBlocks], list[Tensor]] | None) -> Tensor | None:
+        """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``.
+
+        ``logits`` returns those of each block of children; None, where r = 1 / M.
+        """
         if "parents" not in self.axes:
             return None
-        if all(x is None for x in state):  # r = 1 / M
+        if logits is None:
             dtype = accumulation_dtype(votes.children.dtype)
             return votes.children.new_full(votes.children.shape[:2], votes.parents / self.parents, dtype=dtype)
-        log_sum = _log_sum(votes, logits, *state)
+        log_sum = _log_sum(votes, logits)
         (top,) = self.joined("parents", log_sum.detach(), by="max")
         own = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
         return own / self.entered("parents", *self.joined("parents", own))[0]
@@ -229,23 +234,15 @@ def _unpacked(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [x.view(y.shape) for x, y in zip(message.split([y.numel() for y in like]), like, strict=True)]
 
 
-def _log_sum(votes: VoteInputs, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor:
-    """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``; their votes are made a few at a time.
+def _log_sum(votes: VoteInputs, logits: Callable[[VoteBlocks], list[Tensor]]) -> Tensor:
+    """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``.
 
-    No kernel returns it, so that PyTorch makes it, and makes it again on the way back.
+    No kernel returns it: PyTorch makes it a block of children at a time.
     """
-    children, weight, bias, gate, parents, _ = votes
+    children, gate = votes.children, votes.gate
     if gate is not None:
         children = children.masked_fill(hidden(children, gate)[..., None, None], 0.0)
-    on_grid = [None if x is None else as_grid(x) for x in state]
-
-    def block(*some: Tensor | None) -> Tensor:
-        own, weight, bias = widen(children.dtype, *some[:3])
-        assert own is not None
-        return logits(make_votes(own, weight, bias, parents), *some[3:]).logsumexp(-1).flatten(1)
-
-    parts = (some for _, some in in_blocks(as_grid(children), weight, bias, parents))
-    return torch.cat([checkpoint(block, *some, *on_grid, use_reentrant=False) for some in parts], 1)
+    return torch.cat([x.logsumexp(-1) for x in logits(blocks_of(votes._replace(children=children, gate=None)))], 1)
 
 
 def _gated(votes: VoteInputs, share: Tensor | None) -> VoteInputs:
@@ -261,12 +258,9 @@ def _gated(votes: VoteInputs, share: Tensor | None) -> VoteInputs:
 
 def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[Any]:
     """Route once: S is summed over the processes that share the children."""
-
-    def logits(all_votes: Tensor, asked: Tensor) -> Tensor:
-        return agreement(all_votes, asked.to(all_votes.dtype), own.scale)
-
     (asked,) = layout.entered("children", own.query)
-    share = layout.share(votes, logits, asked)
+    (query,) = widen(votes.children.dtype, asked)
+    share = layout.share(votes, None if query is None else lambda seen: attention_logits(seen, query, own.scale))
     if share is not None and own.detach:
         share = share.detach()
     plain = own._replace(query=asked, norm_weight=None, norm_bias=None, rule=int(Rule.PLAIN))
@@ -330,7 +324,8 @@ def _gaussian(layout: Layout, votes: VoteInputs, own: Gaussian) -> Sequence[Any]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
     betas = (one, one) if em else (own.beta_use, own.beta_ignore)
     asked = layout.entered("children", *state)
-    share = layout.share(votes, logits_of, *asked)
+    even = own.mean is None and own.log_weight is None
+    share = layout.share(votes, None if even else lambda seen: gaussian_logits(seen, *asked))
     gated = _gated(votes, share)
     settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
     counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastcaps.nn import RoutingPool2d
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.reference.seen import make_votes
+from fastcaps.reference.verbs import make_votes
 from fastcaps.votes import as_grid, to_op, windows
 
 

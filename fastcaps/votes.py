@@ -86,18 +86,22 @@ def output_size(spec: Sequence[int], height: int, width: int) -> tuple[int, int]
     return (height + 2 * ph - rows) // sh + 1, (width + 2 * pw - columns) // sw + 1
 
 
-def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
-    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``, as ``[B, Ho, Wo, I, ...]``.
+def window_views(grid: Tensor, window: Sequence[int]) -> Tensor:
+    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``: ``[B, Ho, Wo, kh, kw, N, ...]``.
 
-    Child ``i = (ky * kw + kx) * N + n``. Padded positions hold zeros.
+    It is a view, of a copy of the grid where there is padding: padded positions hold zeros.
     """
-    kh, kw, sh, sw, ph, pw, dh, dw = window
+    _, _, sh, sw, ph, pw, dh, dw = window
     if ph or pw:
         grid = F.pad(grid, [0, 0] * (grid.dim() - 3) + [pw, pw, ph, ph])
     rows, columns = window_extent(window)
     seen = grid.unfold(1, rows, sh)[..., ::dh].unfold(2, columns, sw)[..., ::dw]  # [B, Ho, Wo, N, ..., kh, kw]
-    seen = seen.movedim((-2, -1), (3, 4))
-    return seen.reshape(seen.shape[:3] + (kh * kw * grid.shape[3],) + grid.shape[4:])
+    return seen.movedim((-2, -1), (3, 4))
+
+
+def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
+    """Return the same as ``[B, Ho, Wo, I, ...]``, with child ``i = (ky * kw + kx) * N + n``."""
+    return window_views(grid, window).flatten(3, 5)
 
 
 def hidden(children: Tensor, gate: Tensor) -> Tensor:

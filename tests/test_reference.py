@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, every_case, votes_of
+from registry import GAUSSIAN, POOLING, ROUTINGS, Call, Routing, every_case
 from suite import every_routing
 from torch import Tensor
 
@@ -55,12 +55,14 @@ def test_half_precision_rounds_once(routing: Routing, dtype: torch.dtype) -> Non
         assert torch.equal(result, wanted[name].to(result.dtype)), name
 
 
-def test_coefficients_are_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ATTENTION.call(replace(ATTENTION.case("conv"), dtype=torch.float64)).given
-    whole = reference.attention_coefficients(votes_of(given), given["query"], 0.5)
-    monkeypatch.setattr(reference.seen, "_BLOCK", 1)  # one child at a time
-    sliced = reference.attention_coefficients(votes_of(given), given["query"], 0.5)
-    torch.testing.assert_close(sliced, whole, rtol=1e-13, atol=1e-14)
+@every_routing
+@pytest.mark.parametrize("case", ["conv", "primes"])
+def test_votes_are_made_in_blocks(routing: Routing, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = routing.call(replace(routing.case(case), dtype=torch.float64))
+    whole = by_reference(call)
+    monkeypatch.setattr(reference.verbs, "BLOCK", 1)  # one child at a time
+    for name, found in by_reference(call).items():
+        torch.testing.assert_close(found, whole[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
 # ---- what is there, and what is not ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fastcaps import backends
 from fastcaps.checks import check_count, shape_text
 from fastcaps.encapnet import reference
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable
-from fastcaps.ops.watchers import is_transformed, listener
+from fastcaps.watchers import is_transformed, listener
 
 _GIVEN = "Tensor x, Tensor? a, Tensor? y, Tensor? b, SymInt types, bool relu"
 NAMES = ("x", "a", "y", "b")

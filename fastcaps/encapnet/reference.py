@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
-from fastcaps.reference.seen import differentiate
+from fastcaps.reference.derivatives import differentiate
 from fastcaps.vectors import squash
 
 

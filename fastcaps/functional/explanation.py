@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fastcaps import backends, libraries
 from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.ops import Routing
-from fastcaps.ops.watchers import listener
 from fastcaps.votes import VoteInputs
+from fastcaps.watchers import listener
 
 
 @dataclass(frozen=True)

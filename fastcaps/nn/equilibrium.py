@@ -14,9 +14,9 @@ from fastcaps import backends, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
 from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting, attend
 from fastcaps.nn.layer import LayerCall, RoutingLayer
-from fastcaps.ops.watchers import is_sharded, is_transformed
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs, from_op, to_op
+from fastcaps.watchers import is_sharded, is_transformed
 
 
 class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):

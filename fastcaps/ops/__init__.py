@@ -2,9 +2,9 @@
 
 ``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` make T >= 1 iterations; a pass is a routing of one
 iteration. Their leading arguments are the votes (:class:`fastcaps.votes.VoteInputs`), in op layout; what each takes
-besides, and what one iteration computes, is said by the function of the same name in :mod:`fastcaps.reference`. Whoever
-calls them comes through :class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fastcaps.attention_routing`` and
-so on.
+besides, and what one iteration computes, is said by the function of the same name in :mod:`fastcaps.reference`.
+Whoever calls them comes through :class:`~fastcaps.ops.routing.Routing`; the raw ops are
+``torch.ops.fastcaps.attention_routing`` and so on.
 
 Workspace
 ---------

@@ -13,10 +13,11 @@ from fastcaps.checks import accumulation_dtype, is_tracing, widen
 from fastcaps.ops import uniform
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.signature import Results
-from fastcaps.ops.watchers import listener
-from fastcaps.reference.attention import parents_of, uniform_shares
+from fastcaps.reference.attention import parents_of
+from fastcaps.reference.verbs import blocks_of
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs, autocast_dtype
+from fastcaps.watchers import listener
 
 
 class Attention(NamedTuple):
@@ -63,7 +64,7 @@ class AttentionRouting(QueryRouting):
         parents = self._without_parents(votes, own)
         if own.iterations > 1:
             return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
-        return parents, None, uniform_shares(votes) if own.coefficients else None
+        return parents, None, blocks_of(votes).uniform() if own.coefficients else None
 
     def _without_parents(self, votes: VoteInputs, own: Attention) -> Tensor:
         """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""

@@ -14,8 +14,8 @@ from fastcaps.ops.query import check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Routing
 from fastcaps.ops.signature import Gradients, Results, State
+from fastcaps.reference.derivatives import inverse_or_zero
 from fastcaps.reference.gaussian import log_sigmas, next_log_weight
-from fastcaps.reference.seen import inverse_or_zero
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs
 

@@ -21,8 +21,8 @@ from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
-from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 from fastcaps.votes import SET_WINDOW, VoteInputs, as_grid, as_set
+from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps.checks import is_tracing, widen
-from fastcaps.ops.watchers import is_sharded
 from fastcaps.votes import SET_WINDOW, VoteInputs, autocast_dtype, hidden, output_size, seen_of
+from fastcaps.watchers import is_sharded
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 

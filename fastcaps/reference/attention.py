@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.reference.seen import Seen, agreement, differentiate, pairs, present, see
+from fastcaps.checks import widen
+from fastcaps.reference.derivatives import differentiate
+from fastcaps.reference.verbs import VoteBlocks, agreement, blocks_of
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import POSE, VoteInputs, positions_of, seen_of
+from fastcaps.votes import POSE, VoteInputs
 
 
 def attention_routing(
-    votes: VoteInputs,
+    votes: VoteInputs | VoteBlocks,
     query: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
@@ -47,18 +48,23 @@ def attention_routing(
     sums : Tensor
         S, ``[1, B, Ho, Wo, M, C, E]``, in the accumulation dtype.
     """
-    dtype = votes.children.dtype
-    query, norm_weight, norm_bias = widen(dtype, query, norm_weight, norm_bias)
-
-    def logits(seen: Seen) -> Tensor:
-        return agreement(seen.votes, query, scale)
-
-    seen = see(votes, logits)
-    shares = logits(seen).softmax(-1)
-    shares = seen.gated(shares.detach() if detach else shares)
-    sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, seen.votes).contiguous()
+    seen = blocks_of(votes)
+    query, norm_weight, norm_bias = widen(seen.dtype, query, norm_weight, norm_bias)
+    if query is None:
+        seen = seen.without_broken()
+        shares = seen.uniform()
+    else:
+        whole = seen
+        seen = whole.without_broken(lambda: torch.cat(logits_of(whole, query, scale), -2))
+        shares = torch.cat(logits_of(seen, query, scale), -2).softmax(-1)
+    sums = seen.sums(seen.gated(shares.detach() if detach else shares)).contiguous()
     parents = parents_of(sums, norm_weight, norm_bias, eps, rule)
-    return parents.to(dtype, copy=parents is sums), sums.unsqueeze(0)
+    return parents.to(seen.dtype, copy=parents is sums), sums.unsqueeze(0)
+
+
+def logits_of(seen: VoteBlocks, query: Tensor, scale: float) -> list[Tensor]:
+    """Return ``a_im = scale <Q_m, V_im>`` of each block, ``[*places, i, M]``."""
+    return seen.each(lambda made, _: scale * agreement(made, query))
 
 
 def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, rule: int) -> Tensor:
@@ -124,19 +130,13 @@ def attention_routing_backward(
 
 
 @torch.no_grad()
-def attention_coefficients(votes: VoteInputs, query: Tensor | None, scale: float) -> Tensor:
+def attention_coefficients(votes: VoteInputs | VoteBlocks, query: Tensor | None, scale: float) -> Tensor:
     """Return the routing coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
     ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
     """
+    seen = blocks_of(votes)
+    (query,) = widen(seen.dtype, query)
     if query is None:
-        return uniform_shares(votes)
-    return pairs(votes, (query,), lambda all_votes, query: agreement(all_votes, query, scale).softmax(-1))
-
-
-def uniform_shares(votes: VoteInputs) -> Tensor:
-    """Return the coefficients of a first iteration, of sets ``[B, I, M]`` too: 1 / M, and 0 of an absent child."""
-    children, presence = votes.children, present(votes)
-    shape = (*positions_of(votes), seen_of(votes), votes.parents)
-    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
-    return shares if presence is None else shares.masked_fill(presence[..., None] == 0, 0.0)
+        return seen.uniform()
+    return seen.present(torch.cat([x.softmax(-1) for x in logits_of(seen, query, scale)], -2))

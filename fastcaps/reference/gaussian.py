@@ -10,45 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.reference.seen import Seen, differentiate, inverse_or_zero, log_or_zero, pairs, see
+from fastcaps.reference.derivatives import differentiate, inverse_or_zero, log_or_zero
+from fastcaps.reference.verbs import VoteBlocks, blocks_of, distances
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, VoteInputs
 
 
-def _precision(variance: Tensor | None) -> Tensor | float:
-    """Return what multiplies squared differences from the mean: ``1 / (2 variance)``, or 1 without a variance.
+def precisions_of(variance: Tensor | None) -> Tensor | None:
+    """Return what multiplies squared differences from the mean: ``1 / (2 variance)``; None, for 1, without a variance.
 
     It is 0 where the variance is, which happens without eps alone: a parent that no child chose says nothing.
     """
-    return 1.0 if variance is None else 0.5 * inverse_or_zero(variance).unsqueeze(3)
+    return None if variance is None else 0.5 * inverse_or_zero(variance)
 
 
-def distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
-    """Return ``sum_ce (V_im - mean_m)^2 / (2 variance_m)`` ``[B, Ho, Wo, I, M]``; 0 without a mean."""
-    if mean is None:
-        return all_votes.new_zeros(all_votes.shape[:5])
-    return ((all_votes - mean.unsqueeze(3)).square() * _precision(variance)).sum((-2, -1))
+def logits_of(
+    seen: VoteBlocks, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
+) -> list[Tensor]:
+    """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)`` of each block, ``[*places, i, M]``.
 
+    Without a mean the distances are 0.
+    """
+    precisions = precisions_of(variance)
 
-def logits_of(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
-    """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)`` ``[B, Ho, Wo, I, M]``."""
-    logits = -distances(all_votes, mean, variance)
-    return logits if log_weight is None else logits + log_weight.unsqueeze(3)
+    def block(offsets: Tensor, _: Any) -> Tensor:
+        logits = offsets.new_zeros(offsets.shape[:-2]) if mean is None else -distances(offsets, precisions)
+        return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
 
-
-def _see(votes: VoteInputs, mean: Tensor | None, variance: Tensor | None) -> tuple[Seen, Tensor]:
-    """Return the children without the broken ones, and their votes."""
-
-    def numbers(seen: Seen) -> Tensor:
-        squares = (2 * seen.votes).square().amax(POSE)  # no smaller than one about any mean within the votes
-        return torch.maximum(squares, distances(seen.votes, mean, variance))
-
-    seen = see(votes, numbers)
-    if seen.broken is None:
-        return seen, seen.votes
-    # a vote at the mean: whatever the variance, nothing there overflows
-    stand_in = torch.zeros((), device=seen.votes.device) if mean is None else mean.detach().unsqueeze(3)
-    return seen, torch.where(seen.broken[..., None, None, None], stand_in.to(seen.votes), seen.votes)
+    return seen.each(block, mean)
 
 
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
@@ -69,7 +58,7 @@ def benefits(counts: Tensor, variances: Tensor, beta_u: Tensor, beta_a: Tensor) 
 
 
 def gaussian_routing(
-    votes: VoteInputs,
+    votes: VoteInputs | VoteBlocks,
     mean: Tensor | None,
     variance: Tensor | None,
     log_weight: Tensor | None,
@@ -110,24 +99,24 @@ def gaussian_routing(
     all_counts, all_means, all_variances, all_scores : Tensor
         n, the means, the narrow variances and the scores, with a leading 1.
     """
+    whole = blocks_of(votes)
     mean, variance, log_weight, beta_use, beta_ignore = widen(
-        votes.children.dtype, mean, variance, log_weight, beta_use, beta_ignore
+        whole.dtype, mean, variance, log_weight, beta_use, beta_ignore
     )
-    seen, all_votes = _see(votes, mean, variance)
-    gated = seen.gated(logits_of(all_votes, mean, variance, log_weight).softmax(-1))
-    counts = gated.sum(3)
+    seen = whole.without_broken(lambda: torch.cat(logits_of(whole, mean, variance, None), -2), squared=True)
+    gated = seen.gated(torch.cat(logits_of(seen, mean, variance, log_weight), -2).softmax(-1))
+    counts = gated.sum(-2)
     inverse = inverse_or_zero(counts + eps)[..., None, None]
-    means = (torch.einsum("bhwim,bhwimce->bhwmce", gated, all_votes) * inverse).contiguous()
+    means = (seen.sums(gated) * inverse).contiguous()
     # about the new mean itself, never as a difference of mean squares: that would lose all digits to a common offset
-    offsets = all_votes - means.unsqueeze(3)
-    narrow = (torch.einsum("bhwim,bhwimce->bhwmce", gated, offsets.square()) * inverse).contiguous()
+    narrow = (seen.sums(gated, means, power=2) * inverse).contiguous()
     variances = narrow + eps
     assert beta_use is not None and beta_ignore is not None
     if rule == Rule.EM:
         scores = temperatures[0] * benefits(counts, variances, beta_use, beta_ignore)
     else:
-        whole = 1.0 if seen.gate is None else seen.gate[..., None]
-        scores = (beta_use * gated - beta_ignore * (whole - gated)).sum(3)
+        gates = 1.0 if seen.gate is None else seen.gate[..., None]
+        scores = (beta_use * gated - beta_ignore * (gates - gated)).sum(-2)
     history = (counts.unsqueeze(0), means.clone().unsqueeze(0), narrow.unsqueeze(0), scores.clone().unsqueeze(0))
     return scores, means, variances, *history
 
@@ -169,10 +158,12 @@ def gaussian_routing_backward(
 
 @torch.no_grad()
 def gaussian_coefficients(
-    votes: VoteInputs, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
+    votes: VoteInputs | VoteBlocks, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
 ) -> Tensor:
     """Return the responsibilities r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
     ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
     """
-    return pairs(votes, (mean, variance, log_weight), lambda *given: logits_of(*given).softmax(-1))
+    seen = blocks_of(votes)
+    mean, variance, log_weight = widen(seen.dtype, mean, variance, log_weight)
+    return seen.present(torch.cat([x.softmax(-1) for x in logits_of(seen, mean, variance, log_weight)], -2))

@@ -8,15 +8,22 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.reference.seen import Seen, agreement, differentiate, gate_of, inverse_or_zero, pairs, see
+from fastcaps.reference.derivatives import differentiate, inverse_or_zero
+from fastcaps.reference.verbs import VoteBlocks, blocks_of
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, VoteInputs
 
 
-def _logits(all_votes: Tensor, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
-    """Return ``a_im = scale <Q_m, K_im>`` ``[B, Ho, Wo, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
-    return agreement(unit(all_votes, POSE) if normalize and query is not None else all_votes, query, scale)
+def _unit(made: Tensor) -> Tensor:
+    return unit(made, POSE)
+
+
+def _logits(seen: VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
+    """Return ``a_im = scale <Q_m, K_im>`` ``[*places, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
+    if query is None:
+        return torch.zeros_like(seen.uniform())
+    return scale * (seen.mapped(_unit) if normalize else seen).scores(query)
 
 
 def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
@@ -28,30 +35,32 @@ def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def _exponentials(
-    votes: VoteInputs, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
-) -> tuple[Seen, Tensor, Tensor]:
-    """Return the children without the broken ones, exp(logits - shift), and the shift.
+    votes: VoteInputs | VoteBlocks, query: Tensor | None, scale: float, normalize: bool, logsumexp: Tensor | None = None
+) -> tuple[VoteBlocks, Tensor, Tensor]:
+    """Return the children without the broken ones, g exp(logits - shift), and the shift.
 
     The shift ``[B, Ho, Wo, 1, M]`` is ``logsumexp`` ``[B, Ho, Wo, M]`` where that is known, else the largest logit.
     """
+    whole = blocks_of(votes)
+    shift = None
+    if logsumexp is not None:  # -inf is nobody there: shares are 0 by their gates, so that any finite shift will do
+        shift = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0).unsqueeze(-2)
 
-    def exponents(seen: Seen) -> tuple[Tensor, Tensor]:
-        logits = _logits(seen.votes, query, scale, normalize)
-        if logsumexp is None:
-            shift = _top(logits, seen.gate)
-        else:  # -inf is nobody there: shares are 0 by their gates, so that any finite shift will do
-            shift = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0).unsqueeze(3)
-        return logits - shift, shift
+    def numbers() -> Tensor:
+        every = _logits(whole, query, scale, normalize)
+        return (every - (_top(every, whole.gate) if shift is None else shift)).exp()
 
-    seen = see(votes, lambda seen: exponents(seen)[0].exp())
-    found, shift = exponents(seen)
-    if seen.broken is not None:
-        found = found.masked_fill(seen.broken[..., None], 0.0)
-    return seen, found.exp(), shift
+    seen = whole.without_broken(numbers)
+    found = _logits(seen, query, scale, normalize)
+    shift = _top(found, seen.gate) if shift is None else shift
+    exponents = found - shift
+    if seen.absent is not None:
+        exponents = exponents.masked_fill(seen.absent[..., None], 0.0)
+    return seen, seen.gated(exponents.exp()), shift
 
 
 def pooling_routing(
-    votes: VoteInputs,
+    votes: VoteInputs | VoteBlocks,
     query: Tensor | None,
     scale: float,
     normalize: bool,
@@ -86,18 +95,17 @@ def pooling_routing(
     logsumexp : Tensor
         ``log sum_i g_i exp(a_im)``, ``[1, B, Ho, Wo, M]``, in the accumulation dtype.
     """
-    dtype = votes.children.dtype
+    dtype = blocks_of(votes).dtype
     (query,) = widen(dtype, query)
     seen, shares, shift = _exponentials(votes, query, scale, normalize)
-    shares = seen.gated(shares)
     if detach:
         shares, shift = shares.detach(), shift.detach()
-    total = shares.sum(3)
-    sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, seen.votes) * inverse_or_zero(total)[..., None, None]
+    total = shares.sum(-2)
+    sums = seen.sums(shares) * inverse_or_zero(total)[..., None, None]
     stored = sums.to(dtype).contiguous()
     parents = squash(sums, POSE).to(dtype) if rule == Rule.SQUASH else stored.clone()
     empty = total == 0
-    logsumexp = (total.masked_fill(empty, 1.0).log() + shift.squeeze(3)).masked_fill(empty, -torch.inf)
+    logsumexp = (total.masked_fill(empty, 1.0).log() + shift.squeeze(-2)).masked_fill(empty, -torch.inf)
     return parents, stored.unsqueeze(0), logsumexp.contiguous().unsqueeze(0)
 
 
@@ -117,29 +125,28 @@ def pooling_routing_backward(
     differentiated is ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with both as constants: its derivatives are
     those of S.
     """
-    empty = (logsumexp == -torch.inf).unsqueeze(3)
+    empty = (logsumexp == -torch.inf).unsqueeze(-2)
 
     def run(*tensors: Any) -> tuple[Tensor]:
         own, query = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
-        wide = widen(own.children.dtype, query, sums, logsumexp)
-        seen, free, _ = _exponentials(own, wide[0], scale, normalize, wide[2])
-        shares = seen.gated(free.masked_fill(empty, 0.0))
-        offsets = seen.votes - wide[1].unsqueeze(3)  # type: ignore[union-attr]
-        shares = shares.detach() if needs & DETACH else shares
-        return (torch.einsum("bhwim,bhwimce->bhwmce", shares, offsets),)
+        query, means, known = widen(own.children.dtype, query, sums, logsumexp)
+        seen, shares, _ = _exponentials(own, query, scale, normalize, known)
+        shares = shares.masked_fill(empty, 0.0)
+        return (seen.sums(shares.detach() if needs & DETACH else shares, means),)
 
     return differentiate(run, (*votes[:4], query), (grad,), needs)
 
 
 @torch.no_grad()
-def pooling_coefficients(votes: VoteInputs, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
+def pooling_coefficients(votes: VoteInputs | VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return the shares r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
     ``r[b, l, :, m]`` sums to 1 over the children; those that are not there have 0.
     """
-    logits = pairs(votes, (query,), lambda all_votes, query: _logits(all_votes, query, scale, normalize))
-    gate = gate_of(votes)
-    shares = logits.sub_(_top(logits, gate)).exp_()  # in place: they may be large
-    if gate is not None:
-        shares.masked_fill_(gate[..., None] == 0, 0.0).mul_(gate[..., None])
+    seen = blocks_of(votes)
+    (query,) = widen(seen.dtype, query)
+    logits = _logits(seen, query, scale, normalize)
+    shares = logits.sub_(_top(logits, seen.gate)).exp_()  # in place: they may be large
+    if seen.gate is not None:
+        shares.masked_fill_(seen.gate[..., None] == 0, 0.0).mul_(seen.gate[..., None])
     return shares.mul_(inverse_or_zero(shares.sum(-2, keepdim=True)))
