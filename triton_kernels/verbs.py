@@ -61,7 +61,7 @@ def load(verb, at, tile):
 def pairs_of(verb, i, at, tile):
     """Return pointers to the numbers of child i, ``[BL, BM]``."""
     m = (at.first + tl.arange(0, tile.BM)).to(tl.int64)
-    start = at.positions.to(tl.int64) * verb.pairs_p + tl.cast(i, tl.int64) * verb.pairs_i
+    start = at.positions * verb.pairs_p + tl.cast(i, tl.int64) * verb.pairs_i
     return verb.pairs + start[:, None] + (m * verb.pairs_m)[None, :]
 
 
@@ -192,7 +192,7 @@ def verb_of(call: Call, targets: Tensor | None, precisions: Tensor | None, pairs
     """Return the tensors of a verb as the kernels take them."""
     dense = (None if tensor is None else tensor.contiguous() for tensor in (targets, precisions))
     pairs = pairs.reshape(call.positions, call.children, call.parents)
-    return Verb(*dense, pairs, *pairs.stride(), tl.constexpr(squared))  # type: ignore[call-arg]
+    return Verb(*dense, pairs, *pairs.stride(), tl.constexpr(squared))  # type: ignore[arg-type, call-arg]
 
 
 def vote_scores(
