@@ -33,7 +33,8 @@ class Routing:
     algebra
         Its functions.
     sums
-        What its sums over a range of children are: "pose" for a parents tensor, "each" for a number a parent.
+        What its sums over a range of children are: "pose" for a parents tensor, "each" for a number a parent. Empty if
+        it has none: then there is nothing to join.
     gradients
         The same of the gradients of its parents.
     traits

@@ -67,7 +67,7 @@ def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scor
     normalizers = None
     if call.routing.traits.competing and chosen.tiles > 1 and scored:
         normalizers, _ = _normalizers(call, iteration, chosen, None)
-    whole = chosen.splits == 1
+    whole = chosen.splits == 1 or not call.routing.sums
     parts = () if whole else tuple(call.empty(*call.parts(kind, chosen.splits)) for kind in call.routing.sums)
     call.walk(
         _forward_kernel,

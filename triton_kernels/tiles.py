@@ -133,13 +133,14 @@ class Child(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a tile lies in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``.
+    """Where a tile lies in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``; its ``positions``.
 
     ``base`` leads to a position, in 64 bits; ``pose`` from there to a number, in 32 bits: a tile of offsets fills
     registers. That is enough, since one position's parents have fewer than 2**31 numbers (``Routing.refusal``). Offsets
     of parents behind the last may overflow; their mask keeps them from being used.
     """
 
+    positions: Any
     first: Any
     M: Any
     inside: Any
@@ -244,7 +245,8 @@ def place(tile, p, exists, first, M):
     pose, inside = parent_offsets(tile, first, M)
     pose_mask = inside & exists[None, None, :, None]
     m = first + tl.arange(0, tile.BM)
-    return At(first, M, inside, base, pose, pose_mask, p[:, None] * M + m[None, :], exists[:, None] & (m < M)[None, :])
+    each_mask = exists[:, None] & (m < M)[None, :]
+    return At(p, first, M, inside, base, pose, pose_mask, p[:, None] * M + m[None, :], each_mask)
 
 
 @triton.jit
