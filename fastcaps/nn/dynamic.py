@@ -98,7 +98,7 @@ break_symmetry, iterations, device, dtype
         if self.prior is not None and not isinstance(self.prior, nn.Parameter):
             nn.init.normal_(self.prior)
 
-    def route(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Tensor | Routed:
+    def run(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Tensor | Routed:
         """Route a checked call."""
         prior = self.prior
         if prior is not None:

@@ -114,7 +114,7 @@ break_symmetry, iterations, device, dtype
             bias = place if bias is None else bias + place
         return super().prepare(children, activity, out_capsules, bias)
 
-    def route(
+    def run(
         self,
         call: LayerCall,
         iterations: int,

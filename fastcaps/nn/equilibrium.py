@@ -84,7 +84,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
 
     forward = RoutingLayer.forward  # type: ignore[assignment]  # takes no parents
 
-    def route(  # type: ignore[override]
+    def run(  # type: ignore[override]
         self, call: LayerCall, iterations: int, return_coefficients: bool
     ) -> Any:
         """Route a checked call, in at most so many iterations."""

@@ -97,7 +97,7 @@ break_symmetry, iterations, device, dtype
         self.know(options)
         return super().forward(children, scores, **options)
 
-    def route(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Gaussians | RoutedGaussians:
+    def run(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Gaussians | RoutedGaussians:
         """Route a checked call."""
         return functional.heinsen_routing(
             call.children,

@@ -178,7 +178,7 @@ break_symmetry, iterations, device, dtype
                 out_capsules = parents.shape[1]
         return super().forward(children, activations, out_capsules=out_capsules, parents=parents, **options)
 
-    def route(
+    def run(
         self, call: LayerCall, iterations: int, return_coefficients: bool, *, parents: Tensor | None = None
     ) -> Tensor | Capsules | Routed | RoutedCapsules:
         """Route a checked call."""
@@ -203,7 +203,7 @@ break_symmetry, iterations, device, dtype
         return parents.unflatten(-1, self.pose_shape[::2])
 
     def found(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Return what ``route`` does, with activations if the layer has them."""
+        """Return what ``run`` does, with activations if the layer has them."""
         if not self.activations:
             return poses if coefficients is None else Routed(poses, coefficients)
         active = self.read_activations(poses.flatten(-2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
@@ -12,8 +13,9 @@ from typing_extensions import Unpack
 
 from fastcaps.checks import check_count, did_you_mean, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
+from fastcaps.functional.verbs import Votes
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
-from fastcaps.votes import Window
+from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
@@ -117,8 +119,25 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     coefficients of the last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. A shape, dtype or
     device that does not fit raises ValueError or TypeError naming the argument.
 
-    Subclasses define ``route(call, iterations, return_coefficients)``, with the options of a call that are their own,
-    which returns poses of C x E numbers.
+    A routing of your own
+    ---------------------
+    A subclass defines ``route(votes, activity)`` over the four verbs of :class:`~fastcaps.Votes`; poses, windows,
+    matrices, biases, sharing and checks are inherited. ``activity`` is what the call got beside the children, or None,
+    ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` hands it to the windows). ``route`` returns the parents in the
+    layout of ``votes.sum``, or a tuple of them and more, such as :class:`~fastcaps.functional.Capsules`; that is the
+    layer's result, with poses made flat. If it takes ``iterations`` or ``return_coefficients`` by name, calls may too::
+
+        class TopK(fastcaps.nn.RoutingLayer):
+            def route(self, votes, activity):
+                parents = votes.sum(1 / votes.parents)
+                for _ in range(self.iterations):
+                    a = votes.agreement(fastcaps.functional.unit(parents))
+                    r = torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5)
+                    parents = votes.sum(r)
+                return parents
+
+    The package's own layers define ``run(call, iterations, return_coefficients)`` instead, with the options of a call
+    that are theirs.
 
     Attributes
     ----------
@@ -139,7 +158,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
-    route: Callable[..., Any]
+    route: Callable[..., Any]  # of a routing of one's own
 
     def __init__(
         self,
@@ -188,6 +207,10 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
         self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
+        if hasattr(
+            type(self), "route"
+        ):  # it may have no constructor; one of its own may draw its parameters after this
+            RoutingLayer.reset_parameters(self)
 
     def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
         """Set the attributes of the window. A set's layer has no ``kernel_size``: torchinfo, which reads it, cannot
@@ -299,7 +322,32 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.know(own)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
-        return self.finish(self.route(call, count, return_coefficients, **own))
+        return self.finish(self.run(call, count, return_coefficients, **own))
+
+    def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **own: Any) -> Any:
+        """Route a checked call: by ``route``, over the votes."""
+        takes = inspect.signature(self.route).parameters
+        given = {"iterations": iterations, "return_coefficients": return_coefficients}
+        usual = {"iterations": self.iterations, "return_coefficients": False}
+        for name, value in given.items():
+            if name not in takes and value != usual[name]:
+                raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
+        votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
+        found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
+        poses = found if isinstance(found, Tensor) else found[0]
+        if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
+            what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
+            raise ValueError(f"route must return parents of shape {list(votes.parents_shape)}, got {what}")
+        dtype = autocast_dtype(votes.device.type) or votes.dtype
+        if votes.dtype == torch.float64 or poses.dtype == dtype:
+            return found
+        if isinstance(found, Tensor):
+            return found.to(dtype)
+        return (
+            found._replace(**{found._fields[0]: poses.to(dtype)})
+            if hasattr(found, "_fields")
+            else (poses.to(dtype), *found[1:])
+        )
 
     def know(self, options: Mapping[str, Any]) -> None:
         """Raise unless a call of this layer takes these arguments by name."""
@@ -355,15 +403,16 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return LayerCall(poses, activity, weight, bias, many, window)
 
     def finish(self, found: Any) -> Any:
-        """Return what ``route`` found, poses or a named tuple, in flat poses; a whole grid's single position goes."""
+        """Return what ``run`` found, poses or a tuple, in flat poses; a whole grid's single position goes."""
         if isinstance(found, Tensor):
             return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)
+        names = getattr(found, "_fields", ["poses", *["more"] * (len(found) - 1)])
         results = []
-        for name, tensor in zip(found._fields, found, strict=True):
+        for name, tensor in zip(names, found, strict=True):
             if self.whole_grid:  # coefficients [B, 1, 1, I, M], all else [B, M, 1, 1, ...]
                 tensor = tensor.squeeze((1, 2) if name == "coefficients" else (2, 3))
             results.append(tensor.flatten(-2) if name in ("poses", "variances") else tensor)
-        return type(found)(*results)
+        return type(found)(*results) if hasattr(found, "_fields") else tuple(results)
 
     def smallest_inputs(self) -> list[Tensor]:
         """Children, and parents to go on from, of the smallest call that this layer takes: a batch of 1, on a grid a

@@ -78,7 +78,7 @@ break_symmetry, iterations, device, dtype
         """``1 / sqrt(D)``."""
         return 1.0 / math.sqrt(self.pose_shape[1])
 
-    def route(
+    def run(
         self, call: LayerCall, iterations: int, return_coefficients: bool, *, sharpness: float | None = None
     ) -> Tensor | Routed:
         """Route a checked call."""

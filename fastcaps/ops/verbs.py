@@ -69,7 +69,8 @@ def _runner(name: str) -> Callable[..., Any]:
         if chosen in NATIVE:
             return native[name][chosen](*votes, *rest, call.options)
         if chosen == "reference":
-            found = getattr(reference, name)(votes, *rest)
+            with _no_autocast(votes):
+                found = getattr(reference, name)(votes, *rest)
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
             tensors = len(_NAMES[name])
@@ -272,9 +273,13 @@ def scores(votes: VoteInputs, targets: Tensor, precisions: Tensor | None = None,
     if not squared and _by_library(votes):
         with _no_autocast(votes):
             return shared.agreement(votes, targets)
-    if isinstance(votes, MadeVotes) or is_transformed():
+    if isinstance(votes, MadeVotes):
         backends.refuse_unless_reference(STEM)
         return reference.vote_scores(votes, targets, precisions, squared)
+    if is_transformed():
+        backends.refuse_unless_reference(STEM)
+        with _no_autocast(votes):
+            return reference.vote_scores(votes, targets, precisions, squared)
     return vote_scores(*votes, targets, precisions, squared)
 
 
@@ -284,9 +289,13 @@ def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *
     if power == 1 and means is None and _by_library(votes):
         with _no_autocast(votes):
             return shared.sums(votes, coefficients)
-    if isinstance(votes, MadeVotes) or is_transformed():
+    if isinstance(votes, MadeVotes):
         backends.refuse_unless_reference(STEM)
         return reference.vote_sums(votes, coefficients, means, power)
+    if is_transformed():
+        backends.refuse_unless_reference(STEM)
+        with _no_autocast(votes):
+            return reference.vote_sums(votes, coefficients, means, power)
     return vote_sums(*votes, coefficients, means, power)
 
 
