@@ -275,7 +275,7 @@ def listing() -> tuple[Backend, ...]:
         Backend("cuda", not cuda, cuda or _built_for()),
         Backend("triton", not triton, triton or ("kernels in Triton's interpreter" if _interprets() else kernels)),
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
-        Backend("reference", True, "plain PyTorch, any device; stores the votes"),
+        Backend("reference", True, "plain PyTorch, any device; makes a block of votes at a time"),
     )
 
 
@@ -473,7 +473,7 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
 if libraries.library("cpu").problem:
     warnings.warn(
         f"fastcaps: the native library cannot serve: {libraries.library('cpu').problem}; the reference serves instead. "
-        "Results are the same, but votes are stored: it is slow and needs much memory. Install fastcaps without "
+        "Results are the same, but it is slow and needs more memory. Install fastcaps without "
         "FASTCAPS_BUILD=0 for the compiled kernels.",
         RuntimeWarning,
         stacklevel=2,
