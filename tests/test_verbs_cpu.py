@@ -94,7 +94,7 @@ class Call:
         C, D, E = case.pose
         if case.groups is None:
             E = D
-        B, N, M, I = case.batch, case.types, case.parents, case.seen  # noqa: E741
+        B, N, M, I = case.batch, case.types, case.parents, case.seen
         places = () if case.window is None else output_size(case.spec, *case.window[0])
         grid = () if case.window is None else case.window[0]
         wide = accumulation_dtype(case.dtype)
@@ -152,7 +152,8 @@ class Call:
         else:
             own = weight.repeat(seen.shape[2] // weight.shape[0], 1, 1, 1)
             votes = torch.einsum("blicd,imde->blimce", seen, own)
-        return votes if bias is None else votes + bias, there
+        votes = votes if bias is None else votes + bias
+        return torch.where(there[..., None, None, None], votes, 0), there
 
     def formulas(self, tensors: Tensors) -> dict[str, Tensor]:
         """Return the same from stored votes, by autograd."""
@@ -160,7 +161,8 @@ class Call:
         case = self.case
         votes, there = self.votes(*leaves)
         r, y, p = (
-            None if x is None else x.reshape(votes.shape[:2] + x.shape[-k:]) for x, k in zip(tensors[3:], (2, 3, 3))
+            None if x is None else x.reshape(votes.shape[:2] + x.shape[-k:])
+            for x, k in zip(tensors[3:], (2, 3, 3), strict=True)
         )
         r = torch.where(there[..., None], r, 0)
         y1 = y[:, :, None]
@@ -210,6 +212,46 @@ def test_threads_do_not_change_a_bit(number: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one[name], found[0][name]) for one in found for name in one)
+
+
+@pytest.mark.parametrize("name", ["children", "weight", "bias", "coefficients", "targets", "precisions"])
+def test_nan_goes_where_eager_lets_it_go(name: str) -> None:
+    """And no further: not into padding, nor to parents and children that the number has no part in."""
+    case = Case((3, 2, 5), 5, 3, 2, AXES["window"][2], "I", "im", torch.float32, "dense", "dense", True)
+    call = Call(case)
+    number = ["children", "weight", "bias", "coefficients", "targets", "precisions"].index(name)
+    call.tensors[number].flatten()[7] = torch.nan
+    found, wanted = call.kernels(call.tensors), call.formulas(call.tensors)
+    for key, value in wanted.items():
+        missed = value.isnan() & ~found[key].isnan()
+        assert not missed.any(), key
+        if not key.startswith(("pull", "stretch")):
+            assert torch.equal(found[key].isnan(), value.isnan()), key
+
+
+def test_a_padded_child_has_no_part_in_anything() -> None:
+    """Whatever its coefficient, bias and matrix are: children that no window holds have NaN."""
+    window = ((1, 2), (3, 1, 1, 1, 1, 0, 1, 1))  # of three rows under the window only the middle one is there
+    call = Call(Case((4, 4, 4), 10, 3, 2, window, "I", "im", torch.float32, "dense", "dense", True))
+    finite = call.kernels(call.tensors)
+    for number, dim in ((1, 0), (2, 0), (3, -2)):
+        for away in (slice(0, 3), slice(6, 9)):
+            torch.movedim(call.tensors[number], dim, 0)[away] = torch.nan
+    for name, value in call.kernels(call.tensors).items():
+        assert torch.equal(value, finite[name]), name
+
+
+@pytest.mark.parametrize("window", [None, AXES["window"][2]])
+def test_an_empty_batch(window: Any) -> None:
+    call = Call(Case((4, 4, 4), 10, 3, 0, window, "I", "im", torch.float32, "dense", "dense", True))
+    for name, value in call.kernels(call.tensors).items():
+        assert not value.any(), name
+
+
+@pytest.mark.parametrize(("seen", "parents", "groups"), [(300_000, 3, 1), (3, 30_000, "I")])
+def test_many_children_and_many_parents(seen: int, parents: int, groups: Any) -> None:
+    call = Call(Case((1, 2, 3), parents, seen, 1, None, groups, None, torch.float32, "shared", "dense", True))
+    Bar(call.formulas, call.tensors).hold(call.kernels(call.tensors))
 
 
 @pytest.mark.parametrize("needs", range(8))

@@ -50,7 +50,8 @@ template <class T>
 struct Meeting {
   const T* weight;                                           // [children, D, flat]; null: x are the votes themselves
   int64_t weight_step, bias_step, x_step, r_step, out_step;  // from child to child
-  int64_t D, tile, flat, begin, end;                         // children begin to end
+  int64_t D, flat, begin, end;  // children begin to end
+  const int64_t* starts;        // of a vector of a flat row: its first parent
   bool together, first;                                      // rows belong to one pose; to its first rows
 };
 
@@ -63,7 +64,7 @@ FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v)
   V held[R][U], sum[R][U];
   int64_t at[U];
   unroll<U>([&](auto u) FASTCAPS_LAMBDA {
-    at[u] = (v + u) * n % with.tile;
+    at[u] = with.starts[v + u];
     unroll<R>([&](auto i) FASTCAPS_LAMBDA {
       if constexpr (kind != Kind::kAdd) held[i][u] = load<T>(rows[i].about + (v + u) * n);
       if constexpr (kSums) sum[i][u] = V{};
@@ -226,6 +227,7 @@ struct Walk {
   Arena arena;
   T *weights, *biases, *poses, *coefficients, *made;
   Row<T>* rows;
+  int64_t* starts;
   LongSum<T> dweight, dbias;
   int64_t tile = 0, first_parent = 0, parents = 0;          // at hand
   int64_t packed = -1, packed_count = 0, packed_tile = -1;  // whose matrices are: group of the first child, how many
@@ -248,8 +250,11 @@ struct Walk {
         coefficients(arena.take<T>(call.block * kRows * (call.tile + 2 * n))),
         made(arena.take<T>((pulls ? row_count() : call.block * kRows) * flat + n)),
         rows(arena.take<Row<T>>(row_count())),
+        starts(arena.take<int64_t>(flat / n)),
         dweight(pulls && call.dweight, call.block * D * flat, arena),
-        dbias(pulls && call.dbias, call.block * C * flat, arena) {}
+        dbias(pulls && call.dbias, call.block * C * flat, arena) {
+    for (int64_t v = 0; scratch && v < flat / n; ++v) starts[v] = v * n % call.tile;
+  }
 
   int64_t row_count() const { return C > kRows ? C : kRows; }
 
@@ -303,7 +308,7 @@ struct Walk {
     Meeting<T> with{};
     with.weight = in.weight ? weights : nullptr;
     with.weight_step = weight_step(), with.bias_step = bias_step();
-    with.D = D, with.tile = call.tile, with.flat = flat, with.end = count, with.together = C > 1;
+    with.D = D, with.starts = starts, with.flat = flat, with.end = count, with.together = C > 1;
     for (int64_t many = 0; at.p < end;) {
       Place places[kRows];
       const int64_t most = C > 1 ? 1 : kRows;
@@ -419,7 +424,7 @@ struct Walk {
         for (int64_t k = 0; k < count; ++k)
           for (int64_t v = 0; v < flat; v += n)
             store<T>(rows[k].out + v,
-                     load<T>(rows[k].r + j * with.r_step + v % call.tile) * load<T>(rows[k].about + v));
+                     load<T>(rows[k].r + j * with.r_step + starts[v / n]) * load<T>(rows[k].about + v));
       }
       if (dbias.near)
         for (int64_t k = 0; k < count; ++k) {
