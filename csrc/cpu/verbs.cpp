@@ -15,27 +15,41 @@ constexpr int kRows = 4;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, zeros behind; `to` has a vector of room to spare.
+// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, zeros behind.
 template <class T, class X>
 FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int64_t step_e, int64_t count,
                             int64_t rows, int64_t E, int64_t tile, int64_t flat, T* to) {
   constexpr int n = kLanes<T>;
-  int64_t k0 = 0;
+  int64_t row = 0, e = 0;
+  const auto next = [&] {
+    T* at = to + row * flat + e * tile;
+    if (++e == E) e = 0, ++row;
+    return at;
+  };
   if constexpr (std::is_same_v<T, X>)
     if (step_e == 1 && step_row == E && count == tile)
-      for (; k0 + n <= rows * E; k0 += n)  // n numbers of n parents, transposed; what is written too far comes later
+      for (int64_t k = 0; k + n <= rows * E; k += n) {  // n numbers of n parents, transposed
+        T* at[n];
+        for (int r = 0; r < n; ++r) at[r] = next();
         for (int64_t m = 0; m < tile; m = m + n < tile && m + 2 * n > tile ? tile - n : m + n) {
           Vec<T> lanes[n];
-          for (int r = 0; r < n; ++r) lanes[r] = m + r < tile ? load<T>(from + (m + r) * step_m + k0) : Vec<T>{};
+          for (int r = 0; r < n; ++r) lanes[r] = m + r < tile ? load<T>(from + (m + r) * step_m + k) : Vec<T>{};
           transpose<T>(lanes);
-          for (int r = 0; r < n; ++r) store<T>(to + (k0 + r) / E * flat + (k0 + r) % E * tile + m, lanes[r]);
+          for (int r = 0; r < n; ++r)
+            if (at[r] + m + n <= to + rows * flat)
+              store<T>(at[r] + m, lanes[r]);  // what it writes too far comes later
+            else
+              for (int64_t l = 0; m + l < tile; ++l) at[r][m + l] = lanes[r][l];
         }
-  for (int64_t k = k0; k < rows * E; ++k)
-    for (int64_t m = 0; m < tile; ++m)
-      to[k / E * flat + k % E * tile + m] =
-          m < count ? widen<T>(from[m * step_m + k / E * step_row + k % E * step_e]) : T(0);
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t k = E * tile; k < flat; ++k) to[row * flat + k] = 0;
+      }
+  while (row < rows) {
+    const X* x = from + row * step_row + e * step_e;
+    T* at = next();
+    for (int64_t m = 0; m < count; ++m) at[m] = widen<T>(x[m * step_m]);
+    for (int64_t m = count; m < tile; ++m) at[m] = 0;
+  }
+  for (int64_t k = 0; k < rows; ++k)
+    for (int64_t pad = E * tile; pad < flat; ++pad) to[k * flat + pad] = 0;
 }
 
 // A row of votes' numbers, and what it meets.
@@ -50,14 +64,14 @@ template <class T>
 struct Meeting {
   const T* weight;                                           // [children, D, flat]; null: x are the votes themselves
   int64_t weight_step, bias_step, x_step, r_step, out_step;  // from child to child
-  int64_t D, flat, begin, end;  // children begin to end
-  const int64_t* starts;        // of a vector of a flat row: its first parent
-  bool together, first;                                      // rows belong to one pose; to its first rows
+  int64_t D, flat, begin, end;                               // children begin to end
+  const int64_t* starts;                                     // of a vector of a flat row: its first parent
+  bool together;                                             // rows belong to one pose
 };
 
 // R rows and U vectors from v on.
 template <class T, Kind kind, int R, int U>
-FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v) {
+FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v, bool first) {
   using V = Vec<T>;
   constexpr int n = kLanes<T>;
   constexpr bool kSums = kind == Kind::kAdd || kind == Kind::kAddCentred || kind == Kind::kAddSquares;
@@ -75,9 +89,12 @@ FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v)
     unroll<R>([&](auto i) FASTCAPS_LAMBDA {
       unroll<U>([&](auto u) FASTCAPS_LAMBDA {
         vote[i][u] = with.weight ? V{} : load<T>(rows[i].x + j * with.x_step + (v + u) * n);
-        if (rows[i].bias) vote[i][u] += load<T>(rows[i].bias + j * with.bias_step + (v + u) * n);
       });
     });
+    if (rows[0].bias)
+      unroll<R * U>([&](auto k) FASTCAPS_LAMBDA {
+        vote[k / U][k % U] += load<T>(rows[k / U].bias + j * with.bias_step + (v + k % U) * n);
+      });
     if (with.weight) {
       const T* w = with.weight + j * with.weight_step + v * n;
       const T* x[R];
@@ -109,7 +126,7 @@ FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v)
         } else {
           const V term = kind == Kind::kDots ? x * held[i][u] : p * x * x;
           dot = with.together && i > 0 ? dot + term : term;
-          if (!with.together || i == R - 1) store<T>(out, with.first ? dot : load<T>(out) + dot);
+          if (!with.together || i == R - 1) store<T>(out, first ? dot : load<T>(out) + dot);
         }
       });
     });
@@ -122,11 +139,17 @@ FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v)
 }
 
 template <class T, Kind kind>
-FASTCAPS_NOINLINE void meet_all(Meeting<T> with, const Row<T>* rows, int64_t count) {
+FASTCAPS_NOINLINE void meet_all(const Meeting<T>& with, const Row<T>* rows, int64_t count) {
   each_group<kRows>(count, [&](int64_t row, auto many) {
-    with.first = !with.together || row == 0;
-    each_group<(kManyRegisters ? 8 : 4) / many>(
-        with.flat / kLanes<T>, [&](int64_t v, auto vectors) { meet<T, kind, many, vectors>(with, rows + row, v); });
+    const bool first = !with.together || row == 0;
+    constexpr int kMost = kManyRegisters ? 8 / many : 4 / many;
+    int64_t v = 0;
+    if constexpr (kMost == 2)
+      if (with.flat / kLanes<T> % 2 == 1 && with.flat > kLanes<T>)
+        meet<T, kind, many, 3>(with, rows + row, 0, first), v = 3;
+    each_group<kMost>(
+        with.flat / kLanes<T>,
+        [&](int64_t at, auto vectors) { meet<T, kind, many, vectors>(with, rows + row, at, first); }, v);
   });
 }
 
@@ -244,8 +267,8 @@ struct Walk {
         squared(call.kind == Kind::kPullSquared),
         children_at_once(in.G > 1 ? min(call.block, in.G) : call.block),
         arena{static_cast<char*>(scratch)},
-        weights(arena.take<T>(in.weight ? call.block * D * flat + n : 0)),
-        biases(arena.take<T>(in.bias ? call.block * C * flat + n : 0)),
+        weights(arena.take<T>(in.weight ? call.block * D * flat : 0)),
+        biases(arena.take<T>(in.bias ? call.block * C * flat : 0)),
         poses(arena.take<T>(call.block * row_count() * (in.weight ? D : flat + n))),
         coefficients(arena.take<T>(call.block * kRows * (call.tile + 2 * n))),
         made(arena.take<T>((pulls ? row_count() : call.block * kRows) * flat + n)),
@@ -333,6 +356,14 @@ struct Walk {
     }
   }
 
+  // From a position's numbers to those of the next, as a rule.
+  int64_t ahead(const int64_t* stride, int64_t down, int64_t right) const {
+    return in.Wo > 1 ? right * stride[2] : in.Ho > 1 ? down * stride[1] : stride[0];
+  }
+  static void fetch(const void* from, int64_t bytes) {
+    for (int64_t k = 0; k < min(bytes, 1024); k += 64) __builtin_prefetch(static_cast<const char*>(from) + k);
+  }
+
   // The rows of the `which`th position at hand.
   void set_rows(int64_t which, const Place& at, int64_t y, int64_t x, int64_t i, int64_t count, Meeting<T>& with) {
     const int64_t* s = in.children.stride;
@@ -361,15 +392,26 @@ struct Walk {
           first_parent * t[4];
       const bool repeats = t[4] != 1 || parents % n != 0 || parents < call.tile;
       with.r_step = repeats ? kRows * (call.tile + 2 * n) : t[3];
-      T* to = coefficients + which * (call.tile + 2 * n);
+      const int64_t M = parents, tile_of = call.tile, last = tile_of + n, step_i = t[3], step_m = t[4];
+      T* to = coefficients + which * (last + n);
       for (int64_t j = 0; repeats && j < count; ++j) {
-        T* out = to + j * with.r_step;
-        for (int64_t m = 0; m < parents; ++m) out[m] = r[j * t[3] + m * t[4]];
-        for (int64_t m = parents; m < call.tile; ++m) out[m] = 0;
-        for (int64_t m = call.tile; m < call.tile + n; ++m) out[m] = out[m - call.tile];
+        T* out = to + j * kRows * (last + n);
+        const T* own = r + j * step_i;
+        if (step_m == 1 && step_i == M && M == tile_of &&
+            (count - j) * M >= ceil_div(M, n) * n) {  // may read on into the next's
+          for (int64_t k = 0; k < last; k += M)
+            for (int64_t m = 0; m < M && k + m < last; m += n) store<T>(out + k + m, load<T>(own + m));
+          continue;
+        }
+        for (int64_t m = 0; m < M; ++m) out[m] = own[m * step_m];
+        for (int64_t m = M; m < tile_of; ++m) out[m] = 0;
+        for (int64_t m = tile_of; m < last; ++m) out[m] = out[m - tile_of];
       }
+      fetch(r + ahead(t, 1, 1), count * t[3] * int64_t(sizeof(T)));
       if (repeats) r = to;
     }
+    const int64_t next = ahead(s, in.window.sh, in.window.sw);
+    fetch(child + next, count * s[3] * int64_t(sizeof(S)));
     const int64_t pose = (tile * in.positions() + at.p) * C;
     for (int64_t c = 0; c < C; ++c) {
       Row<T>& row = rows[row0 + c];
@@ -385,6 +427,12 @@ struct Walk {
       row.dx = static_cast<T*>(call.dchildren);
       if (row.dx) row.dx += ((((at.b * in.H + y) * in.W + x) * in.N + i % in.N) * C + c) * D;
     }
+    if (call.dchildren)
+      fetch(rows[row0].dx + (in.Wo > 1   ? in.window.sw
+                             : in.Ho > 1 ? in.window.sh * in.W
+                                         : in.H * in.W) *
+                                in.N * C * D,
+            count * C * D * int64_t(sizeof(T)));
     with.out_step = call.scores ? flat : 0;
   }
 
@@ -567,22 +615,15 @@ void turn(const FlatPoses& poses, int64_t begin, int64_t end) {
       if constexpr (kFlatten) {
         const int64_t area = in.Ho * in.Wo, b = p / area, y = p % area / in.Wo, x = p % in.Wo;
         const T* from = static_cast<const T*>(poses.from.data) + b * s[0] + y * s[1] + x * s[2] + first * s[3];
-        for (int64_t c = 0; c < in.C; ++c)
-          for (int64_t k = 0; k < call.flat; ++k) {
-            const int64_t e = k / call.tile, m = k % call.tile;
-            static_cast<T*>(poses.to)[at + c * call.flat + k] =
-                e < in.E && m < count ? from[m * s[3] + c * s[4] + e * s[5]] : T(0);
-          }
+        pack<T>(from, s[3], s[4], s[5], count, in.C, in.E, call.tile, call.flat, static_cast<T*>(poses.to) + at);
       } else {
-        T* to = static_cast<T*>(poses.to) + (p * in.M + first) * in.parent_size();
+        T *to = static_cast<T*>(poses.to) + (p * in.M + first) * in.parent_size(),
+          *sums = static_cast<T*>(call.sums) + at;
+        for (int64_t k = 1; k < call.child_ranges; ++k)
+          for (int64_t x = 0; x < call.pose_numbers(); ++x) sums[x] += sums[k * call.numbers() + x];
         for (int64_t m = 0; m < count; ++m)
           for (int64_t c = 0; c < in.C; ++c)
-            for (int64_t e = 0; e < in.E; ++e) {
-              const T* from = static_cast<const T*>(call.sums) + at + c * call.flat + e * call.tile + m;
-              T sum = from[0];
-              for (int64_t k = 1; k < call.child_ranges; ++k) sum += from[k * call.numbers()];
-              to[(m * in.C + c) * in.E + e] = sum;
-            }
+            for (int64_t e = 0; e < in.E; ++e) to[(m * in.C + c) * in.E + e] = sums[c * call.flat + e * call.tile + m];
       }
     }
 }
