@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from features import BY_NAME, ROUTINGS, Leaves, Routing, close, number, training
+from features import ROUTINGS, Leaves, Routing, close, number, training
 from torch import Tensor, func
 from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,7 +154,10 @@ every_way = pytest.mark.parametrize("way", ["default", pytest.param("cpu", marks
 @contextmanager
 def run_by(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run by a backend; "blocks": by the reference, in blocks of one child."""
-    with monkeypatch.context() as patch, nullcontext() if way == "default" else backend(way.replace("blocks", "reference")):
+    with (
+        monkeypatch.context() as patch,
+        nullcontext() if way == "default" else backend(way.replace("blocks", "reference")),
+    ):
         if way == "blocks":
             patch.setattr("fastcaps.reference.verbs.BLOCK", 1)
         yield
@@ -264,3 +266,298 @@ def test_fold_is_the_adjoint_of_unfold(more: tuple[int, ...]) -> None:
     torch.testing.assert_close(mapped[1], 2 * folded)
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
     assert own.fold(y) is y and own.unfold(x) is x  # a set has no windows
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Sees how many numbers the largest tensor has that anything makes, or that autograd keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.see, lambda x: x)
+
+    def see(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            self.see(x)
+        return result
+
+
+LARGE: dict[str, Any] = {"types": 8, "grid": (9, 9), "window": Window(3, 2), "parents": 12, "pose": (4, 4, 4)}
+MANY = {
+    "own": Case(types=96, groups=96, parents=24, pose=(4, 4, 4)),
+    "two-for-each-matrix": Case(types=96, groups=48, parents=24, pose=(4, 4, 4)),
+    "no-matrix": Case(types=96, groups=0, parents=24, pose=(4, 4, 4), bias="1M"),
+    "one-matrix": Case(types=96, groups=1, parents=24, pose=(4, 4, 4), expanded=True),
+    "grid": Case(**LARGE, groups=72, batch=4),
+    "patches": Case(**{**LARGE, "window": Window(3, 3)}, groups=8, batch=8),
+}
+
+
+@pytest.mark.parametrize("way", ["default", "blocks"])
+@pytest.mark.parametrize("name", [*MANY, "made"])
+def test_no_tensor_has_the_size_of_the_votes(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of verbs and a routing of one's own, forward and backward: at most 4 numbers for each pair, of 16 in a vote."""
+    case = MANY["own" if name == "made" else name]
+    leaves = {k: x.requires_grad_() for k, x in case.leaves(torch.float32).items()}
+    with run_by(way if backends.native_serves("verbs") else "blocks", monkeypatch), Largest() as largest, largest.hooks:
+        votes = made(leaves, (2,), block=2) if name == "made" else case.votes(Votes, leaves)
+        number(verbs(votes, leaves)).backward()
+        number({"parents": rout(votes)}).backward()
+    pairs = leaves["r"].numel()
+    assert largest.numbers <= max(4 * pairs, *(x.numel() for x in leaves.values())), largest.numbers / pairs
+
+
+def made(given: Leaves, places: tuple[int, ...], block: int | None = None, also: Any = lambda x: x) -> Votes:
+    """Return the votes of a set as a function makes them, the batch laid out as ``places``."""
+    children, weight, bias = given["children"], given.get("weight"), given.get("bias")
+
+    def make(i: int, j: int) -> Tensor:
+        some = children[:, i:j].unsqueeze(2)
+        votes = some if weight is None else some @ weight[i:j]
+        return also((votes if bias is None else votes + bias[i:j]).unflatten(0, places))
+
+    return Votes.in_blocks(make, children.shape[1], block=block)
+
+
+def rout(votes: Any, iterations: int = 2) -> Tensor:
+    """A routing of one's own."""
+    parents = votes.sum(1 / votes.parents)
+    for _ in range(iterations):
+        r = (votes.agreement(parents) - votes.distance(parents)).softmax(-1)
+        parents = votes.sum(r) - votes.square_sum(r, parents)
+    return parents
+
+
+# ---- votes that a function makes -------------------------------------------------------------------------------------
+
+PLACES = [(4,), (2, 2), (1, 2, 2), (2, 1, 2, 1)]
+MAKEABLE = [row for row in ROUTINGS if "prior" not in row.leaves and "leaky" not in row.name]
+
+
+def at_places(x: Tensor, places: tuple[int, ...], of_children: bool) -> Tensor:
+    """Return what a call on ``[B * space, ...]`` is given or returns, as that on ``[B, *space, ...]`` has it."""
+    x = x.unflatten(0, places)
+    return x if of_children else x.movedim(len(places), 1)
+
+
+@pytest.mark.parametrize("block", [1, 2, None])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_verbs_of_made_votes(places: tuple[int, ...], block: int | None) -> None:
+    case = Case(batch=4, types=5, groups=5, bias="IM")
+    given = {k: at_places(x, places, k == "r") if k in ("parents", "p", "r") else x for k, x in case.leaves().items()}
+    votes = made(given, places, block)
+    assert votes.coefficients_shape == given["r"].shape and votes.parents_shape == given["parents"].shape
+    found = derivatives(lambda leaves: verbs(made(leaves, places, block), leaves), given)
+
+    def stored(leaves: Leaves) -> Leaves:
+        whole = leaves["children"].unsqueeze(2) @ leaves["weight"] + leaves["bias"]
+        return verbs(Stored.of(whole.unflatten(0, places)), leaves)
+
+    close(found, derivatives(stored, given))
+
+
+@pytest.mark.parametrize(("places", "block"), list(zip(PLACES, (1, 2, 3, None), strict=True)), ids=str)
+@pytest.mark.parametrize("routing", MAKEABLE, ids=str)
+def test_routings_of_made_votes(routing: Routing, places: tuple[int, ...], block: int | None) -> None:
+    """They return, and pass back, what they do for the same votes made by matrices."""
+    given, flat = routing.tensors(batch=prod(places)), len(places) - 1
+    leaves = {k: x.requires_grad_() for k, x in given.items()}
+    placed: dict[str, Any] = {k: x for k, x in leaves.items() if k not in ("children", "weight", "bias")} | {
+        "weight": None
+    }
+    placed |= {k: at_places(leaves[k], places, k != "parents") for k in (routing.child, "parents") if k in leaves}
+    placed |= {"bias": None} if "bias" in leaves else {}
+    result = routing.function(made(leaves, places, block), **placed, **routing.settings, return_coefficients=True)
+    close({"r": result.coefficients.flatten(0, flat)}, {"r": routing.ours(given, coefficients=True)["coefficients"]})
+    found = {name: getattr(result, name).movedim(1, flat + 1).flatten(0, flat) for name in routing.results}
+    every = list(leaves.values())
+    gradients = torch.autograd.grad(number(found), every, materialize_grads=True, allow_unused=True)
+    close(found | {f"d{k}": x for k, x in zip(leaves, gradients, strict=True)}, training(routing, given))
+
+
+def test_random_votes_are_the_same_in_every_verb() -> None:
+    """On the way back too; and the generator moves on once, by what the blocks draw."""
+    given = {k: x.requires_grad_() for k, x in Case(types=5, groups=5, batch=4).leaves().items()}
+    kept: dict[Any, list[Tensor]] = {}
+
+    def dropped(x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5)
+        kept.setdefault(x.shape[1], []).append(x.detach())
+        return x
+
+    votes = made(given, (4,), 3, dropped)
+    kept.clear()
+    torch.manual_seed(0)
+    number(verbs(votes, given)).backward()
+    after = torch.rand(2)
+    assert set(kept) == {3, 2} and all(torch.equal(one, each[0]) for each in kept.values() for one in each)
+    assert len(kept[3]) > 8  # made again
+    torch.manual_seed(0)
+    for block in (kept[3], kept[2]):
+        F.dropout(block[0], 0.5)
+    assert torch.equal(after, torch.rand(2))
+
+
+def test_what_make_raises_leaves_the_generator_alone() -> None:
+    calls = []
+
+    def make(i: int, j: int) -> Tensor:
+        calls.append(torch.rand(3))
+        if len(calls) > 2:
+            raise OSError("disk")
+        return torch.ones(2, j - i, 3, 1, 2)
+
+    votes = Votes.in_blocks(make, 4)
+    first = votes.sum(1.0)
+    state = torch.get_rng_state()
+    with pytest.raises(OSError, match="disk"):
+        votes.agreement(first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_convolution_makes_votes_of_an_empty_batch() -> None:
+    convolutions = torch.nn.ModuleList(torch.nn.Conv3d(2, 3 * 4, 3, padding=1) for _ in range(5))
+    for batch in (2, 0):
+        x = torch.randn(batch, 5, 2, 3, 4, 2)
+
+        def make(i: int, j: int, x: Tensor = x) -> Tensor:
+            every = [
+                convolutions[k](x[:, k]).unflatten(1, (3, 1, 4)).movedim((1, 2, 3), (-3, -2, -1)) for k in range(i, j)
+            ]
+            return torch.stack(every, -4)
+
+        votes = Votes.in_blocks(make, 5, block=2)
+        parents, r = functional.dynamic_routing(votes, return_coefficients=True)
+        assert parents.shape == (batch, 3, 3, 4, 2, 1, 4) and r.shape == (batch, 3, 4, 2, 5, 3)
+        parents.sum().backward()
+    assert all(c.weight.grad is not None for c in convolutions)
+
+
+# ---- what PyTorch does with them -------------------------------------------------------------------------------------
+
+TRANSFORMED = ["own", "one-group", "grid"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_torch_func(name: str) -> None:
+    """vmap over everything, and the gradient of each of several calls."""
+    case = CASES[name]
+    many = {k: torch.stack([x, 0.5 * x]) for k, x in case.leaves().items()}
+    found = func.vmap(lambda given: all_verbs(case, given))(many)
+    slopes = func.vmap(func.grad(lambda given: number(all_verbs(case, given))))(many)
+    for k in range(2):
+        one = {key: x[k] for key, x in many.items()}
+        wanted = derivatives(lambda leaves: all_verbs(case, leaves, Stored), one)
+        close({key: x[k] for key, x in found.items()}, {key: wanted[key] for key in found})
+        close({key: x[k] for key, x in slopes.items()}, {key: wanted[f"d{key}"] for key in slopes})
+    made_once = func.grad(lambda x: number(verbs(made({**one, "children": x}, (2,), 1), one)))
+    if name == "own":
+        close({"dchildren": made_once(one["children"])}, {"dchildren": wanted["dchildren"]})
+
+
+def test_a_checkpoint_and_hooks_that_move_what_is_saved() -> None:
+    case = CASES["grid"]
+    leaves = {k: x.requires_grad_() for k, x in case.leaves().items()}
+    direct = torch.autograd.grad(number(all_verbs(case, leaves)), list(leaves.values()))
+    with torch.autograd.graph.save_on_cpu():
+        found = checkpoint(lambda given: number(all_verbs(case, given)), leaves, use_reentrant=False)
+    for keep in (True, False):
+        assert all(map(torch.equal, torch.autograd.grad(found, list(leaves.values()), retain_graph=keep), direct))
+
+
+class Mine(fastcaps.nn.RoutingLayer):
+    """A routing of one's own as a layer; ``extra`` is what it returns besides."""
+
+    extra: Any = ()
+
+    def route(self, votes: Votes, activity: Tensor | None, iterations: int) -> Any:
+        parents = rout(votes, iterations)
+        return (parents, *self.extra) if self.extra else parents
+
+
+def small_layer() -> tuple[Mine, Tensor]:
+    return Mine(2, 3, 4, 4, kernel_size=3, padding=1, bias=True), torch.randn(2, 2, 5, 4, 4)
+
+
+@pytest.mark.parametrize("kind", ["ops", "library", "made", "layer"])
+def test_one_graph_for_all_sizes(kind: str) -> None:
+    """Compiled, trained, and exported; the ops stay ops."""
+    torch._dynamo.reset()
+    layer, _ = small_layer()
+
+    def run(children: Tensor, weight: Tensor) -> Tensor:
+        if kind == "layer":
+            return layer(children.reshape(-1, 2, 5, 4, 4))
+        return rout(
+            made({"children": children, "weight": weight}, (len(children),), 4)
+            if kind == "made"
+            else Votes(children, weight)
+        )
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    weight = torch.randn(1 if kind == "library" else 10, 3, 4, 4) / 4
+    for batch in (4, 6, 8):
+        children = torch.randn(batch, 10, 4, 4, requires_grad=True)
+        for one in (compiled, run):
+            found = one(children, weight.requires_grad_())
+            results = (found, *torch.autograd.grad(found.square().sum(), children))
+            wanted = results if one is compiled else wanted
+        torch.testing.assert_close(wanted, results, rtol=1e-4, atol=1e-4)
+    module = torch.nn.Module()
+    module.forward = run  # type: ignore[method-assign]
+    program = torch.export.export(module, (children, weight), dynamic_shapes=({0: Dim.AUTO}, None))
+    torch.testing.assert_close(program.module()(children[:6], weight), run(children[:6], weight), rtol=1e-4, atol=1e-4)
+    assert (kind == "made") != any(str(node.target).startswith("fastcaps.vote") for node in program.graph.nodes)
+
+
+def test_a_layer_of_ones_own() -> None:
+    layer, children = small_layer()
+    other = copy.deepcopy(layer)
+    assert layer(children).shape == (2, 3, 5, 4, 4) and torch.equal(other(children), layer(children))
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    fresh = Mine(2, 3, 4, 4, kernel_size=3, padding=1, bias=True)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(children, iterations=1), layer(children, iterations=1))
+    assert layer.bfloat16()(children.bfloat16()).dtype == torch.bfloat16
+    other.extra = (children,)
+    assert other(children)[1] is children
+    whole = Mine(2, 3, 4, 4, kernel_size="all", share=True)
+    assert whole(children).shape == (2, 3, 4)
+
+
+def test_explanations() -> None:
+    given = CASES["own"].leaves()
+    told = fastcaps.explain(rout, CASES["own"].votes(Votes, given))
+    assert len(told) == 8 and {one.backend for one in told} <= {"cpu", "reference"}
+    assert "vote_sums of [2, 3, 3] pairs" in told[0].call
+    assert (
+        fastcaps.explain(lambda: CASES["one-group"].votes(Votes, CASES["one-group"].leaves()).sum(1.0)).backend
+        == "torch"
+    )
+    for run in (rout, functional.dynamic_routing):
+        told = fastcaps.explain(lambda run=run: run(made(given, (2,), 2)))
+        assert {one.backend for one in (told if isinstance(told, tuple) else [told])} == {"reference"}
+
+
+def test_distributed_tensors_are_refused_by_name() -> None:
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        case = CASES["own"]
+        given = case.leaves()
+        for name in given:
+            with pytest.raises(NotImplementedError, match="Votes .* must be plain tensors, got DTensors"):
+                all_verbs(case, given | {name: DTensor.from_local(given[name], mesh)})
+    finally:
+        dist.destroy_process_group()
