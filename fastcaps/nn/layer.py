@@ -131,9 +131,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             def route(self, votes, activity):
                 parents = votes.sum(1 / votes.parents)
                 for _ in range(self.iterations):
-                    a = votes.agreement(fastcaps.functional.unit(parents))
-                    r = torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5)
-                    parents = votes.sum(r)
+                    a = votes.agreement(fastcaps.functional.unit(parents, (-2, -1)))
+                    parents = votes.sum(torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5))
                 return parents
 
     The package's own layers define ``run(call, iterations, return_coefficients)`` instead, with the options of a call
