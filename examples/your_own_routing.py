@@ -21,6 +21,11 @@ from fastcaps.functional import Capsules, squash, unit
 POSE = (-2, -1)  # the two dimensions of a pose, C x E
 
 
+def gates(votes, activations):
+    """Return activations as windows see them, [B, *grid, I, 1]; without activations, whether a child is there."""
+    return (votes.present if activations is None else votes.unfold(activations))[..., None]
+
+
 def mass(r):
     """Return what each parent gets, sum_i r_im, laid out as poses are: [B, M, *grid, 1, 1]."""
     return r.sum(-2).movedim(-1, 1)[..., None, None]
@@ -40,8 +45,7 @@ def beside_children(values):
 
 # %%
 def cosine_routing(votes, bias=0.0, iterations=3):
-    lengths = votes.distance(0.0).clamp(min=1e-16).sqrt()
-    logits = torch.zeros_like(lengths)
+    lengths, logits = votes.distance(0.0).clamp(min=1e-16).sqrt(), votes.zero_logits()
     for _ in range(iterations - 1):
         parents = votes.sum(logits.softmax(-1)) + bias
         logits = logits + votes.agreement(unit(parents, POSE)) / lengths
@@ -104,7 +108,7 @@ def batch_averaged_routing(votes, iterations=3):
 
 # %%
 def deepcaps_routing(votes, bias=0.0, iterations=3):
-    logits = torch.zeros(votes.coefficients_shape, dtype=votes.dtype, device=votes.device)
+    logits = votes.zero_logits()
     for _ in range(iterations):
         every = logits.movedim(-2, 1)  # [B, I, Ho, Wo, M]
         r = every.flatten(2).softmax(-1).reshape(every.shape).movedim(1, -2)
@@ -120,8 +124,7 @@ def softmax_over_windows(votes, logits):
 
 
 def em_routing(votes, activations, beta_u, beta_a, iterations=3, inverse_temperature=0.01, eps=1e-6):
-    gate = votes.unfold(activations)[..., None]
-    logits = torch.zeros(votes.coefficients_shape, dtype=gate.dtype, device=gate.device)
+    gate, logits = gates(votes, activations), votes.zero_logits()
     for iteration in range(iterations):
         r = gate * softmax_over_windows(votes, logits)
         mean = votes.sum(r) / mass(r)
@@ -146,11 +149,10 @@ class VariationalBayesRouting(fastcaps.nn.RoutingLayer):
         super().__init__(*sizes, **options)
         self.norm_poses, self.norm_activations = (nn.BatchNorm1d(self.out_capsules, affine=False) for _ in range(2))
 
-    def route(self, votes, activations):
-        gate, size = votes.unfold(activations)[..., None], math.prod(votes.pose_shape)
-        places = torch.arange(size, device=gate.device).view(votes.pose_shape)
-        logits = torch.zeros(votes.coefficients_shape, dtype=gate.dtype, device=gate.device)
-        for _ in range(self.iterations):
+    def route(self, votes, activations, iterations):
+        gate, logits, size = gates(votes, activations), votes.zero_logits(), math.prod(votes.pose_shape)
+        places = torch.arange(size, device=votes.device).view(votes.pose_shape)
+        for _ in range(iterations):
             r = gate * logits.softmax(-1)
             n = mass(r)
             alpha, kappa, nu = 1 + n, 1 + n, size + 1 + n  # priors: alpha0 = kappa0 = 1, nu0 = size + 1, mean 0
@@ -185,7 +187,7 @@ class SelfRouting(fastcaps.nn.RoutingLayer):
     def route(self, votes, activations):
         poses = votes.children.flatten(-2).unsqueeze(-2)  # one row
         logits = Votes(poses, self.router, self.router_bias, votes.window).agreement(1.0)
-        r = votes.unfold(activations)[..., None] * logits.softmax(-1)
+        r = gates(votes, activations) * logits.softmax(-1)
         n = mass(r)
         return Capsules(votes.sum(r) / n, (n / n.sum(1, keepdim=True))[..., 0, 0])
 
@@ -195,7 +197,7 @@ class SelfAttentionRouting(fastcaps.nn.RoutingLayer):
         super().__init__(*sizes, **options)
         self.prior = nn.Parameter(torch.zeros(self.own_children, self.out_capsules))
 
-    def route(self, votes, _):
+    def route(self, votes, activations):
         logits = votes.agreement(votes.sum(1.0)) / math.sqrt(self.out_dim)
         parents = votes.sum(logits.softmax(-1) + self.prior)
         return -torch.expm1(-parents.norm(dim=POSE, keepdim=True)) * unit(parents, POSE)
@@ -241,10 +243,10 @@ class SlotAttention(nn.Module):
 
 # %%
 class CosineTopK(fastcaps.nn.RoutingLayer):
-    def route(self, votes, _):
+    def route(self, votes, activations, iterations):
         lengths = votes.distance(0.0).clamp(min=1e-16).sqrt()
         parents = votes.sum(1 / votes.parents)
-        for _ in range(self.iterations - 1):
+        for _ in range(iterations - 1):
             cosine = votes.agreement(unit(parents, POSE)) / lengths
             parents = votes.sum(top_k(8 * cosine))
         return squash(parents, POSE)

@@ -1,8 +1,9 @@
-"""The gallery of examples/your_own_routing.py: each routing against its paper's formula over stored votes."""
+"""The gallery of examples/your_own_routing.py: each routing against its formula over stored votes."""
 
 from __future__ import annotations
 
 import math
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -14,68 +15,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastcaps import Votes, Window
+from fastcaps import Votes, Window, data
 
-ROOT = Path(__file__).parents[1]
+EXAMPLE = Path(__file__).parents[1] / "examples/your_own_routing.py"
+PAGE = Path(__file__).parents[1] / "docs/routings/your-own.md"
 B, N, M, C, D, E = 2, 2, 3, 2, 3, 5
 K = C * E
-WINDOW = Window(3, stride=2, padding=1)
-Results = tuple[Tensor, ...]
+Both = tuple[Any, Any]  # what the gallery returns, and what the formula does: a tensor or a tuple
 
 
 @pytest.fixture(scope="module")
 def gallery() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "examples/your_own_routing.py")))
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
 
 
 def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def seen(values: Tensor, on_grid: bool) -> Tensor:
-    """What windows of 3 by 3, stride 2, padding 1, see of values [B, N, H, W, ...]: [B, Ho, Wo, 9 N, ...]."""
-    if not on_grid:
-        return values
-    high, wide = values.shape[2:4]
-    padded = F.pad(values.movedim((2, 3), (-2, -1)), (1, 1, 1, 1)).movedim((-2, -1), (2, 3))
-    rows = []
-    for y in range(0, high, 2):
-        places = [padded[:, :, y : y + 3, x : x + 3].movedim(1, 3).flatten(1, 3) for x in range(0, wide, 2)]
-        rows.append(torch.stack(places, 1))
-    return torch.stack(rows, 1)
-
-
 class Scene:
-    """Leaves of a call, a set or a grid, and its votes, stored: ``v``, [B, *grid, I, M, K], 0 in padding."""
+    """A set of 7 children, or a grid with windows of 3 by 3, stride 2, padding 1; ``leaves`` get gradients."""
 
     def __init__(self, on_grid: bool) -> None:
         self.on_grid = on_grid
-        places, self.count = ((N, 5, 4), 9 * N) if on_grid else ((7,), 7)
-        self.children, self.weight = leaf(B, *places, C, D), leaf(self.count, M, D, E)
+        places, count = ((N, 5, 4), 9 * N) if on_grid else ((7,), 7)
+        self.children, self.weight = leaf(B, *places, C, D), leaf(count, M, D, E)
         self.activations = torch.rand(B, *places, dtype=torch.float64, requires_grad=True)
         self.leaves = [self.children, self.weight]
-        self.votes = Votes(self.children, self.weight, None, WINDOW if on_grid else None)
+        self.votes = Votes(self.children, self.weight, None, Window(3, stride=2, padding=1) if on_grid else None)
+
+    def seen(self, values: Tensor) -> Tensor:
+        """What windows see of values [B, N, H, W, ...]: [B, Ho, Wo, I, ...], 0 in padding."""
+        if not self.on_grid:
+            return values
+        (high, wide), padded = values.shape[2:4], F.pad(values.movedim((2, 3), (-2, -1)), (1, 1, 1, 1))
+        windows = [padded[..., y : y + 3, x : x + 3] for y in range(0, high, 2) for x in range(0, wide, 2)]
+        flat = torch.stack([window.movedim((-2, -1), (1, 2)).flatten(1, 3) for window in windows], 1)
+        return flat.unflatten(1, ((high + 1) // 2, (wide + 1) // 2))
 
     @property
     def v(self) -> Tensor:
-        return torch.einsum("...icd,imde->...imce", seen(self.children, self.on_grid), self.weight).flatten(-2)
+        """The votes, [B, *grid, I, M, K], 0 in padding."""
+        return torch.einsum("...icd,imde->...imce", self.seen(self.children), self.weight).flatten(-2)
 
     @property
     def gate(self) -> Tensor:
-        return seen(self.activations, self.on_grid)[..., None]
+        return self.seen(self.activations)[..., None]
 
     def bias(self) -> tuple[Tensor, Tensor]:
         """A bias of parents as the gallery takes it, and as [M, K]."""
         self.leaves.append(leaf(M, *([1, 1] if self.on_grid else []), C, E))
         return self.leaves[-1], self.leaves[-1].view(M, K)
 
-    def layer(self, kind: Any, **options: Any) -> Any:
+    def layer(self, kind: Any) -> Any:
         grid = {"kernel_size": 3, "stride": 2, "padding": 1} if self.on_grid else {}
-        layer = kind(N if self.on_grid else 7, M, C * D, K, pose=C, dtype=torch.float64, **grid, **options).double()
+        layer = kind(N if self.on_grid else 7, M, C * D, K, pose=C, dtype=torch.float64, **grid).double()
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter)
-        self.weight = layer.weight
-        self.leaves = [self.children, *layer.parameters()]
+        self.weight, self.leaves = layer.weight, [self.children, *layer.parameters()]
         return layer
 
 
@@ -88,32 +85,22 @@ def total(r: Tensor, v: Tensor) -> Tensor:
     return (r[..., None] * v).sum(-3)
 
 
-def parents_of(s: Tensor) -> Tensor:
-    """[B, *grid, M, ...] as [B, M, *grid, ...]."""
-    return s.movedim(-2, 1)
+def agreement(s: Tensor, v: Tensor) -> Tensor:
+    return (s.unsqueeze(-3) * v).sum(-1)
 
 
-def scalars_of(a: Tensor) -> Tensor:
-    return a.movedim(-1, 1)
+def cosine(g: Any, scene: Scene) -> Both:
+    (bias, flat), v = scene.bias(), scene.v
+    logits = torch.zeros_like(v[..., 0])
+    for _ in range(3):
+        s = total(logits.softmax(-1), v) + flat
+        logits = logits + F.cosine_similarity(s.unsqueeze(-3), v, dim=-1)
+    return g.cosine_routing(scene.votes, bias), squash(s)
 
 
-# ---- each routing: ours, the formula over stored votes ---------------------------------------------------------------
-
-Pair = tuple[Callable[[], Any], Callable[[], Any]]
-
-
-def cosine(g: Any, scene: Scene) -> Pair:
-    bias, flat = scene.bias()
-
-    def formula() -> Tensor:
-        v = scene.v
-        logits = torch.zeros_like(v[..., 0])
-        for _ in range(2):
-            s = total(logits.softmax(-1), v) + flat
-            logits = logits + F.cosine_similarity(s.unsqueeze(-3), v, dim=-1)
-        return parents_of(squash(total(logits.softmax(-1), v) + flat))
-
-    return lambda: g.cosine_routing(scene.votes, bias).flatten(-2), formula
+def top_k(logits: Tensor) -> Tensor:
+    kept = logits.exp() * (logits.argsort(-1).argsort(-1) > 0)  # two of three
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def sparsemax(logits: Tensor) -> Tensor:
@@ -126,226 +113,179 @@ def sparsemax(logits: Tensor) -> Tensor:
     return support * (logits - ((support * logits).sum(-1, keepdim=True) - 1) / support.sum(-1, keepdim=True))
 
 
-def top_2(logits: Tensor) -> Tensor:
-    kept = logits.exp() * (logits.argsort(-1).argsort(-1) > 0)  # of three
-    return kept / kept.sum(-1, keepdim=True)
-
-
 def sinkhorn(logits: Tensor) -> Tensor:
-    kernel = logits.exp()
+    shares = logits.exp()
     for _ in range(5):
-        kernel = kernel / kernel.sum(-2, keepdim=True)
-        kernel = kernel / kernel.sum(-1, keepdim=True)
-    return kernel
+        shares = shares / shares.sum(-2, keepdim=True)
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares
 
 
-def competing(name: str, compete: Callable[[Tensor], Tensor]) -> Callable[[Any, Scene], Pair]:
-    def made(g: Any, scene: Scene) -> Pair:
-        def formula() -> Tensor:
-            v = scene.v
-            logits = torch.zeros_like(v[..., 0])
-            s = squash(total(logits + 1 / M, v))
-            for _ in range(2):
-                logits = logits + (s.unsqueeze(-3) * v).sum(-1)
-                s = squash(total(compete(logits), v))
-            return parents_of(s)
-
-        return lambda: g.agreement_routing(scene.votes, getattr(g, name)).flatten(-2), formula
-
-    return made
-
-
-def batch_averaged(g: Any, scene: Scene) -> Pair:
-    def formula() -> Tensor:
-        v = scene.v
-        logits = torch.zeros_like(v[:1, ..., 0])
+def competing(compete: Callable[[Tensor], Tensor]) -> Callable[[Any, Scene], Both]:
+    def both(g: Any, scene: Scene) -> Both:
+        v, logits = scene.v, 0.0
+        s = squash(v.sum(-3) / M)
         for _ in range(2):
-            s = squash(total(logits.softmax(-2), v))
-            logits = logits + (s.unsqueeze(-3) * v).sum(-1).mean(0, keepdim=True)
-        return parents_of(squash(total(logits.softmax(-2), v)))
+            logits = logits + agreement(s, v)
+            s = squash(total(compete(logits), v))
+        return g.agreement_routing(scene.votes, getattr(g, compete.__name__)), s
 
-    return lambda: g.batch_averaged_routing(scene.votes).flatten(-2), formula
-
-
-def deepcaps(g: Any, scene: Scene) -> Pair:
-    bias, flat = scene.bias()
-    kernel = leaf(M * K, C * D, 3, 3)
-    scene.leaves[:2] = [scene.children, kernel] if scene.on_grid else scene.leaves[:2]
-
-    def convolved(first: int, last: int) -> Tensor:  # one kernel for all child types
-        maps = scene.children[:, first:last].flatten(-2).movedim(-1, 2).flatten(0, 1)
-        made = F.conv2d(maps, kernel, padding=1).unflatten(0, (B, -1)).unflatten(2, (M, C, E))
-        return made.movedim((-2, -1), (1, 2))
-
-    def formula() -> Tensor:
-        v = convolved(0, N).flatten(-2) if scene.on_grid else scene.v
-        logits = torch.zeros_like(v[..., 0])
-        for iteration in range(3):
-            shares = logits.exp()
-            over = (1, 2, 4) if scene.on_grid else 2
-            s = squash(total(shares / shares.sum(over, keepdim=True), v) + flat)
-            logits = logits + (s.unsqueeze(-3) * v).sum(-1) * (iteration < 2)
-        return parents_of(s)
-
-    votes = Votes.in_blocks(convolved, N, block=1) if scene.on_grid else scene.votes
-    return lambda: g.deepcaps_routing(votes, bias).flatten(-2), formula
+    return both
 
 
-def em(g: Any, scene: Scene) -> Pair:
-    beta_u, beta_a = leaf(), leaf()
+def batch_averaged(g: Any, scene: Scene) -> Both:
+    v = scene.v
+    logits = torch.zeros_like(v[:1, ..., 0])
+    for _ in range(3):
+        s = squash(total(logits.softmax(-2), v))
+        logits = logits + agreement(s, v).mean(0, keepdim=True)
+    return g.batch_averaged_routing(scene.votes), s
+
+
+def deepcaps(g: Any, scene: Scene) -> Both:
+    (bias, flat), v, votes, over = scene.bias(), scene.v, scene.votes, [2]
+    if scene.on_grid:  # a convolution, the same for all child types
+        kernel = leaf(M * K, C * D, 3, 3)
+        scene.leaves[1] = kernel
+
+        def convolved(first: int, last: int) -> Tensor:
+            maps = scene.children[:, first:last].flatten(-2).movedim(-1, 2).flatten(0, 1)
+            made = F.conv2d(maps, kernel, padding=1).unflatten(0, (B, -1)).unflatten(2, (M, C, E))
+            return made.movedim((-2, -1), (1, 2))
+
+        v, votes, over = convolved(0, N).flatten(-2), Votes.in_blocks(convolved, N, block=1), [1, 2, 4]
+    logits = torch.zeros_like(v[..., 0])
+    for _ in range(3):
+        s = squash(total(logits.exp() / logits.exp().sum(over, keepdim=True), v) + flat)
+        logits = logits + agreement(s, v)
+    return g.deepcaps_routing(votes, bias), s
+
+
+def em(g: Any, scene: Scene) -> Both:
+    beta_u, beta_a, many = leaf(), leaf(), scene.activations[0].numel()
     scene.leaves += [scene.activations, beta_u, beta_a]
-    many = scene.activations[0].numel()
-    ids = torch.arange(1, many + 1).view(1, *scene.activations.shape[1:])
-    ids = seen(ids, scene.on_grid)[0]  # [*grid, I], 0 in padding
+    ids = scene.seen(torch.arange(1, many + 1).view(1, *scene.activations.shape[1:]))[0]  # 0 in padding
     owns = F.one_hot(ids, many + 1)[..., 1:].bool()[..., None]  # [*grid, I, children, 1]
-
-    def formula() -> Results:
-        v, gate = scene.v, scene.gate
-        logits = torch.zeros_like(v[..., 0])
-        for iteration in range(3):
-            heat = 0.01 * (1 - 0.95 ** (iteration + 1))
-            every = logits.unsqueeze(-2).exp() * owns  # [B, *grid, I, children, M]
-            r = gate * (every / every.sum((*range(1, every.dim() - 2), -1), keepdim=True)).sum(-2)
-            n = r.sum(-2)[..., None]
-            mean = total(r, v) / n
-            variance = total(r, (v - mean.unsqueeze(-3)).square()) / n + 1e-6
-            cost = ((beta_u + variance.sqrt().log()) * n).sum(-1)
-            a = (heat * (beta_a - cost)).sigmoid()
-            gaussian = torch.distributions.Normal(mean.unsqueeze(-3), variance.sqrt().unsqueeze(-3))
-            logits = a.log().unsqueeze(-2) + gaussian.log_prob(v).sum(-1)
-            logits = logits - logits.detach().amax()
-        return parents_of(mean), scalars_of(a)
-
-    def ours() -> Results:
-        poses, a = g.em_routing(scene.votes, scene.activations, beta_u, beta_a)
-        return poses.flatten(-2), a
-
-    return ours, formula
+    v, gate = scene.v, scene.gate
+    logits = torch.zeros_like(v[..., 0])
+    for iteration in range(3):
+        every = logits.unsqueeze(-2).exp() * owns  # [B, *grid, I, children, M]
+        r = gate * (every / every.sum((*range(1, every.dim() - 2), -1), keepdim=True)).sum(-2)
+        n = r.sum(-2)[..., None]
+        mean = total(r, v) / n
+        variance = total(r, (v - mean.unsqueeze(-3)).square()) / n + 1e-6
+        cost = ((beta_u + variance.sqrt().log()) * n).sum(-1)
+        a = (0.01 * (1 - 0.95 ** (iteration + 1)) * (beta_a - cost)).sigmoid()
+        gaussian = torch.distributions.Normal(mean.unsqueeze(-3), variance.sqrt().unsqueeze(-3))
+        logits = a.log().unsqueeze(-2) + gaussian.log_prob(v).sum(-1)
+        logits = logits - logits.detach().amax()
+    return g.em_routing(scene.votes, scene.activations, beta_u, beta_a), (mean, a)
 
 
-def variational(g: Any, scene: Scene) -> Pair:
+def normed(x: Tensor, parents: int) -> Tensor:
+    over = [k for k in range(x.dim()) if k != parents % x.dim()]
+    return (x - x.mean(over, keepdim=True)) / (x.var(over, unbiased=False, keepdim=True) + 1e-5).sqrt()
+
+
+def variational(g: Any, scene: Scene) -> Both:
     layer = scene.layer(g.VariationalBayesRouting)
     scene.leaves.append(scene.activations)
-
-    def normed(x: Tensor) -> Tensor:  # [B, M, ...]
-        over = [k for k in range(x.dim()) if k != 1]
-        return (x - x.mean(over, keepdim=True)) / (x.var(over, unbiased=False, keepdim=True) + 1e-5).sqrt()
-
-    def formula() -> Results:
-        v, gate = scene.v, scene.gate
-        r = torch.full_like(v[..., 0], 1 / M)
-        for iteration in range(3):
-            w = gate * r
-            n = w.sum(-2)[..., None]  # [B, *grid, M, 1]
-            alpha, kappa, nu = 1 + n, 1 + n, K + 1 + n
-            mu = total(w, v) / n
-            mean = n * mu / kappa
-            inverse_psi = 1 + total(w, (v - mu.unsqueeze(-3)).square()) + n / kappa * mu.square()
-            log_pi = (alpha.digamma() - alpha.sum(-2, keepdim=True).digamma())[..., 0]
-            log_det = sum(((nu[..., 0] - d) / 2).digamma() for d in range(K)) + K * math.log(2)
-            log_det = log_det - inverse_psi.log().sum(-1)
-            if iteration < 2:
-                far = (nu / inverse_psi).unsqueeze(-3) * (v - mean.unsqueeze(-3)).square()
-                log_p = (log_det - K * math.log(2 * math.pi) - K / kappa[..., 0]) / 2
-                r = ((log_pi + log_p).unsqueeze(-2) - far.sum(-1) / 2).softmax(-1)
-        entropy = K / 2 * math.log(2 * math.pi * math.e) - log_det / 2
-        beta_a, beta_u = torch.randn(2, M, dtype=torch.float64)  # BatchNorm cancels them
-        a = beta_a - (log_pi.exp() * entropy + beta_u)
-        return normed(parents_of(mean)), normed(scalars_of(a)).sigmoid()
-
-    return lambda: layer(scene.children.flatten(-2), scene.activations), formula
+    v = scene.v
+    r = torch.full_like(v[..., 0], 1 / M)
+    for _ in range(3):
+        w = scene.gate * r
+        n = w.sum(-2)[..., None]  # [B, *grid, M, 1]
+        alpha, kappa, nu = 1 + n, 1 + n, K + 1 + n
+        mu = total(w, v) / n
+        mean = n * mu / kappa
+        inverse_psi = 1 + total(w, (v - mu.unsqueeze(-3)).square()) + n / kappa * mu.square()
+        log_pi = (alpha.digamma() - alpha.sum(-2, keepdim=True).digamma())[..., 0]
+        log_det = sum(((nu[..., 0] - d) / 2).digamma() for d in range(K)) + K * math.log(2) - inverse_psi.log().sum(-1)
+        far = agreement(nu / inverse_psi, (v - mean.unsqueeze(-3)).square())
+        log_p = (log_det - K * math.log(2 * math.pi) - K / kappa[..., 0]) / 2
+        r = ((log_pi + log_p).unsqueeze(-2) - far / 2).softmax(-1)
+    entropy = K / 2 * math.log(2 * math.pi * math.e) - log_det / 2
+    beta_a, beta_u = torch.randn(2, M, dtype=torch.float64)  # the authors' parameters, which BatchNorm cancels
+    a = beta_a - (log_pi.exp() * entropy + beta_u)
+    return layer(scene.children.flatten(-2), scene.activations), (normed(mean, -2), normed(a, -1).sigmoid())
 
 
-def self_routing(g: Any, scene: Scene) -> Pair:
+def self_routing(g: Any, scene: Scene) -> Both:
     layer = scene.layer(g.SelfRouting)
     scene.leaves.append(scene.activations)
-
-    def formula() -> Results:
-        poses = seen(scene.children.flatten(-2), scene.on_grid)
-        logits = torch.einsum("...id,imd->...im", poses, layer.router[..., 0]) + layer.router_bias[..., 0, 0]
-        shares = scene.gate * logits.softmax(-1)
-        each = shares.sum(-2)
-        return (
-            parents_of(total(shares / each.unsqueeze(-2), scene.v)),
-            scalars_of(each / scene.gate.sum(-2)),
-        )
-
-    return lambda: layer(scene.children.flatten(-2), scene.activations), formula
+    poses = scene.seen(scene.children.flatten(-2))
+    logits = torch.einsum("...id,imd->...im", poses, layer.router[..., 0]) + layer.router_bias[..., 0, 0]
+    shares = scene.gate * logits.softmax(-1)
+    each = shares.sum(-2)
+    formula = total(shares / each.unsqueeze(-2), scene.v), each / scene.gate.sum(-2)
+    return layer(scene.children.flatten(-2), scene.activations), formula
 
 
-def self_attention(g: Any, scene: Scene) -> Pair:
+def self_attention(g: Any, scene: Scene) -> Both:
     layer = scene.layer(g.SelfAttentionRouting)
-
-    def formula() -> Tensor:
-        v = scene.v
-        pairs = torch.einsum("...imk,...jmk->...ijm", v, v) / math.sqrt(K)
-        s = total(pairs.sum(-2).softmax(-1) + layer.prior, v)
-        length = s.square().sum(-1, keepdim=True).sqrt()
-        return parents_of((1 - 1 / length.exp()) * s / length)
-
-    return lambda: layer(scene.children.flatten(-2)), formula
+    v = scene.v
+    pairs = torch.einsum("...imk,...jmk->...ijm", v, v) / math.sqrt(K)
+    s = total(pairs.sum(-2).softmax(-1) + layer.prior, v)
+    length = s.square().sum(-1, keepdim=True).sqrt()
+    return layer(scene.children.flatten(-2)), (1 - 1 / length.exp()) * s / length
 
 
-def slots(g: Any, scene: Scene) -> Pair:
-    layer, inputs = g.SlotAttention(M, K).double(), leaf(B, 7, K)
+def slots(g: Any, scene: Scene) -> Both:
+    layer, inputs, teacher = g.SlotAttention(M, K).double(), leaf(B, 7, K), torch.randint(M, (B, 7))
     scene.leaves = [inputs, *layer.parameters()]
-    teacher = torch.randint(M, (B, 7))
-
-    def formula() -> Results:
-        x = layer.norm_inputs(inputs)
-        k, v, state = layer.to_k(x), layer.to_v(x), layer.start.expand(B, -1, -1)
-        for _ in range(3):
-            logits = k @ layer.to_q(layer.norm_slots(state)).mT / math.sqrt(K)
-            share = logits.softmax(-1) + 1e-8
-            found = (share / share.sum(1, keepdim=True)).mT @ v
-            state = torch.stack([layer.gru(found[:, m], state[:, m]) for m in range(M)], 1)
-            state = state + layer.mlp(layer.norm_mlp(state))
-        return state, -logits.log_softmax(-1).gather(-1, teacher[..., None]).mean()
-
-    def ours() -> Results:
-        state, logits = layer(inputs)
-        return state, F.cross_entropy(logits.mT, teacher)
-
-    return ours, formula
+    x = layer.norm_inputs(inputs)
+    k, v, state = layer.to_k(x), layer.to_v(x), layer.start.expand(B, -1, -1)
+    for _ in range(3):
+        logits = k @ layer.to_q(layer.norm_slots(state)).mT / math.sqrt(K)
+        share = logits.softmax(-1) + 1e-8
+        found = (share / share.sum(1, keepdim=True)).mT @ v
+        state = torch.stack([layer.gru(found[:, m], state[:, m]) for m in range(M)], 1)
+        state = state + layer.mlp(layer.norm_mlp(state))
+    loss = -logits.log_softmax(-1).gather(-1, teacher[..., None]).mean()
+    ours, last = layer(inputs)
+    return (ours, F.cross_entropy(last.mT, teacher)), (state, loss)
 
 
-def cosine_top_k(g: Any, scene: Scene) -> Pair:
+def cosine_top_k(g: Any, scene: Scene) -> Both:
     layer = scene.layer(g.CosineTopK)
-
-    def formula() -> Tensor:
-        v = scene.v
-        s = total(torch.full_like(v[..., 0], 1 / M), v)
-        for _ in range(2):
-            s = total(top_2(8 * F.cosine_similarity(s.unsqueeze(-3), v, dim=-1)), v)
-        return parents_of(squash(s))
-
-    return lambda: layer(scene.children.flatten(-2)), formula
+    v = scene.v
+    s = v.sum(-3) / M
+    for _ in range(2):
+        s = total(top_k(8 * F.cosine_similarity(s.unsqueeze(-3), v, dim=-1)), v)
+    return layer(scene.children.flatten(-2)), squash(s)
 
 
-COMPETITIONS = {"top_k": top_2, "sparsemax": sparsemax, "sinkhorn": sinkhorn}
-ROUTINGS: dict[str, Callable[[Any, Scene], Pair]] = {
-    "cosine": cosine,
-    **{name: competing(name, compete) for name, compete in COMPETITIONS.items()},
-    **{each.__name__: each for each in (batch_averaged, deepcaps, em, variational, self_routing, self_attention)},
-    **{each.__name__: each for each in (slots, cosine_top_k)},
-}
-ONLY_SETS = ("sinkhorn", "slots")
+LOOPS = (cosine, batch_averaged, deepcaps, em, variational, self_routing, self_attention, slots, cosine_top_k)
+ROUTINGS = {each.__name__: each for each in LOOPS}
+ROUTINGS |= {compete.__name__: competing(compete) for compete in (top_k, sparsemax, sinkhorn)}
+CASES = [(name, grid) for name in ROUTINGS for grid in (False, True) if not (grid and name in ("sinkhorn", "slots"))]
 
 
-@pytest.mark.parametrize(
-    ("name", "on_grid"),
-    [(name, on_grid) for name in ROUTINGS for on_grid in (False, True) if not (on_grid and name in ONLY_SETS)],
-)
-def test_a_routing_is_its_papers_formula_over_stored_votes(gallery: SimpleNamespace, name: str, on_grid: bool) -> None:
+@pytest.mark.parametrize(("name", "on_grid"), CASES)
+def test_a_routing_is_its_formula_over_stored_votes(gallery: SimpleNamespace, name: str, on_grid: bool) -> None:
     torch.manual_seed(3)
     scene = Scene(on_grid)
-    found = []
-    for run in ROUTINGS[name](gallery, scene):
-        results = run()
-        results = (results,) if isinstance(results, Tensor) else tuple(results)
-        torch.manual_seed(4)
-        loss = sum((result * torch.randn(result.shape, dtype=torch.float64)).sum() for result in results)
-        found.append((*results, *torch.autograd.grad(loss, scene.leaves)))
-    for ours, formula in zip(*found, strict=True):
-        assert formula.abs().max() > 0 and ours.dtype == torch.float64
-        torch.testing.assert_close(ours, formula, rtol=1e-8, atol=1e-9)
+    ours, formula = (x if isinstance(x, tuple) else (x,) for x in ROUTINGS[name](gallery, scene))
+    formula = tuple(x.movedim(3, 1) if on_grid else x for x in formula)
+    ours = tuple(x.flatten(-2) if x.dim() > y.dim() else x for x, y in zip(ours, formula, strict=True))
+    heads = [torch.randn(x.shape, dtype=torch.float64) for x in formula]
+    found = [(*results, *torch.autograd.grad(results, scene.leaves, heads)) for results in (ours, formula)]
+    for mine, theirs in zip(*found, strict=True):
+        assert theirs.abs().max() > 0 and mine.dtype == torch.float64
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_the_page_shows_the_code_of_the_example() -> None:
+    blocks = re.findall(
+        r"^```python\n((?:def|class) .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert blocks and all(block in EXAMPLE.read_text(encoding="utf-8") for block in blocks)
+
+
+@pytest.mark.slow
+def test_the_new_routing_learns(gallery: SimpleNamespace) -> None:
+    digits, larger = data.load("digits"), []
+    for part in (digits.train, digits.test):
+        images, labels = next(iter(torch.utils.data.DataLoader(part, len(part))))
+        larger.append(torch.utils.data.TensorDataset(F.interpolate(images, 28), labels))
+    assert gallery.train(SimpleNamespace(train=larger[0], test=larger[1]), epochs=3) > 0.9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from fastcaps.checks import accumulation_dtype, check_count, check_tensor, shape
 from fastcaps.made import MadeVotes, Maker
 from fastcaps.ops import verbs as ops
 from fastcaps.reference.verbs import present
-from fastcaps.votes import VoteInputs, Window, to_op, window_views, windows
+from fastcaps.votes import VoteInputs, Window, to_op, windows
 
 
 class Votes:
@@ -149,13 +148,18 @@ class Votes:
         """Where the votes are."""
         return self._inputs.children.device
 
-    @cached_property
+    @property
     def present(self) -> Tensor:
         """Which children are there, booleans ``[1, Ho, Wo, I]``, or ``[1, I]`` where all are: not those in padding."""
         found = present(self._inputs)
         if found is None:
             return torch.ones((1, self.count), dtype=torch.bool, device=self.device)
         return found != 0
+
+    def zero_logits(self) -> Tensor:
+        """Return zeros in the coefficients' shape and the accumulation dtype: the logits that a routing starts with."""
+        children = self._inputs.children
+        return children.new_zeros(self.coefficients_shape, dtype=accumulation_dtype(children.dtype))
 
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
@@ -209,15 +213,16 @@ class Votes:
             return values
         self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
         batch, types, height, width = self.children.shape[:4]
-        kh, kw, _, _, ph, pw, _, _ = self.window.spec
+        kh, kw, sh, sw, ph, pw, dh, dw = self.window.spec
         shape = (batch, height + 2 * ph, width + 2 * pw, types, *values.shape[4:])
         padded = values.new_full(shape, 0.0 if reduce == "sum" else -torch.inf)
-        views = window_views(padded, (*self.window.spec[:4], 0, 0, *self.window.spec[6:]))
+        rows, columns = (sh * (values.shape[1] - 1) + 1, sw * (values.shape[2] - 1) + 1)
         parts = values.unflatten(3, (kh, kw, types))
-        for row in range(kh):
-            for column in range(kw):  # in a view of one place under the window no number is there twice
-                view, part = views[:, :, :, row, column], parts[:, :, :, row, column]
-                view.copy_(view + part if reduce == "sum" else torch.maximum(view, part))
+        for y in range(kh):
+            for x in range(kw):  # one place under all windows: no child is there twice
+                place = padded[:, y * dh : y * dh + rows : sh, x * dw : x * dw + columns : sw]
+                part = parts[:, :, :, y, x]
+                place.copy_(place + part if reduce == "sum" else torch.maximum(place, part))
         return padded[:, ph : ph + height, pw : pw + width].movedim(3, 1)
 
     # ---- what verbs are given ----------------------------------------------------------------------------------------

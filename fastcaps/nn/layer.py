@@ -332,6 +332,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
+        votes.with_gate(call.activity, gate_name=self.activity_name)  # checked as all layers check it
         found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
         poses = found if isinstance(found, Tensor) else found[0]
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
