@@ -222,7 +222,10 @@ class Votes:
             for x in range(kw):  # one place under all windows: no child is there twice
                 place = padded[:, y * dh : y * dh + rows : sh, x * dw : x * dw + columns : sw]
                 part = parts[:, :, :, y, x]
-                place.copy_(place + part if reduce == "sum" else torch.maximum(place, part))
+                if reduce == "sum":
+                    place.add_(part)
+                else:
+                    place.copy_(torch.maximum(place.clone(), part))
         return padded[:, ph : ph + height, pw : pw + width].movedim(3, 1)
 
     # ---- what verbs are given ----------------------------------------------------------------------------------------
