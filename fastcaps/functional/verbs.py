@@ -123,10 +123,10 @@ class Votes:
         return self._inputs.parents
 
     @property
-    def pose_shape(self) -> tuple[int, int]:
+    def pose_shape(self) -> torch.Size:
         """C, E: the shape of a vote and of a parent's pose."""
         rows, _, columns = self._inputs.pose
-        return rows, columns
+        return torch.Size((rows, columns))
 
     @property
     def coefficients_shape(self) -> tuple[int, ...]:
