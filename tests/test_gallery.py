@@ -246,16 +246,7 @@ def slots(g: Any, scene: Scene) -> Both:
     return (ours, F.cross_entropy(last.mT, teacher)), (state, loss)
 
 
-def cosine_top_k(g: Any, scene: Scene) -> Both:
-    layer = scene.layer(g.CosineTopK)
-    v = scene.v
-    s = v.sum(-3) / M
-    for _ in range(2):
-        s = total(top_k(8 * F.cosine_similarity(s.unsqueeze(-3), v, dim=-1)), v)
-    return layer(scene.children.flatten(-2)), squash(s)
-
-
-LOOPS = (cosine, batch_averaged, deepcaps, em, variational, self_routing, self_attention, slots, cosine_top_k)
+LOOPS = (cosine, batch_averaged, deepcaps, em, variational, self_routing, self_attention, slots)
 ROUTINGS = {each.__name__: each for each in LOOPS}
 ROUTINGS |= {compete.__name__: competing(compete) for compete in (top_k, sparsemax, sinkhorn)}
 CASES = [(name, grid) for name in ROUTINGS for grid in (False, True) if not (grid and name in ("sinkhorn", "slots"))]
@@ -280,6 +271,20 @@ def test_the_page_shows_the_code_of_the_example() -> None:
         r"^```python\n((?:def|class) .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
     assert blocks and all(block in EXAMPLE.read_text(encoding="utf-8") for block in blocks)
+
+
+def test_windows_that_compete_compile(gallery: SimpleNamespace) -> None:
+    def run(children: Tensor, activations: Tensor) -> Tensor:
+        return gallery.em_routing(Votes(children, weight, window=Window(3, padding=1)), activations, 0.1, 0.2).poses
+
+    weight, given = torch.randn(18, M, D, E), (torch.randn(B, N, 5, 4, C, D), torch.rand(B, N, 5, 4))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given), run(*given))
+
+
+def test_a_layer_of_ones_own_checks_its_activations(gallery: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=r"activations must have shape \[B, I\] = \[2, 7\], got \[2, 8\]"):
+        gallery.SelfRouting(7, M, 4, 4)(torch.randn(2, 7, 4), torch.rand(2, 8))
 
 
 @pytest.mark.slow
