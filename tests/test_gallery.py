@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
-import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,10 @@ Both = tuple[Any, Any]  # what the gallery returns, and what the formula does: a
 
 
 @pytest.fixture(scope="module")
-def gallery() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+def gallery() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:  # a module: Dynamo looks for it by its name
+        patch.syspath_prepend(EXAMPLE.parent)
+        yield importlib.import_module(EXAMPLE.stem)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -253,7 +255,7 @@ CASES = [(name, grid) for name in ROUTINGS for grid in (False, True) if not (gri
 
 
 @pytest.mark.parametrize(("name", "on_grid"), CASES)
-def test_a_routing_is_its_formula_over_stored_votes(gallery: SimpleNamespace, name: str, on_grid: bool) -> None:
+def test_a_routing_is_its_formula_over_stored_votes(gallery: Any, name: str, on_grid: bool) -> None:
     torch.manual_seed(3)
     scene = Scene(on_grid)
     ours, formula = (x if isinstance(x, tuple) else (x,) for x in ROUTINGS[name](gallery, scene))
@@ -273,7 +275,7 @@ def test_the_page_shows_the_code_of_the_example() -> None:
     assert blocks and all(block in EXAMPLE.read_text(encoding="utf-8") for block in blocks)
 
 
-def test_windows_that_compete_compile(gallery: SimpleNamespace) -> None:
+def test_windows_that_compete_compile(gallery: Any) -> None:
     def run(children: Tensor, activations: Tensor) -> Tensor:
         return gallery.em_routing(Votes(children, weight, window=Window(3, padding=1)), activations, 0.1, 0.2).poses
 
@@ -282,13 +284,13 @@ def test_windows_that_compete_compile(gallery: SimpleNamespace) -> None:
     torch.testing.assert_close(compiled(*given), run(*given))
 
 
-def test_a_layer_of_ones_own_checks_its_activations(gallery: SimpleNamespace) -> None:
+def test_a_layer_of_ones_own_checks_its_activations(gallery: Any) -> None:
     with pytest.raises(ValueError, match=r"activations must have shape \[B, I\] = \[2, 7\], got \[2, 8\]"):
         gallery.SelfRouting(7, M, 4, 4)(torch.randn(2, 7, 4), torch.rand(2, 8))
 
 
 @pytest.mark.slow
-def test_the_new_routing_learns(gallery: SimpleNamespace) -> None:
+def test_the_new_routing_learns(gallery: Any) -> None:
     digits, larger = data.load("digits"), []
     for part in (digits.train, digits.test):
         images, labels = next(iter(torch.utils.data.DataLoader(part, len(part))))
