@@ -104,6 +104,7 @@ class Votes:
         if many != votes.parents:
             raise ValueError(f"parents must be the M = {votes.parents} of the votes, got {many}")
         if not isinstance(votes, MadeVotes):
+            checks = {**checks, "parents_at": None}  # the votes know M
             return VoteInputs.of(self.children, self.weight, self.bias, gate, self.window, many, **checks)
         check = checks.get("check")
         if check is not None:
