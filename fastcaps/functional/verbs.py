@@ -230,9 +230,10 @@ class Votes:
         shape = votes.public_pairs()
         if isinstance(value, (int, float)):
             value = votes.children.new_full((), value, dtype=accumulation_dtype(votes.children.dtype))
-        check_tensor(
-            "coefficients", value, votes.children, votes.autocasts, (accumulation_dtype(votes.children.dtype),)
-        )
+        if not isinstance(value, Tensor):
+            raise TypeError(f"coefficients must be a torch.Tensor or a number, got {type(value).__name__}")
+        wide = (accumulation_dtype(votes.children.dtype),)
+        check_tensor("coefficients", value, votes.children, votes.autocasts, wide)
         try:
             whole = value.expand(shape)
         except RuntimeError:
