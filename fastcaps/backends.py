@@ -276,7 +276,7 @@ def listing() -> tuple[Backend, ...]:
         Backend("cuda", not cuda, cuda or _built_for()),
         Backend("triton", not triton, triton or ("kernels in Triton's interpreter" if _interprets() else kernels)),
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
-        Backend("reference", True, "plain PyTorch, any device; votes in blocks"),
+        Backend("reference", True, "plain PyTorch, any device; makes a block of votes at a time"),
     )
 
 

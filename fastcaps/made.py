@@ -14,7 +14,7 @@ from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tr
 from fastcaps.votes import SET_WINDOW, VoteInputs
 from fastcaps.watchers import are_plain, is_transformed
 
-BLOCK = 1 << 22  # the numbers in a block's votes: 16 MB of float32
+BLOCK = 1 << 20  # the numbers in a block of votes: 4 MB of float32
 MADE = ("reference", "votes that a function makes come a block at a time, in plain PyTorch")
 """What runs, and why, for an explanation."""
 
