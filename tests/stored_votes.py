@@ -40,8 +40,11 @@ class Stored:
     def agreement(self, parents: Tensor) -> Tensor:
         return (self.votes * parents.movedim(1, -3).unsqueeze(-4)).sum((-2, -1))
 
-    def distance(self, means: Tensor, precisions: Tensor | None = None) -> Tensor:
-        squares = (self.votes - means.movedim(1, -3).unsqueeze(-4)).square()
+    def offsets(self, means: Any) -> Tensor:
+        return self.votes - (means.movedim(1, -3).unsqueeze(-4) if isinstance(means, Tensor) else means)
+
+    def distance(self, means: Any, precisions: Tensor | None = None) -> Tensor:
+        squares = self.offsets(means).square()
         p = 1 if precisions is None else precisions.movedim(1, -3).unsqueeze(-4)
         return (p * squares).sum((-2, -1)) * self.there
 
@@ -51,7 +54,7 @@ class Stored:
 
     def square_sum(self, coefficients: Any, means: Tensor) -> Tensor:
         r = (torch.as_tensor(coefficients) * self.there)[..., None, None]
-        return (r * (self.votes - means.movedim(1, -3).unsqueeze(-4)).square()).sum(-4).movedim(-3, 1)
+        return (r * self.offsets(means).square()).sum(-4).movedim(-3, 1)
 
 
 def seen(values: Tensor, window: Window) -> Tensor:
@@ -149,7 +152,8 @@ def verbs(votes: Any, given: Leaves) -> Leaves:
         "mean": votes.sum(1 / votes.parents),
         "sum of one": votes.sum(r[:, ..., :1, :]),
         "square_sum": votes.square_sum(r, parents),
-        "square_sum of one": votes.square_sum(r[..., :1], p),
+        "square_sum of one": votes.square_sum(r[..., :1], p[:, :1]),
+        "length": votes.distance(0.0),
     }
 
 

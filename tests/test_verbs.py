@@ -117,6 +117,9 @@ def test_fold_is_the_adjoint_of_unfold(more: tuple[int, ...]) -> None:
     (folded,) = torch.autograd.grad((seen(x, PADDED) * y).sum(), x)
     torch.testing.assert_close(votes.fold(y), folded)
     assert torch.autograd.gradgradcheck(votes.fold, y, fast_mode=True, check_fwd_over_rev=True)
+    child = seen(torch.arange(x.numel()).view(x.shape) + 1, PADDED).flatten()  # whose number each one is
+    highest = torch.full((x.numel() + 1,), -torch.inf, dtype=y.dtype).scatter_reduce(0, child, y.flatten(), "amax")
+    assert torch.equal(votes.fold(y, "amax").flatten(), highest[1:])
     mapped = func.vmap(votes.fold)(torch.stack([y, 2 * y]))
     torch.testing.assert_close(mapped[1], 2 * folded)
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
@@ -331,10 +334,10 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "window must be a fastcaps.Window or None, got int", lambda: Votes(ON_GRID, None, window=3)),
     (ValueError, "parents must be the M = 3 of weight", lambda: Votes(SET, MATRICES, parents=4)),
     (ValueError, "parents must be an int >= 1, got 0", lambda: Votes(SET, None, parents=0)),
-    (ValueError, "parents must have shape ... = [2, 3, 4, 4], got [2, 4, 4]", lambda: VOTES.agreement(POSES[:, 0])),
-    (ValueError, "means must have shape [B, M, *grid, C, E] = [2, 3, 2, 2, 4, 4]", lambda: WINDOWED.distance(POSES)),
-    (TypeError, "precisions must be a torch.Tensor, got float", lambda: VOTES.distance(POSES, 1.0)),
-    (TypeError, "means must be a torch.Tensor, got NoneType", lambda: VOTES.square_sum(1.0, None)),
+    (ValueError, "parents must broadcast to ... = [2, 3, 4, 4], got [2, 4, 4]", lambda: VOTES.agreement(POSES[:, 0])),
+    (ValueError, "means must broadcast to [B, M, *grid, C, E] = [2, 3, 2, 2, 4, 4]", lambda: WINDOWED.distance(POSES)),
+    (TypeError, "precisions must be a torch.Tensor or a number, got list", lambda: VOTES.distance(POSES, [1.0])),
+    (TypeError, "means must be a torch.Tensor or a number, got NoneType", lambda: VOTES.square_sum(1.0, None)),
     (TypeError, "parents and children must have the same dtype", lambda: VOTES.agreement(POSES.double())),
     (TypeError, "parents must be a dense tensor, got a nested one", lambda: VOTES.agreement(NESTED)),
     (ValueError, "coefficients must broadcast to ... = [2, 6, 3], got [5]", lambda: VOTES.sum(ONES(5))),
@@ -343,6 +346,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "coefficients must be on the device of children", lambda: VOTES.sum(ONES(3, device="meta"))),
     (ValueError, "values must have shape [B, Ho, Wo, I, ...", lambda: WINDOWED.fold(SET)),
     (ValueError, "values must have shape [B, N, H, W, ...", lambda: WINDOWED.unfold(SET)),
+    (ValueError, "reduce must be 'sum' or 'amax', got 'mean'", lambda: WINDOWED.fold(SET, "mean")),
     (TypeError, "values must be a torch.Tensor, got int", lambda: WINDOWED.fold(1)),
     (TypeError, "weight must be None beside votes", lambda: dynamic(VOTES, MATRICES)),
     (TypeError, "window must be None beside votes", lambda: pool(MADE, window=APART)),
