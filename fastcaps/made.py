@@ -92,7 +92,7 @@ class Maker:
 
     def __init__(self, make: Callable[[int, int], Tensor], count: int, block: int | None) -> None:
         if not callable(make):
-            raise TypeError(f"make must be callable, make(i, j) returns the votes of children i to j - 1, got {make!r}")
+            raise TypeError(f"make must be a function make(i, j) of votes, got {type(make).__name__}")
         self.make, self.count = make, count
         with torch.no_grad(), _random_states_kept(torch.device("cpu")):
             first: Any = make(0, 1)

@@ -245,6 +245,8 @@ class Votes:
         wide = accumulation_dtype(children.dtype)
         if isinstance(value, (int, float)):
             value = children.new_full((), value, dtype=wide)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or a number, got {type(value).__name__}")
         check_tensor(name, value, children, self._inputs.autocasts, (wide,))
         try:
             return value.expand(shape).to(accumulation_dtype(value.dtype))

@@ -206,9 +206,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
         self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
-        if hasattr(
-            type(self), "route"
-        ):  # it may have no constructor; one of its own may draw its parameters after this
+        if hasattr(type(self), "route"):  # whose class may have no constructor; one may draw its own parameters later
             RoutingLayer.reset_parameters(self)
 
     def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
@@ -334,7 +332,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         votes.with_gate(call.activity, gate_name=self.activity_name)  # checked as all layers check it
         found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
-        poses = found if isinstance(found, Tensor) else found[0]
+        poses = found[0] if isinstance(found, (tuple, list)) and found else found
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
             what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
             raise ValueError(f"route must return parents of shape {list(votes.parents_shape)}, got {what}")
