@@ -65,7 +65,7 @@ def shorten(parents: Tensor) -> Tensor:
     size = length(parents, keepdim=True)
     zero = size == 0
     root = size.masked_fill(zero, 1.0).sqrt()
-    rest = (1 - size).clamp(min=0).sqrt()
+    rest = (1 - size).clamp(min=2.0**-80).sqrt()  # the root of 0 has no derivative
     return parents * (root / (root + 1e-8 * rest)).masked_fill(zero, 0.0)
 
 

@@ -74,6 +74,9 @@ class SlimTwin(Twin):
         convolution = self._kind(groups * atoms, groups * parents * own, groups=groups, **options)
         if isinstance(convolution.padding, str):
             raise ValueError(f"padding must be whole numbers, got {convolution.padding!r}")
+        steps = zip(convolution.stride, convolution.dilation, convolution.kernel_size, strict=True)
+        if convolution.transposed and any(step > dilation * (kernel - 1) + 1 for step, dilation, kernel in steps):
+            raise ValueError(f"stride must be no larger than the kernel, got {convolution.stride}")
         vars(self).update(options, share_weight=bool(shared))
         self.biases = nn.Parameter(torch.empty(parents, own, *[1] * len(convolution.kernel_size)))
         setattr(self, self._places[0], VoteConvolution())
