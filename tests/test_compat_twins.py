@@ -259,11 +259,11 @@ def test_no_votes_of_the_whole_grid(kind: Any, monkeypatch: pytest.MonkeyPatch) 
     """On the way back neither, nor a number for each child and parent."""
     monkeypatch.setattr(slim_capsules, "SLAB", 1)
     layer = kind(3, input_dim=16, output_dim=8, input_atoms=2, output_atoms=4, padding=1)
-    given = torch.randn(1, 16, 2, 40, 8, requires_grad=True)
+    given = torch.randn(1, 16, 2, 99, 8, requires_grad=True)
     with Largest() as seen:
         made = layer(given)
         made.sum().backward()
-    assert seen.numbers <= max(given.numel(), made.numel()) < 16 * made.numel() // 4
+    assert seen.numbers < 0.7 * (16 * made.numel() // 4)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -301,7 +301,8 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
          given_to("slim2", (2, 5, 3, 7, 6))),
         (ValueError, "no smaller than the kernel", given_to("slim2", (2, 3, 5, 7, 2))),
         (ValueError, "padding must be whole numbers, got 'same'", lambda: build("slim2", padding="same", stride=1)),
-        (ValueError, r"stride must be no larger than the kernel, got \(4, 5\)", lambda: build("unslim2", stride=(4, 5))),
+        (ValueError, r"stride must be no larger than the kernel, got \(4, 5\)",
+         lambda: build("unslim2", stride=(4, 5))),
         (ValueError, "n_out must be at least 2", lambda: build("heinsen", n_out=1)),
         (ValueError, r"mu_inp must be \[2, 6, 2, 3\] with a_inp \[2, 6\], got \[2, 6, 3, 2\]",
          given_to("heinsen", (2, 6), (2, 6, 3, 2))),

@@ -109,7 +109,8 @@ class SlimTwin(Twin):
         if self.num_routing == 1:
             return squash(self._sums(x) + self.biases, 2)
         row = prod(sizes[1:]) * self.input_dim * self.biases.numel()
-        step = max(1, SLAB // row)
+        # a transposed convolution makes parts of more rows than are wanted, of few rows most in vain
+        step = max(2 * self._along(0)[0] if self._convolution.transposed else 1, SLAB // row)
         slabs = [(first, min(first + step, sizes[0])) for first in range(0, sizes[0], step)]
         parts = [self._routed(part, slabs) for part in x.split(max(1, SLAB // (row * sizes[0])))]
         return torch.cat(parts)
