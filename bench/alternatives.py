@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import fastcaps
+from bench.verbs import by_verbs
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload
 from bench.workloads import WORKLOADS
@@ -28,6 +29,7 @@ from bench.workloads import WORKLOADS
 OURS, STORED, BLOCKED, FOLDED, EINSUM = (
     "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "einsum-compiled",
 )  # fmt: skip
+VERBS = "verbs"  # this package's, over fastcaps.Votes (bench/verbs.py): only where asked for
 BEFORE = "before"  # this package at another commit (bench/compare.py)
 _SUFFIX = "-compiled"
 ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), EINSUM)
@@ -57,10 +59,10 @@ def suited(names: Sequence[str], work: Workload, batch: int, on_cpu: bool = True
     poses are many more than the numbers of a vote. Elsewhere votes in blocks win over stored ones of some megabytes.
     """
     if not work.routing.makes_votes:
-        return [one for one in names if one.startswith((STORED, BEFORE))]
+        return [one for one in names if one.startswith((STORED, VERBS, BEFORE))]
     wide = work.routing.subject == "gaussian" and work.columns_in > 4 * work.pose
     folded = work.children >= 32 * work.matrices and not wide
-    found = {BEFORE, *((FOLDED, FOLDED + _SUFFIX) if folded else (BLOCKED, BLOCKED + _SUFFIX))}
+    found = {VERBS, BEFORE, *((FOLDED, FOLDED + _SUFFIX) if folded else (BLOCKED, BLOCKED + _SUFFIX))}
     if (not on_cpu or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
         found |= {STORED + _SUFFIX, EINSUM}
     if work.votes_bytes(batch) < _SMALL:
@@ -94,6 +96,8 @@ def build(name: str, work: Workload, safe: bool = False, batch: int | None = Non
     """
     if name == OURS:
         return work.routing.ours(work)
+    if name == VERBS:
+        return by_verbs(work)
     if name not in ALTERNATIVES:
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
     batch, kind = batch or work.batch, name.removesuffix(_SUFFIX)

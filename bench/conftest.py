@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import record, report
-from bench.alternatives import ALTERNATIVES, OURS, is_compiled, suited
+from bench.alternatives import ALTERNATIVES, OURS, VERBS, is_compiled, suited
 from bench.session import Session
 from bench.workload import PRECISIONS, Case
 from bench.workloads import cases
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     shown = ("verbose", "compare", "histogram", "autosave")
     if not any(config.getoption(f"benchmark_{name}", None) for name in shown):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
-    for name, known in (("against", ALTERNATIVES), ("device", ("cpu", "cuda")), ("precision", PRECISIONS)):
+    for name, known in (("against", (*ALTERNATIVES, VERBS)), ("device", ("cpu", "cuda")), ("precision", PRECISIONS)):
         given = option(name)
         if unknown := {*([given] if isinstance(given, str) else given)} - {*known}:
             raise pytest.UsageError(f"--{name}: got {', '.join(sorted(unknown))}, want some of {', '.join(known)}")

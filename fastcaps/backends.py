@@ -8,7 +8,8 @@ forces one for the whole process. Inside ``with fastcaps.backends.tf32x3()`` pro
 TF32 keep about the digits of float32.
 
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first iteration of
-inverted attention is as a rule torch's own product, under every backend but the reference.)
+inverted attention is as a rule torch's own product, under every backend but the reference; so are agreement and sum of
+votes of children that share matrices or have none.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in whatever thread that runs. A new thread starts without it, and so do those of ``nn.DataParallel``:
@@ -275,7 +276,7 @@ def listing() -> tuple[Backend, ...]:
         Backend("cuda", not cuda, cuda or _built_for()),
         Backend("triton", not triton, triton or ("kernels in Triton's interpreter" if _interprets() else kernels)),
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
-        Backend("reference", True, "plain PyTorch, any device; stores the votes"),
+        Backend("reference", True, "plain PyTorch, any device; makes a block of votes at a time"),
     )
 
 
@@ -363,7 +364,7 @@ def refuse_unless_reference(stem: str) -> None:
     if forced() not in (None, "reference"):
         raise BackendError(
             f"backend {forced()!r} is forced and cannot take this call: torch.func transforms, forward-mode "
-            f"derivatives and votes in blocks go through the reference of the {stem} routing"
+            f"derivatives and votes in blocks go through the reference ({stem})"
         )
 
 
@@ -473,7 +474,7 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
 if libraries.library("cpu").problem:
     warnings.warn(
         f"fastcaps: the native library cannot serve: {libraries.library('cpu').problem}; the reference serves instead. "
-        "Results are the same, but votes are stored: it is slow and needs much memory. Install fastcaps without "
+        "Results are the same, but it is slow and needs more memory. Install fastcaps without "
         "FASTCAPS_BUILD=0 for the compiled kernels.",
         RuntimeWarning,
         stacklevel=2,

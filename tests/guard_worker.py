@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from cases import Case
 from registry import Routing, every_case
+from test_verbs_cpu import Call, sample
 
 import fastcaps.encapnet  # noqa: F401  (defines its op; the package loads the library)
 
@@ -43,6 +44,14 @@ def run(routing: Routing, case: Case, threads: int) -> None:
         one.result()
 
 
+def verbs(number: int) -> None:
+    """Run the verbs on one of their cases."""
+    case = sample(44, 2)[number]
+    print("verbs", case, flush=True)
+    call = Call(case)
+    call.kernels(call.tensors)
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.set_num_threads(1)  # under ThreadSanitizer the library's own threads are those of parallel_threads.cpp
@@ -55,3 +64,5 @@ if __name__ == "__main__":
         (torch.float32, torch.bfloat16, torch.float64), (1, 2, 4, 5, 17), widths
     ):
         squash_sum(dim, width, dtype)
+    for number in range(part, 44, of):
+        verbs(number)

@@ -1,8 +1,8 @@
 """Routing by agreement as functions of tensors.
 
-Every tensor may have any strides, and kernels store nothing of size batch x children x parents (the reference does). A
-wrong argument raises before anything runs: TypeError for what is not a tensor or has a dtype that cannot be taken,
-ValueError for shapes, counts, devices and windows.
+Every tensor may have any strides, and kernels store nothing of size batch x children x parents (the reference does, but
+no votes). A wrong argument raises before anything runs: TypeError for what is not a tensor or has a dtype that cannot
+be taken, ValueError for shapes, counts, devices and windows.
 """
 
 from fastcaps.functional.dynamic import dynamic_routing
@@ -13,6 +13,7 @@ from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.functional.pooling import routing_pool
 from fastcaps.functional.verbs import Votes
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
+from fastcaps.vectors import length, squash, unit
 from fastcaps.votes import Window
 
 __all__ = [
@@ -31,5 +32,8 @@ __all__ = [
     "explain",
     "heinsen_routing",
     "inverted_attention_routing",
+    "length",
     "routing_pool",
+    "squash",
+    "unit",
 ]

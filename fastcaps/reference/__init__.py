@@ -1,9 +1,9 @@
-"""The oracle: one iteration of every routing in plain, eager, differentiable PyTorch that stores the votes.
+"""The oracle: one iteration of every routing as a loop of verbs in plain, eager, differentiable PyTorch.
 
 It is a backend like the others, and serves every device that torch has: arguments and results are those of the ops
-(:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.VoteInputs`. Clarity comes first here: all
-B * Ho * Wo * I * M * C * E numbers of the votes are stored. Every backend is tested against it, and it against the
-papers' procedures as plain loops.
+(:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.VoteInputs`. Votes are made a block of
+children at a time (:mod:`fastcaps.reference.verbs`); what is stored are a few numbers for each child and parent. Every
+backend is tested against it, and it against the papers' procedures as plain loops.
 
 A backward returns the gradients of the op's tensors, in their order; one whose bit in ``needs`` is not set (``1 << k``
 for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` the coefficients are constants.

@@ -1,0 +1,53 @@
+// The verbs on votes on the CPU: scores of pairs, weighted sums of votes, and the gradients that pairs pull back.
+//
+// A child's pose is C rows. Parents come in tiles whose values lie beside each other, [e][m] with m fastest, padded
+// once to whole vectors: a *flat* row. A vote's row is a row of the child times [D, flat], its matrices packed that
+// way.
+#pragma once
+
+#include "pass.h"
+
+namespace fastcaps {
+
+struct VerbCall {
+  enum Kind { kDots, kDistances, kAdd, kAddCentred, kAddSquares, kPull, kPullSquared };
+
+  Votes votes;
+  Kind kind = kDots;
+  int64_t tile = 1, tiles = 1;                 // parents of a tile, and how many tiles
+  int64_t flat = 0, block = 1;                 // numbers of a flat row; children whose matrices are packed at once
+  int64_t place_ranges = 1, child_ranges = 1;  // an item has one of each; of a pull, ranges of samples and child types
+  View coefficients;                           // [B, Ho, Wo, I, M]
+  const void *about = nullptr, *precisions = nullptr;  // targets or means: flat poses, or a single row (step 0)
+  int64_t about_step = 0, precisions_step = 0;         // from row to row
+  void* scores = nullptr;                              // [positions, I, M]
+  void* sums = nullptr;                                // of every range of children, flat poses
+  void* dchildren = nullptr;                           // [B, H, W, N, C, D], zeroed
+  Parts dweight, dbias;                                // zeroed
+
+  int64_t pose_numbers() const { return votes.C * flat; }
+  int64_t numbers() const {
+    return tiles * votes.positions() * pose_numbers();
+  }  // of flat poses, [tiles, positions, C, flat]
+  int64_t items() const { return (kind < kPull ? tiles : 1) * place_ranges * child_ranges; }
+  // Whether items that share no child type share no matrix either, nor entry of the bias.
+  bool own_weights() const { return votes.weight && votes.G % votes.N == 0; }
+  bool own_bias() const { return votes.bias_stride_i != 0 || votes.I == 1; }
+};
+
+// Poses [B, Ho, Wo, M, C, E] made flat, or flat sums added up and written as such poses.
+struct FlatPoses {
+  const VerbCall& call;
+  View from;
+  void* to;
+};
+
+struct VerbKernels {
+  int lanes_float, lanes_double;
+  void (*flatten)(const FlatPoses&, int64_t begin, int64_t end, void*);  // positions
+  void (*gather)(const FlatPoses&, int64_t begin, int64_t end, void*);
+  void (*walk)(const VerbCall&, int64_t begin, int64_t end, void* scratch);  // items
+  int64_t (*scratch)(const VerbCall&);                                       // bytes
+};
+
+}  // namespace fastcaps
