@@ -258,7 +258,7 @@ def test_a_slab_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_votes_of_the_whole_grid(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the way back neither, nor a number for each child and parent."""
     monkeypatch.setattr(slim_capsules, "SLAB", 1)
-    layer = kind(3, input_dim=16, output_dim=8, input_atoms=2, output_atoms=4, padding=1)
+    layer = kind(3, 16, 8, input_atoms=2, output_atoms=4, stride=1, padding=1)
     given = torch.randn(1, 16, 2, 99, 8, requires_grad=True)
     with Largest() as seen:
         made = layer(given)
