@@ -8,7 +8,8 @@ forces one for the whole process. Inside ``with fastcaps.backends.tf32x3()`` pro
 TF32 keep about the digits of float32.
 
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first iteration of
-inverted attention is as a rule torch's own product, under every backend but the reference.)
+inverted attention is as a rule torch's own product, under every backend but the reference; so are agreement and sum of
+votes of children that share matrices or have none.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in whatever thread that runs. A new thread starts without it, and so do those of ``nn.DataParallel``:
@@ -363,7 +364,7 @@ def refuse_unless_reference(stem: str) -> None:
     if forced() not in (None, "reference"):
         raise BackendError(
             f"backend {forced()!r} is forced and cannot take this call: torch.func transforms, forward-mode "
-            f"derivatives and votes in blocks go through the reference of the {stem} routing"
+            f"derivatives and votes in blocks go through the reference ({stem})"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing
 from fastcaps.votes import SET_WINDOW, VoteInputs
-from fastcaps.watchers import is_transformed
+from fastcaps.watchers import are_plain, is_transformed
 
 BLOCK = 1 << 20  # the numbers in a block of votes: 4 MB of float32
+MADE = ("reference", "votes that a function makes come a block at a time, in plain PyTorch")
+"""What runs, and why, for an explanation."""
 
 
 class MadeVotes(VoteInputs):
@@ -91,12 +94,12 @@ class Maker:
         if not callable(make):
             raise TypeError(f"make must be callable, make(i, j) returns the votes of children i to j - 1, got {make!r}")
         self.make, self.count = make, count
-        states = _random_states(torch.device("cpu"))
-        with torch.no_grad():
+        with torch.no_grad(), _random_states_kept(torch.device("cpu")):
             first: Any = make(0, 1)
-        _set_random_states(torch.device("cpu"), states)
         if not isinstance(first, Tensor):
             raise TypeError(f"make must return a torch.Tensor, got {type(first).__name__}")
+        if first.layout != torch.strided or first.is_nested:
+            raise TypeError(f"make must return dense tensors, got layout {first.layout}")
         if not first.is_floating_point() or first.element_size() == 1:
             raise TypeError(f"make must return float32, float64, bfloat16 or float16, got {first.dtype}")
         if first.dim() < 5 or first.shape[-4] != 1 or 0 in first.shape[1:]:
@@ -105,37 +108,38 @@ class Maker:
         self.like = first.new_empty(0)
         step = max(1, BLOCK // max(1, first.numel())) if block is None else block
         self.blocks = [(i, min(i + step, count)) for i in range(0, count, step)]
-        self._before: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+        self._drawn_from: dict[tuple[int, int], list[Tensor]] = {}  # states of the generators before a random block
+        self._sizes: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return the votes of some children, ``[B * space, last - first, M, C, E]``, in the accumulation dtype."""
-        if is_tracing() or is_transformed():
-            made = self.make(first, last)
-            self._check(first, last, made)
-        else:
-            made = self._made(first, last)
+        made = self._made(first, last)
         return made.flatten(0, len(self.places) - 1).to(accumulation_dtype(made.dtype))
 
     def _made(self, first: int, last: int) -> Tensor:
         """Return votes that must be those of the call before, made with the same random numbers."""
-        device, known = self.like.device, self._before.get((first, last))
-        states = _random_states(device)
-        if known is not None and known[0] is not None:
-            _set_random_states(device, known[0])
-        made = self.make(first, last)
-        self._check(first, last, made)
-        size = made.detach().abs().sum()
-        if known is None:
-            after = _random_states(device)
-            drew = any(not torch.equal(a, b) for a, b in zip(states, after, strict=True))
-            self._before[first, last] = (states if drew else None, size)
+        if is_tracing():  # which knows no states of generators
+            made = self.make(first, last)
+            self._check(first, last, made)
             return made
-        if known[0] is not None:
-            _set_random_states(device, states)
-        if not torch.allclose(size, known[1], rtol=1e-3, atol=0.0, equal_nan=True):
+        device, block = self.like.device, (first, last)
+        before = _random_states(device)
+        drawn_from = self._drawn_from.get(block)
+        with nullcontext() if drawn_from is None else _random_states_kept(device, drawn_from):
+            made = self.make(first, last)
+        self._check(first, last, made)
+        if made.is_meta or not are_plain((made,)):  # there are no numbers
+            return made
+        if drawn_from is None and any(a.ne(b).any() for a, b in zip(before, _random_states(device), strict=True)):
+            self._drawn_from[block] = before
+        if is_transformed():
+            return made
+        size = made.detach().abs().sum()
+        if not torch.allclose(size, self._sizes.setdefault(block, size), rtol=1e-3, atol=0.0, equal_nan=True):
             raise ValueError(
                 f"make must return the same votes at every call, but make({first}, {last}) returned others: it must "
-                "not depend on what changes between a forward and its backward, such as statistics of a batch"
+                "not depend on what changes between a forward and its backward, such as statistics of a batch, and "
+                "votes are described anew after a step of an optimizer"
             )
         return made
 
@@ -157,6 +161,21 @@ def _random_states(device: torch.device) -> list[Tensor]:
     own: Any = getattr(torch, device.type, None)
     states = [torch.get_rng_state()]
     return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
+
+
+@contextmanager
+def _random_states_kept(device: torch.device, start: list[Tensor] | None = None) -> Iterator[None]:
+    """Draw from ``start`` on, and put the generators back to where they were."""
+    if is_tracing():
+        yield
+        return
+    before = _random_states(device)
+    try:
+        if start is not None:
+            _set_random_states(device, start)
+        yield
+    finally:
+        _set_random_states(device, before)
 
 
 def _set_random_states(device: torch.device, states: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 listener: ContextVar[Any] = ContextVar("fastcaps_listener", default=None)
 """Who listens in this thread to the calls that fake kernels see: what :func:`fastcaps.explain` makes. It hears
-``routing(op, votes, own, by_library)`` and ``other(call, described)`` of an op that is no routing."""
+``routing(op, votes, own, by_library)`` and ``other(call, described, runs)`` of what is no routing's op."""
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_finite, check_table
 from fastcaps.functional.verbs import Votes, inputs_of
+from fastcaps.made import MadeVotes
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
@@ -165,6 +166,8 @@ def _with_prior(votes: VoteInputs, prior: Tensor) -> VoteInputs:
     """Return votes with one column more, whose first number is the prior."""
     children, weight, bias, _, parents, _ = votes
     rows, _, columns = pose_of(votes)
+    if isinstance(votes, MadeVotes):
+        raise ValueError("prior must be None beside votes that a function makes")
     table = prior.new_zeros((prior.shape[0], parents, rows, columns + 1))
     table[:, :, 0, columns] = prior
     if bias is not None:

@@ -61,7 +61,8 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """The explanations of a module's calls of routings and of ``squash_sum``, in the order in which it makes them."""
+    """The explanations of a module's calls of routings, verbs and ``squash_sum``, in the order in which it makes
+    them."""
 
     def __str__(self) -> str:
         return "\n".join(f"[{k}] {one}" for k, one in enumerate(self)) or "no routing call"
@@ -168,9 +169,9 @@ class _Listener(list[Explanation]):
             )
         self.append(_explain_op(op, votes, own, by_library))
 
-    def other(self, call: backends.Call, described: str) -> None:
-        """Explain a call of an op that is no routing."""
-        self.append(_explain(call, described))
+    def other(self, call: backends.Call, described: str, runs: tuple[str, str] | None = None) -> None:
+        """Explain a call that is no routing's op; ``runs`` is what serves it, and why, where no backend is chosen."""
+        self.append(_explain(call, described) if runs is None else _without_choice(call, described, *runs))
 
 
 def _explain_op(routing: Routing, votes: VoteInputs, own: Any, by_library: bool) -> Explanation:
@@ -181,12 +182,16 @@ def _explain_op(routing: Routing, votes: VoteInputs, own: Any, by_library: bool)
         return found
     if by_library:
         why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
-        reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
-        return Explanation("torch", why, reasons, call=described)
+        return _without_choice(call, described, "torch", why)
     copied = sum(table.numel() for table in (votes.bias, *routing.tables(own)) if table is not None)
     facts = (count, getattr(own, routing.state[0]) is not None)
     forward, backward = (_schedule(found.backend, call, votes, (*facts, half, copied)) for half in (False, True))
     return replace(found, forward=forward, backward=backward)
+
+
+def _without_choice(call: backends.Call, described: str, runs: str, why: str) -> Explanation:
+    reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES if name != runs}
+    return Explanation(runs, why, reasons, call=described)
 
 
 def _explain(call: backends.Call, described: str) -> Explanation:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype, check_count, check_shape, check_tensor, shape_text
+from fastcaps.checks import accumulation_dtype, check_count, check_tensor, shape_text
 from fastcaps.made import MadeVotes, Maker
 from fastcaps.ops import verbs as ops
 from fastcaps.reference.verbs import present
-from fastcaps.votes import VoteInputs, Window, to_op, window_views, windows
+from fastcaps.votes import VoteInputs, Window, to_op, windows
 
 
 class Votes:
@@ -22,7 +21,8 @@ class Votes:
     Making one computes nothing. Its four verbs are all that a routing needs of votes; what is between them (a softmax
     over whatever competes, a squash, a loss) is plain PyTorch on one number for each child and parent. Verbs are
     differentiable in everything, as often as you like. Their results, and their gradients of coefficients and
-    parents, are in the accumulation dtype: float32 for half-precision votes.
+    parents, are in the accumulation dtype: float32 for half-precision votes. What they take, parents and coefficients
+    alike, may be a number or anything that broadcasts to the full shape.
 
     Parameters
     ----------
@@ -104,6 +104,7 @@ class Votes:
         if many != votes.parents:
             raise ValueError(f"parents must be the M = {votes.parents} of the votes, got {many}")
         if not isinstance(votes, MadeVotes):
+            checks = {**checks, "parents_at": None}  # the votes know M
             return VoteInputs.of(self.children, self.weight, self.bias, gate, self.window, many, **checks)
         check = checks.get("check")
         if check is not None:
@@ -148,7 +149,7 @@ class Votes:
         """Where the votes are."""
         return self._inputs.children.device
 
-    @cached_property
+    @property
     def present(self) -> Tensor:
         """Which children are there, booleans ``[1, Ho, Wo, I]``, or ``[1, I]`` where all are: not those in padding."""
         found = present(self._inputs)
@@ -156,17 +157,22 @@ class Votes:
             return torch.ones((1, self.count), dtype=torch.bool, device=self.device)
         return found != 0
 
+    def zero_logits(self) -> Tensor:
+        """Return zeros in the coefficients' shape and the accumulation dtype: the logits that a routing starts with."""
+        children = self._inputs.children
+        return children.new_zeros(self.coefficients_shape, dtype=accumulation_dtype(children.dtype))
+
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
-    def agreement(self, parents: Tensor) -> Tensor:
+    def agreement(self, parents: Tensor | float) -> Tensor:
         r"""Return :math:`\langle Q_m, V_{im} \rangle` for parents Q: ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``."""
         votes = self._inputs
         return votes.pairs_from_op(ops.scores(votes, self._poses("parents", parents)))
 
-    def distance(self, means: Tensor, precisions: Tensor | None = None) -> Tensor:
+    def distance(self, means: Tensor | float, precisions: Tensor | float | None = None) -> Tensor:
         r"""Return :math:`\sum_{ce} p_m (V_{im} - \mu_m)^2`, as ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``.
 
-        Means and precisions p (None: 1) have the parents' shape.
+        Precisions p are 1 by default. Of means 0 it is the squared length of the votes.
         """
         p = None if precisions is None else self._poses("precisions", precisions)
         votes = self._inputs
@@ -175,11 +181,11 @@ class Votes:
     def sum(self, coefficients: Tensor | float) -> Tensor:
         r"""Return :math:`\sum_i r_{im} V_{im}`, as ``[B, M, C, E]``, on grids ``[B, M, Ho, Wo, C, E]``.
 
-        The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``, or what broadcasts to that, or a number.
+        The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``.
         """
         return self._inputs.from_op(ops.sums(self._inputs, self._coefficients(coefficients)))
 
-    def square_sum(self, coefficients: Tensor | float, means: Tensor) -> Tensor:
+    def square_sum(self, coefficients: Tensor | float, means: Tensor | float) -> Tensor:
         r"""Return :math:`\sum_i r_{im} (V_{im} - \mu_m)^2`, in the layout of :meth:`sum`."""
         r, mean = self._coefficients(coefficients), self._poses("means", means)
         return self._inputs.from_op(ops.sums(self._inputs, r, mean, power=2))
@@ -196,49 +202,54 @@ class Votes:
         self._check_leading("values", values, (*self.children.shape[:4],), "B, N, H, W")
         return windows(to_op(values, self.window), self.window.spec)
 
-    def fold(self, values: Tensor) -> Tensor:
-        """Return for every child the sum over the windows that hold it.
+    def fold(self, values: Tensor, reduce: Literal["sum", "amax"] = "sum") -> Tensor:
+        """Return for every child the sum over the windows that hold it, or the largest.
 
-        Values are ``[B, Ho, Wo, I, ...]``, sums ``[B, N, H, W, ...]``. Values of a set stay as they are.
+        Values are ``[B, Ho, Wo, I, ...]``, results ``[B, N, H, W, ...]``; a child that no window holds has 0, or minus
+        infinity. Values of a set stay as they are.
         """
+        if reduce not in ("sum", "amax"):
+            raise ValueError(f"reduce must be 'sum' or 'amax', got {reduce!r}")
         if self.window is None:
             return values
         self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
         batch, types, height, width = self.children.shape[:4]
-        kh, kw, _, _, ph, pw, _, _ = self.window.spec
-        padded = values.new_zeros((batch, height + 2 * ph, width + 2 * pw, types, *values.shape[4:]))
-        views = window_views(padded, (*self.window.spec[:4], 0, 0, *self.window.spec[6:]))
+        kh, kw, sh, sw, ph, pw, dh, dw = self.window.spec
+        shape = (batch, height + 2 * ph, width + 2 * pw, types, *values.shape[4:])
+        padded = values.new_full(shape, 0.0 if reduce == "sum" else -torch.inf)
+        rows, columns = (sh * (values.shape[1] - 1) + 1, sw * (values.shape[2] - 1) + 1)
         parts = values.unflatten(3, (kh, kw, types))
-        for row in range(kh):
-            for column in range(kw):  # in a view of one place under the window no number is there twice
-                views[:, :, :, row, column].add_(parts[:, :, :, row, column])
+        for y in range(kh):
+            for x in range(kw):  # one place under all windows: no child is there twice
+                place = padded[:, y * dh : y * dh + rows : sh, x * dw : x * dw + columns : sw]
+                part = parts[:, :, :, y, x]
+                if reduce == "sum":
+                    place.add_(part)
+                else:
+                    place.copy_(torch.maximum(place.clone(), part))
         return padded[:, ph : ph + height, pw : pw + width].movedim(3, 1)
 
     # ---- what verbs are given ----------------------------------------------------------------------------------------
 
     def _poses(self, name: str, value: Any) -> Tensor:
         """Return a tensor of the parents' shape as the ops take it."""
-        votes = self._inputs
-        check_tensor(name, value, votes.children, votes.autocasts, (accumulation_dtype(votes.children.dtype),))
-        check_shape(name, value, votes.public_poses(), "B, M, *grid, C, E")
-        return votes.to_op(value).to(accumulation_dtype(value.dtype))
+        return self._inputs.to_op(self._given(name, value, self.parents_shape, "B, M, *grid, C, E"))
 
     def _coefficients(self, value: Any) -> Tensor:
         """Return coefficients as the ops take them."""
-        votes = self._inputs
-        shape = votes.public_pairs()
+        return self._inputs.pairs_to_op(self._given("coefficients", value, self.coefficients_shape, "B, *grid, I, M"))
+
+    def _given(self, name: str, value: Any, shape: tuple[int, ...], symbols: str) -> Tensor:
+        """Return a tensor or a number, checked, in a shape that it broadcasts to and in the accumulation dtype."""
+        children = self._inputs.children
+        wide = accumulation_dtype(children.dtype)
         if isinstance(value, (int, float)):
-            value = votes.children.new_full((), value, dtype=accumulation_dtype(votes.children.dtype))
-        check_tensor(
-            "coefficients", value, votes.children, votes.autocasts, (accumulation_dtype(votes.children.dtype),)
-        )
+            value = children.new_full((), value, dtype=wide)
+        check_tensor(name, value, children, self._inputs.autocasts, (wide,))
         try:
-            whole = value.expand(shape)
+            return value.expand(shape).to(accumulation_dtype(value.dtype))
         except RuntimeError:
-            raise ValueError(
-                f"coefficients must broadcast to [B, *grid, I, M] = {list(shape)}, got {shape_text(value)}"
-            ) from None
-        return votes.pairs_to_op(whole).to(accumulation_dtype(value.dtype))
+            raise ValueError(f"{name} must broadcast to [{symbols}] = {list(shape)}, got {shape_text(value)}") from None
 
     def _check_leading(self, name: str, value: Any, shape: tuple[int, ...], symbols: str) -> None:
         check_tensor(name, value, self.children, True, (value.dtype,) if isinstance(value, Tensor) else ())

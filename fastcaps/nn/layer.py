@@ -131,9 +131,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             def route(self, votes, activity):
                 parents = votes.sum(1 / votes.parents)
                 for _ in range(self.iterations):
-                    a = votes.agreement(fastcaps.functional.unit(parents))
-                    r = torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5)
-                    parents = votes.sum(r)
+                    a = votes.agreement(fastcaps.functional.unit(parents, (-2, -1)))
+                    parents = votes.sum(torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5))
                 return parents
 
     The package's own layers define ``run(call, iterations, return_coefficients)`` instead, with the options of a call
@@ -333,6 +332,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
+        votes.with_gate(call.activity, gate_name=self.activity_name)  # checked as all layers check it
         found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
         poses = found if isinstance(found, Tensor) else found[0]
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:

@@ -36,8 +36,7 @@ blocks of parents with 3 numbers for 2; eight of ``dbias`` where all children sh
 64 MiB of parts of ``dweight`` and ``dbias``, or four of them if they are larger, and as much of ``dchildren``
 where the parents do not fit into one block. A routing of one launch: its results alone.
 
-Nothing grows with children times parents. The reference keeps a few numbers for each child and parent, and makes the
-votes of a block of children at a time.
+Nothing grows with children times parents, but in the reference: some numbers for each pair, and a block of votes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastcaps import backends, libraries
 from fastcaps.checks import accumulation_dtype, check_tensor
-from fastcaps.made import MadeVotes
+from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
@@ -100,6 +100,8 @@ class Routing(Signature, ABC):
         """Run the op by a backend, in the way that those who watch need."""
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
+            if not torch.compiler.is_compiling() and (hears := listener.get()) is not None:
+                hears.other(backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.shares)} pairs", MADE)
             results = self._joined(self.iterate(self._reference, votes, own))
             return _complete((*results, self._coefficients(votes, own, results)), votes.children)
         if torch.compiler.is_compiling():

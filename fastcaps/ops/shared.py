@@ -13,13 +13,19 @@ from torch import Tensor
 from fastcaps.checks import widen
 from fastcaps.votes import VoteInputs, windows
 
+LIBRARY = ("torch", "where children share matrices or have none, the library's products make no votes")
+"""What runs, and why, for an explanation."""
+
 
 def serves(votes: VoteInputs) -> bool:
-    """Return whether the library's products are less work than votes, and copy no child more than once."""
+    """Return whether the library's products are less work than votes, copy no child more than once, and make no more
+    than four numbers for each child and parent."""
     kh, kw, sh, sw, ph, pw, _, _ = votes.window
     ho, wo = votes.grid
     apart = votes.is_set or ((kh <= sh or ho == 1) and (kw <= sw or wo == 1))
-    return apart and not (ph or pw) and (votes.weight is None or 2 * votes.groups <= votes.seen)
+    rows, depth, _ = votes.pose
+    few = votes.weight is None or votes.groups * max(2, rows * depth / 4) <= votes.seen
+    return apart and few and not (ph or pw)
 
 
 def without_matrix(votes: VoteInputs) -> VoteInputs:
@@ -29,6 +35,8 @@ def without_matrix(votes: VoteInputs) -> VoteInputs:
     """
     weight, types = votes.weight, votes.children.shape[-3]
     if weight is None or votes.parents == 1 or weight.stride(1) != 0 or types % weight.shape[0]:
+        return votes
+    if weight.requires_grad and weight.is_leaf:  # the gradient differs from parent to parent
         return votes
     children, weight, bias = widen(weight.dtype, *votes[:3])
     assert children is not None and weight is not None

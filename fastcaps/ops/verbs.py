@@ -12,6 +12,7 @@ partial sums where positions are too few to keep the threads busy, and some 100 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends
-from fastcaps.checks import accumulation_dtype, check_shape, check_tensor
-from fastcaps.made import MadeVotes
+from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing
+from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops import shared
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
@@ -269,42 +270,48 @@ vote_scores, vote_sums, vote_pull = ops.values()
 
 def scores(votes: VoteInputs, targets: Tensor, precisions: Tensor | None = None, *, squared: bool = False) -> Tensor:
     """Return what :func:`vote_scores` does, in the cheapest way that there is."""
-    votes = _prepared(votes)
+    votes = _prepared(votes, targets, precisions)
     if not squared and _by_library(votes):
-        with _no_autocast(votes):
-            return shared.agreement(votes, targets)
-    if isinstance(votes, MadeVotes):
-        backends.refuse_unless_reference(STEM)
-        return reference.vote_scores(votes, targets, precisions, squared)
-    if is_transformed():
-        backends.refuse_unless_reference(STEM)
-        with _no_autocast(votes):
-            return reference.vote_scores(votes, targets, precisions, squared)
-    return vote_scores(*votes, targets, precisions, squared)
+        return _plainly("vote_scores", shared.agreement, votes, targets)
+    return _called("vote_scores", votes, targets, precisions, squared)
 
 
 def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *, power: int = 1) -> Tensor:
     """Return what :func:`vote_sums` does, in the cheapest way that there is."""
-    votes = _prepared(votes)
+    votes = _prepared(votes, coefficients, means)
     if power == 1 and means is None and _by_library(votes):
-        with _no_autocast(votes):
-            return shared.sums(votes, coefficients)
-    if isinstance(votes, MadeVotes):
-        backends.refuse_unless_reference(STEM)
-        return reference.vote_sums(votes, coefficients, means, power)
-    if is_transformed():
-        backends.refuse_unless_reference(STEM)
-        with _no_autocast(votes):
-            return reference.vote_sums(votes, coefficients, means, power)
-    return vote_sums(*votes, coefficients, means, power)
+        return _plainly("vote_sums", shared.sums, votes, coefficients)
+    return _called("vote_sums", votes, coefficients, means, power)
 
 
-def _prepared(votes: VoteInputs) -> VoteInputs:
+def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
+    """Run an op, or its formula in plain PyTorch where no backend can serve."""
+    if isinstance(votes, MadeVotes) or (is_transformed() and not is_tracing()):  # a compiler must see the op
+        backends.refuse_unless_reference(STEM)
+        return _plainly(name, getattr(reference, name), votes, *rest)
+    found: Tensor = ops[name](*votes, *rest)
+    return found
+
+
+def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest: Any) -> Tensor:
+    """Run a formula in plain PyTorch, and tell who listens; autocast is on in a function that makes votes alone."""
+    made = isinstance(votes, MadeVotes)
+    if not is_tracing():
+        call = backends.Call.of(STEM, votes)
+        if (hears := listener.get()) is not None:
+            hears.other(call, f"{name} of {list(votes.shares)} pairs", MADE if made else shared.LIBRARY)
+        elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
+            backends.choose(call)
+    with nullcontext() if made else _no_autocast(votes):
+        return formula(votes, *rest)
+
+
+def _prepared(votes: VoteInputs, *rest: Tensor | None) -> VoteInputs:
     """Return the votes in autocast's dtype, where that is on, and without a matrix that all parents share."""
+    if is_sharded((*votes[:3], *rest)):
+        raise NotImplementedError("what Votes and their verbs take must be plain tensors, got DTensors")
     if isinstance(votes, MadeVotes):
         return votes
-    if is_sharded(votes[:3]):
-        raise NotImplementedError("children, weight and bias of Votes must be plain tensors, got DTensors")
     dtype = autocast_dtype(votes.children.device.type)
     if dtype is not None and votes.children.dtype != torch.float64:
         parts: Any = [None if x is None else x.to(dtype) for x in votes[:3]]
