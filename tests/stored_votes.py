@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from features import Leaves, number
 from torch import Tensor
 
 from fastcaps import Votes, Window
+from fastcaps.checks import accumulation_dtype
+from fastcaps.votes import windows
 
 PADDED = Window((3, 2), (2, 1), (2, 1), (1, 2))  # dilated; some positions see padding alone
 APART = Window(2, 2)  # every child under one window at most: the library's products
@@ -190,3 +192,77 @@ def rout(votes: Any, iterations: int = 2) -> Tensor:
         r = (votes.agreement(parents) - votes.distance(parents)).softmax(-1)
         parents = votes.sum(r) - votes.square_sum(r, parents)
     return parents
+
+
+# ---- raw calls of the ops --------------------------------------------------------------------------------------------
+
+Tensors = Any  # children, weight, bias, coefficients, targets, precisions, in op layout
+OPS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
+    "dots": ("vote_scores", lambda r, y, p, needs: (y, None, False)),
+    "distances": ("vote_scores", lambda r, y, p, needs: (y, None, True)),
+    "distances p": ("vote_scores", lambda r, y, p, needs: (y, p, True)),
+    "sums": ("vote_sums", lambda r, y, p, needs: (r, None, 1)),
+    "sums about": ("vote_sums", lambda r, y, p, needs: (r, y, 1)),
+    "squares": ("vote_sums", lambda r, y, p, needs: (r, None, 2)),
+    "squares about": ("vote_sums", lambda r, y, p, needs: (r, y, 2)),
+    "pull": ("vote_pull", lambda r, y, p, needs: (r, y, None, False, needs)),
+    "stretch": ("vote_pull", lambda r, y, p, needs: (r, y, None, True, needs)),
+    "stretch p": ("vote_pull", lambda r, y, p, needs: (r, y, p, True, needs)),
+}
+PULLS = ("pull", "stretch", "stretch p")
+
+
+def op_results(call: Callable[..., Any], tensors: Tensors, needs: int = 7, only: Iterable[str] = OPS) -> Leaves:
+    """Return what ``call(op, *what it takes behind the votes)`` returns; a pull's are "pull 0", "pull 1", "pull 2"."""
+    found = {}
+    for name in only:
+        op, own = OPS[name]
+        result = call(op, *own(*tensors[3:], needs))
+        if isinstance(result, Tensor):
+            found[name] = result
+            continue
+        for k, (part, x) in enumerate(zip(result, tensors[:3], strict=True)):
+            if x is not None and needs >> k & 1:
+                found[f"{name} {k}"] = part
+            else:
+                assert part.numel() == 0, "unwanted"
+    return found
+
+
+def op_formulas(
+    tensors: Tensors, parents: int, window: tuple[int, ...], needs: int = 7, only: Iterable[str] = OPS
+) -> Leaves:
+    """Return the same from stored votes, by autograd."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors[:3]]
+    wide = accumulation_dtype(leaves[0].dtype)
+    poses, weight, bias = (None if x is None else x.to(wide) for x in leaves)
+    there = torch.ones_like(poses[:1, ..., 0, 0])
+    if poses.dim() == 6:
+        poses, there = windows(poses, window), windows(there, window)
+    there = there[..., None] > 0
+    if weight is None:
+        votes = poses.unsqueeze(-3).expand(*poses.shape[:-2], parents, *poses.shape[-2:])
+    else:
+        own = weight.repeat(poses.shape[-3] // len(weight), 1, 1, 1)
+        votes = torch.einsum("...icd,imde->...imce", poses, own)
+    votes = votes if bias is None else votes + bias
+    votes = votes.masked_fill(~there[..., None, None], 0.0)
+    r, y, p = tensors[3:]
+    r, y, p = r.masked_fill(~there, 0.0)[..., None, None], y.unsqueeze(-4), p.unsqueeze(-4)
+    squares = (votes - y).square()
+    every = {
+        "dots": votes * y, "distances": squares, "distances p": squares * p,
+        "sums": r * votes, "sums about": r * (votes - y), "squares": r * votes.square(), "squares about": r * squares,
+        "pull": r * votes * y, "stretch": r * squares, "stretch p": r * squares * p,
+    }  # fmt: skip
+    found = {}
+    for name in only:
+        if name not in PULLS:
+            pairs = name.startswith("d")
+            found[name] = every[name].sum((-2, -1)).masked_fill(~there, 0.0) if pairs else every[name].sum(-4)
+            continue
+        wanted = {k: x for k, x in enumerate(leaves) if x is not None and needs >> k & 1}
+        if wanted:
+            gradients = torch.autograd.grad(every[name].sum(), [*wanted.values()], retain_graph=True)
+            found |= {f"{name} {k}": x for k, x in zip(wanted, gradients, strict=True)}
+    return {name: x.detach() for name, x in found.items()}

@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from features import Leaves
+from stored_votes import Tensors, op_formulas, op_results
 from suite import native_only
 from torch import Tensor
 
 import fastcaps.ops.verbs  # noqa: F401  (declares the ops; the package loads the library)
 from fastcaps._testing.judge import Bar
 from fastcaps.checks import accumulation_dtype
-from fastcaps.votes import output_size, windows
+from fastcaps.votes import output_size
 
 pytestmark = native_only
 OPS = torch.ops.fastcaps_cpu
-Tensors = Any
 SET = (1, 1, 1, 1, 0, 0, 1, 1)
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -35,9 +36,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "groups": ("I", "N", 1, 2, None),
     "bias": (None, "im", "m", "i", ""),
     "dtype": (torch.float32, torch.float32, torch.float64, torch.bfloat16),
-    "coefficients": ("dense", "shared", "turned"),
-    "children": ("dense", "turned", "sparse"),
-    "about": (False, True),
+    "coefficients": ("dense", "shared", "transposed"),
+    "children": ("dense", "transposed", "sparse"),
 }
 
 
@@ -54,7 +54,6 @@ class Case(NamedTuple):
     dtype: torch.dtype
     coefficients: str
     children: str
-    about: bool
 
     @property
     def spec(self) -> tuple[int, ...]:
@@ -78,7 +77,7 @@ def sample(count: int, seed: int = 0) -> list[Case]:
 
 def laid_out(x: Tensor, how: str) -> Tensor:
     """Return the same numbers with other strides."""
-    if how == "turned":
+    if how == "transposed":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if how == "sparse":
         return torch.stack((x, x), dim=-1)[..., 0]
@@ -115,83 +114,19 @@ class Call:
             bias,
             laid_out(pairs, case.coefficients),
             laid_out(make(B, *places, M, C, E, dtype=wide), case.children),
-            make(B, *places, M, C, E, dtype=wide).abs() if case.about else None,
+            make(B, *places, M, C, E, dtype=wide).abs(),
         ]
 
     def six(self, tensors: Tensors) -> tuple[Any, ...]:
         return (*tensors[:3], None, self.case.parents, self.case.spec)
 
-    def kernels(self, tensors: Tensors, needs: int = 7) -> dict[str, Tensor]:
+    def kernels(self, tensors: Tensors, needs: int = 7) -> Leaves:
         """Return all that the ops make of tensors."""
-        six, (r, y, p) = self.six(tensors), tensors[3:]
-        found = {
-            "dots": OPS.vote_scores(*six, y, None, False, 0),
-            "distances": OPS.vote_scores(*six, y, p, True, 0),
-            "sums": OPS.vote_sums(*six, r, y if self.case.about else None, 1, 0),
-            "squares": OPS.vote_sums(*six, r, y, 2, 0),
-            "spread": OPS.vote_sums(*six, r, None, 2, 0),
-        }
-        for name, squared in (("pull", False), ("stretch", True)):
-            parts = OPS.vote_pull(*six, r, y, p, squared, needs, 0)
-            for k, (part, x) in enumerate(zip(parts, tensors[:3], strict=True)):
-                assert part.numel() == 0 or (x is not None and needs >> k & 1), "unwanted"
-                if x is not None and needs >> k & 1:
-                    found[f"{name} {k}"] = part
-        return found
+        return op_results(lambda op, *own: getattr(OPS, op)(*self.six(tensors), *own, 0), tensors, needs)
 
-    def votes(self, children: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return all votes [B, L, I, M, C, E] in the accumulation dtype, and which children are there [L, I]."""
-        case, wide = self.case, accumulation_dtype(children.dtype)
-        children, weight, bias = (None if x is None else x.to(wide) for x in (children, weight, bias))
-        assert children is not None
-        grid = children[:, None, None] if case.window is None else children
-        there = windows(torch.ones_like(grid[:1, ..., 0, 0]), case.spec).flatten(0, 2) > 0
-        seen = windows(grid, case.spec).flatten(1, 2)  # [B, L, I, C, D]
-        if weight is None:
-            votes = seen.unsqueeze(3).expand(-1, -1, -1, case.parents, -1, -1)
-        else:
-            own = weight.repeat(seen.shape[2] // weight.shape[0], 1, 1, 1)
-            votes = torch.einsum("blicd,imde->blimce", seen, own)
-        votes = votes if bias is None else votes + bias
-        return torch.where(there[..., None, None, None], votes, 0), there
-
-    def formulas(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return the same from stored votes, by autograd."""
-        leaves = [None if x is None else x.detach().requires_grad_() for x in tensors[:3]]
-        case = self.case
-        votes, there = self.votes(*leaves)
-        r, y, p = (
-            None if x is None else x.reshape(votes.shape[:2] + x.shape[-k:])
-            for x, k in zip(tensors[3:], (2, 3, 3), strict=True)
-        )
-        r = torch.where(there[..., None], r, 0)
-        y1 = y[:, :, None]
-        about = y1 if case.about else 0
-        apart = (votes - y1) ** 2 * (1 if p is None else p[:, :, None])
-        places = () if case.window is None else output_size(case.spec, *case.window[0])
-        mask = there[None, :, :, None].expand(votes.shape[:4])
-
-        def pairs(x: Tensor) -> Tensor:
-            return torch.where(mask, x, 0).reshape(case.batch, *places, *x.shape[2:])
-
-        def poses(x: Tensor) -> Tensor:
-            return x.reshape(case.batch, *places, *x.shape[2:])
-
-        weigh = r[..., None, None]
-        found = {
-            "dots": pairs((votes * y1).sum((-2, -1))),
-            "distances": pairs(apart.sum((-2, -1))),
-            "sums": poses((weigh * (votes - about)).sum(2)),
-            "squares": poses((weigh * (votes - y1) ** 2).sum(2)),
-            "spread": poses((weigh * votes**2).sum(2)),
-        }
-        for name, whole in (("pull", weigh * votes * y1), ("stretch", weigh * apart)):
-            given = [x for x in leaves if x is not None]
-            grads = iter(torch.autograd.grad(whole.sum(), given, retain_graph=True))
-            for k, x in enumerate(leaves):
-                if x is not None:
-                    found[f"{name} {k}"] = next(grads)
-        return {key: value.detach() for key, value in found.items()}
+    def formulas(self, tensors: Tensors) -> Leaves:
+        """Return the same from stored votes."""
+        return op_formulas(tensors, self.case.parents, self.case.spec)
 
 
 @pytest.mark.parametrize("number", range(44))
@@ -217,7 +152,7 @@ def test_threads_do_not_change_a_bit(number: int) -> None:
 @pytest.mark.parametrize("name", ["children", "weight", "bias", "coefficients", "targets", "precisions"])
 def test_nan_goes_where_eager_lets_it_go(name: str) -> None:
     """And no further: not into padding, nor to parents and children that the number has no part in."""
-    case = Case((3, 2, 5), 5, 3, 2, AXES["window"][2], "I", "im", torch.float32, "dense", "dense", True)
+    case = Case((3, 2, 5), 5, 3, 2, AXES["window"][2], "I", "im", torch.float32, "dense", "dense")
     call = Call(case)
     number = ["children", "weight", "bias", "coefficients", "targets", "precisions"].index(name)
     call.tensors[number].flatten()[7] = torch.nan
@@ -232,7 +167,7 @@ def test_nan_goes_where_eager_lets_it_go(name: str) -> None:
 def test_a_padded_child_has_no_part_in_anything() -> None:
     """Whatever its coefficient, bias and matrix are: children that no window holds have NaN."""
     window = ((1, 2), (3, 1, 1, 1, 1, 0, 1, 1))  # of three rows under the window only the middle one is there
-    call = Call(Case((4, 4, 4), 10, 3, 2, window, "I", "im", torch.float32, "dense", "dense", True))
+    call = Call(Case((4, 4, 4), 10, 3, 2, window, "I", "im", torch.float32, "dense", "dense"))
     finite = call.kernels(call.tensors)
     for number, dim in ((1, 0), (2, 0), (3, -2)):
         for away in (slice(0, 3), slice(6, 9)):
@@ -243,20 +178,20 @@ def test_a_padded_child_has_no_part_in_anything() -> None:
 
 @pytest.mark.parametrize("window", [None, AXES["window"][2]])
 def test_an_empty_batch(window: Any) -> None:
-    call = Call(Case((4, 4, 4), 10, 3, 0, window, "I", "im", torch.float32, "dense", "dense", True))
+    call = Call(Case((4, 4, 4), 10, 3, 0, window, "I", "im", torch.float32, "dense", "dense"))
     for name, value in call.kernels(call.tensors).items():
         assert not value.any(), name
 
 
 @pytest.mark.parametrize(("seen", "parents", "groups"), [(300_000, 3, 1), (3, 30_000, "I")])
 def test_many_children_and_many_parents(seen: int, parents: int, groups: Any) -> None:
-    call = Call(Case((1, 2, 3), parents, seen, 1, None, groups, None, torch.float32, "shared", "dense", True))
+    call = Call(Case((1, 2, 3), parents, seen, 1, None, groups, None, torch.float32, "shared", "dense"))
     Bar(call.formulas, call.tensors).hold(call.kernels(call.tensors))
 
 
 @pytest.mark.parametrize("needs", range(8))
 def test_a_pull_makes_what_is_needed(needs: int) -> None:
-    case = Case((4, 4, 4), 10, 7, 3, AXES["window"][2], "I", "im", torch.float32, "dense", "dense", True)
+    case = Case((4, 4, 4), 10, 7, 3, AXES["window"][2], "I", "im", torch.float32, "dense", "dense")
     call = Call(case)
     every, some = call.kernels(call.tensors), call.kernels(call.tensors, needs)
     for name, value in some.items():

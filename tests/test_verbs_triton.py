@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import apart, on_device
+from features import Leaves
+from stored_votes import OPS, PULLS, Tensors, op_formulas, op_results
 from torch import Tensor
 from triton_cases import DEVICE, TINY, WIDE, compiled_here, hold_compiled, interpret, launches
 
 from fastcaps._testing.judge import Bar
-from fastcaps.checks import accumulation_dtype
 from fastcaps.triton_kernels import schedule, verbs
-from fastcaps.votes import SET_WINDOW, VoteInputs, windows
+from fastcaps.votes import SET_WINDOW, VoteInputs
 
 LIMITS: dict[str, Any] = WIDE if DEVICE == "cpu" else {}
 TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
@@ -73,10 +75,10 @@ def strided(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Given:
-    """The tensors of one case: children, weight, bias, Y, p, r."""
+    """The tensors of one case: children, weight, bias, r, Y, p."""
 
     case: Case
-    tensors: list[Tensor | None]
+    tensors: Tensors
 
     @staticmethod
     def of(case: Case) -> Given:
@@ -91,132 +93,68 @@ class Given:
             bias = torch.randn(*lead, rows, columns)
         voting = [None if tensor is None else tensor.to(case.dtype) for tensor in (children, weight, bias)]
         votes = VoteInputs(*voting, None, case.parents, case.window)  # type: ignore[arg-type]
-        coefficients = torch.randn(votes.shares)
-        if case.expanded:
-            coefficients = torch.randn(()).expand(votes.shares)
-        tensors = [*voting, torch.randn(votes.poses), torch.rand(votes.poses) + 0.5, coefficients]
+        coefficients = torch.randn(()).expand(votes.shares) if case.expanded else torch.randn(votes.shares)
+        tensors = [*voting, coefficients, torch.randn(votes.poses), torch.rand(votes.poses) + 0.5]
         if case.strided:
             tensors = [None if tensor is None else strided(tensor) for tensor in tensors]
         return Given(case, tensors)
 
-    def votes(self, tensors: list[Tensor | None]) -> VoteInputs:
-        return VoteInputs(*tensors[:3], None, self.case.parents, self.case.window)  # type: ignore[arg-type]
+    def votes(self, tensors: Tensors) -> VoteInputs:
+        return VoteInputs(*tensors[:3], None, self.case.parents, self.case.window)
 
-    def stored(self, tensors: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Return all votes ``[B, Ho, Wo, I, M, C, E]``, 0 of absent children, and which children are there."""
-        children, weight, bias = tensors[:3]
-        assert children is not None
-        wide = accumulation_dtype(children.dtype)
-        poses = windows(children, self.case.window).to(wide).unsqueeze(4)
-        seen = windows(children.new_ones(children.shape[:4]), self.case.window) > 0
-        votes = poses.expand(*poses.shape[:4], self.case.parents, *poses.shape[5:])
-        if weight is not None:
-            every = weight.to(wide)[torch.arange(poses.shape[3], device=weight.device) % len(weight)]
-            votes = poses @ every
-        if bias is not None:
-            votes = votes + bias.to(wide)
-        return votes.masked_fill(~seen[..., None, None, None], 0.0), seen[..., None]
+    def kernels(self, needs: int = 7, options: int | None = None, only: Iterable[str] = OPS) -> Leaves:
+        """Return what the kernels make of it, interpreted where there is no GPU."""
+        case = self.case
+        tensors = [x if x is None or DEVICE == "cpu" else on_device(x, DEVICE) for x in self.tensors]
+        limits, options = LIMITS if case.limits is None else case.limits, case.options if options is None else options
 
+        def call(op: str, *own: Any) -> Any:
+            arguments = (self.votes(tensors), *own, options)
+            if DEVICE == "cpu":
+                return interpret(f"{verbs.__name__}.{op}", *arguments, limits=limits)
+            return getattr(verbs, op)(*arguments, limits=schedule.Limits(**limits))
 
-def oracle(given: Given, verb: str, squared: bool, more: bool, needs: int) -> Any:
-    """Return a function of the tensors: what a verb is, by stored votes. ``more``: with precisions, or with means."""
+        return {name: x.cpu() for name, x in op_results(call, tensors, needs, only).items()}
 
-    def run(tensors: Any) -> dict[str, Tensor]:
-        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors[:3]]
-        targets, precisions, coefficients = tensors[3:]
-        votes, seen = given.stored(leaves)
-        targets, r = targets.unsqueeze(3), coefficients.masked_fill(~seen, 0.0)[..., None, None]
-        off = votes - targets
-        p = precisions.unsqueeze(3) if more else torch.ones_like(targets)
-        if verb == "scores":
-            each = p * off * off if squared else targets * votes
-            return {"scores": each.sum((-2, -1)).masked_fill(~seen, 0.0).detach()}
-        if verb == "sums":
-            each = off if more else votes
-            return {"sums": (r * (each * each if squared else each)).sum(3).detach()}
-        dvotes = 2 * r * p * off if squared else (r * targets).expand(votes.shape)
-        wanted = [leaf for k, leaf in enumerate(leaves) if leaf is not None and needs >> k & 1]
-        found = iter(torch.autograd.grad(votes, wanted, dvotes.detach()) if wanted else ())
-        names = zip(("dchildren", "dweight", "dbias"), leaves, strict=True)
-        return {
-            name: next(found) if leaf is not None and needs >> k & 1 else tensors[0].new_empty(0)
-            for k, (name, leaf) in enumerate(names)
-        }
-
-    return run
-
-
-def call(
-    given: Given, verb: str, squared: bool, more: bool, needs: int, options: int | None = None
-) -> dict[str, Tensor]:
-    """Return what the kernels make of it, interpreted where there is no GPU."""
-    case, tensors = given.case, given.tensors
-    if DEVICE != "cpu":
-        tensors = [None if tensor is None else on_device(tensor, DEVICE) for tensor in tensors]
-    targets, precisions, coefficients = tensors[3:]
-    own: tuple[Any, ...] = (coefficients, targets, precisions if more else None, squared, needs)
-    if verb == "scores":
-        own = (targets, precisions if more else None, squared)
-    if verb == "sums":
-        own = (coefficients, targets if more else None, 1 + squared)
-    arguments = (given.votes(tensors), *own, case.options if options is None else options)
-    limits = LIMITS if case.limits is None else case.limits
-    if DEVICE == "cpu":
-        found = interpret(f"{verbs.__name__}.vote_{verb}", *arguments, limits=limits)
-    else:
-        found = getattr(verbs, f"vote_{verb}")(*arguments, limits=schedule.Limits(**limits))
-    names = ("dchildren", "dweight", "dbias") if verb == "pull" else (verb,)
-    return {n: one.cpu() for n, one in zip(names, found if verb == "pull" else (found,), strict=True)}
-
-
-WAYS = list(itertools.product(("scores", "sums", "pull"), (False, True), (False, True)))
-WAYS = [way for way in WAYS if way[1] or not way[2] or way[0] == "sums"]  # no precisions unless squared
+    def hold(self, needs: int = 7, options: int | None = None, only: Iterable[str] = OPS) -> None:
+        """Hold the kernels to stored votes."""
+        tf32 = self.case.options & 2 == 2 and DEVICE == "cuda"  # the interpreter multiplies in float32
+        run = partial(op_formulas, parents=self.case.parents, window=self.case.window, needs=needs, only=only)
+        Bar(run, self.tensors, tf32=tf32).hold(self.kernels(needs, options, only))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_verb(name: str) -> None:
-    given = Given.of(CASES[name])
-    # the interpreter multiplies in float32
-    tf32 = given.case.options & 2 == 2 and DEVICE == "cuda"
-    for way in WAYS:
-        Bar(oracle(given, *way, 7), given.tensors, tf32=tf32).hold(call(given, *way, 7))
+    Given.of(CASES[name]).hold()
 
 
 @pytest.mark.parametrize("needs", range(7))
 def test_only_the_gradients_asked_for(needs: int) -> None:
     for groups, options in ((None, 0), (0, 0), (None, 1)):
         given = Given.of(Case(groups=groups, bias="IM", pose=(1, 2, 2), batch=1))
-        way = ("pull", needs % 2 == 0, False)
-        Bar(oracle(given, *way, needs), given.tensors).hold(call(given, *way, needs, options))
+        given.hold(needs, options, ["stretch" if needs % 2 == 0 else "pull"])
 
 
 @pytest.mark.parametrize("options", [0, 1])
 def test_an_empty_batch(options: int) -> None:
-    given = Given.of(Case(batch=0, bias="IM", options=options))
-    for way in WAYS:
-        Bar(oracle(given, *way, 7), given.tensors).hold(call(given, *way, 7))
+    Given.of(Case(batch=0, bias="IM", options=options)).hold()
 
 
-def test_absent_children_have_no_part_whatever_stands_beside_them() -> None:
+def test_absent_children_have_no_part_whatever_is_beside_them() -> None:
     """At one position all children are absent: NaN in its parents, and coefficients of NaN, go nowhere."""
     given = Given.of(Case(grid=(1, 1), window=(1, 1, 1, 1, 1, 0, 1, 1), types=2, bias="IM"))
     for tensor in given.tensors[3:]:
-        assert tensor is not None
         tensor[:, [0, 2]] = torch.nan
-    for way in WAYS:
-        found = call(given, *way, 7)
-        for name, value in found.items():
-            assert value.isfinite().all(), (way, name)
-            assert name not in ("scores", "sums") or not value[:, [0, 2]].any(), (way, name)
+    for name, value in given.kernels().items():
+        assert value.isfinite().all(), name
+        assert name[:-2] in PULLS or not value[:, [0, 2]].any(), name
 
 
 def test_nan_stays_where_it_went_in() -> None:
     given = Given.of(Case(bias="IM"))
-    assert given.tensors[0] is not None and given.tensors[5] is not None
     given.tensors[0][0, 1, 1, 0, 0, 0] = torch.nan
-    given.tensors[5][1, 0, 1, 2, 1] = torch.nan
-    for way in WAYS:
-        Bar(oracle(given, *way, 7), given.tensors).hold(call(given, *way, 7))
+    given.tensors[3][1, 0, 1, 2, 1] = torch.nan
+    given.hold()
 
 
 FAR = 1 << 30
@@ -225,8 +163,7 @@ FAR = 1 << 30
 def near_and_far() -> list[list[Tensor]]:
     """Return sums and gradients with coefficients beside each other, and 2**30 numbers apart."""
     given = Given.of(Case(**SET, types=3, batch=1))
-    votes, (targets, _, near) = given.votes(given.tensors), given.tensors[3:]
-    assert targets is not None and near is not None
+    votes, (near, targets, _) = given.votes(given.tensors), given.tensors[3:]
     return [
         [verbs.vote_sums(votes, one, None, 1, 0), *verbs.vote_pull(votes, one, targets, None, False, 7, 1)]
         for one in (near, apart(near, (1, 1, 1, FAR, FAR + 2)))
@@ -241,19 +178,16 @@ def test_offsets_beyond_int32() -> None:
 
 def test_ordered_results_have_the_same_bits() -> None:
     given = Given.of(CASES["tiny-ordered"])
-    first, again = (call(given, "pull", True, True, 7) for _ in range(2))
+    first, again = (given.kernels(only=PULLS) for _ in range(2))
     assert all(torch.equal(value, again[name]) for name, value in first.items())
 
 
 def test_squares_about_the_mean_keep_their_digits() -> None:
     """Votes lie 1e4 away from 0 and 1e-2 from each other: a difference of squares would have no digit left."""
     given = Given.of(Case(groups=0, pose=(2, 3, 3)))
-    children, targets = given.tensors[0], given.tensors[3]
-    assert children is not None and targets is not None
-    children.mul_(1e-2).add_(1e4)
-    targets.mul_(1e-2).add_(1e4)
-    for verb in ("scores", "sums", "pull"):
-        Bar(oracle(given, verb, True, True, 7), given.tensors).hold(call(given, verb, True, True, 7))
+    for tensor in (given.tensors[0], given.tensors[4]):
+        tensor.mul_(1e-2).add_(1e4)
+    given.hold(only=["distances p", "squares about", "stretch p"])
 
 
 @pytest.mark.parametrize("form", ["expanded", "dense", "transposed"])
