@@ -186,7 +186,7 @@ def made(given: Leaves, places: tuple[int, ...], block: int | None = None, also:
 
 
 def rout(votes: Any, iterations: int = 2) -> Tensor:
-    """A routing of one's own."""
+    """Route by agreement and squared distance: parents of a routing that the package does not have."""
     parents = votes.sum(1 / votes.parents)
     for _ in range(iterations):
         r = (votes.agreement(parents) - votes.distance(parents)).softmax(-1)

@@ -168,7 +168,7 @@ def finish_pull(verb, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Do nothing."""
 
 
-# Votes have the same bits in all three: differences from a mean may be all that is left.
+# All three make the same bits of a vote: a distance may be a small difference of a vote and a mean.
 TRAITS = Traits(competing=False, same_votes=True)
 SCORES = Routing(
     "vote_scores", Algebra(load, score, start_scores, store_scores, None, finish_scores), sums=(), traits=TRAITS

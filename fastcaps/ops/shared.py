@@ -18,8 +18,8 @@ LIBRARY = ("torch", "where children share matrices or have none, the library's p
 
 
 def serves(votes: VoteInputs) -> bool:
-    """Return whether the library's products are less work than votes, copy no child more than once, and make no more
-    than four numbers for each child and parent."""
+    """Return whether the library's products are less work than votes (G <= I / 2), copy no child more than once
+    (windows that do not overlap), and make at most four numbers for each child and parent (G M C D of a place)."""
     kh, kw, sh, sw, ph, pw, _, _ = votes.window
     ho, wo = votes.grid
     apart = votes.is_set or ((kh <= sh or ho == 1) and (kw <= sw or wo == 1))

@@ -75,8 +75,8 @@ def _runner(name: str) -> Callable[..., Any]:
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
             tensors = len(_NAMES[name])
-            placed = [as_grid(x) if votes.is_set and x is not None else x for x in rest[:tensors]]
-            found = kernel(votes.on_grid(), *placed, *rest[tensors:], call.options)
+            on_grid = [as_grid(x) if votes.is_set and x is not None else x for x in rest[:tensors]]
+            found = kernel(votes.on_grid(), *on_grid, *rest[tensors:], call.options)
             if votes.is_set and name != "vote_pull":
                 found = as_set(found)
             elif votes.is_set:
@@ -90,7 +90,7 @@ def _runner(name: str) -> Callable[..., Any]:
 
 
 def _faker(name: str) -> Callable[..., Any]:
-    """Return an op's fake kernel: empty results; it tells :func:`fastcaps.explain` of the call."""
+    """Return an op's fake kernel, which returns empty results and reports the call to :func:`fastcaps.explain`."""
 
     def fake(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
@@ -209,8 +209,8 @@ def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: 
             None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in every
         ]
         parts = [x for x in given[:3] if x is not None]
-        own = VoteInputs._make((*given[:3], None, votes.parents, votes.window))
-        scores = reference.vote_scores(own, given[4], given[5], True)
+        fresh = VoteInputs._make((*given[:3], None, votes.parents, votes.window))
+        scores = reference.vote_scores(fresh, given[4], given[5], True)
         pulled = torch.autograd.grad(scores, parts, given[3], create_graph=True, materialize_grads=True)
         made = iter(pulled)
         heads = [(next(made), grad) for x, grad in zip(given[:3], grads, strict=True) if x is not None]
@@ -228,7 +228,7 @@ def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: 
 
 
 def _flops(name: str) -> Callable[..., int]:
-    """Return what counts an op's operations: votes cost 2 D each number, what becomes of one 2 to 4."""
+    """Return what counts an op's operations: 2 D for each element of a vote, and 2 to use it."""
 
     def count(children: Any, weight: Any, bias: Any, gate: Any, parents: int, window: Any, *_: Any, **__: Any) -> int:
         batch, *grid, seen, rows, depth = children
@@ -262,11 +262,11 @@ for _name, _backward in zip(_CALLS, _BACKWARDS, strict=True):
 vote_scores, vote_sums, vote_pull = ops.values()
 
 
-# ---- the entrance that the class Votes uses --------------------------------------------------------------------------
+# ---- what the class Votes calls --------------------------------------------------------------------------------------
 
 
 def scores(votes: VoteInputs, targets: Tensor, precisions: Tensor | None = None, *, squared: bool = False) -> Tensor:
-    """Return what :func:`vote_scores` does, in the cheapest way that there is."""
+    """Return what :func:`vote_scores` returns, by the library's products where they are less work."""
     votes = _prepared(votes, targets, precisions)
     if not squared and _by_library(votes):
         return _plainly("vote_scores", shared.agreement, votes, targets)
@@ -274,7 +274,7 @@ def scores(votes: VoteInputs, targets: Tensor, precisions: Tensor | None = None,
 
 
 def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *, power: int = 1) -> Tensor:
-    """Return what :func:`vote_sums` does, in the cheapest way that there is."""
+    """Return what :func:`vote_sums` returns, by the library's products where they are less work."""
     votes = _prepared(votes, coefficients, means)
     if power == 1 and means is None and _by_library(votes):
         return _plainly("vote_sums", shared.sums, votes, coefficients)
@@ -291,7 +291,10 @@ def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
 
 
 def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest: Any) -> Tensor:
-    """Run a formula in plain PyTorch, and tell who listens; autocast is on in a function that makes votes alone."""
+    """Run a formula in plain PyTorch, and report it to a listener.
+
+    Autocast stays on only where a function of the user makes the votes.
+    """
     made = isinstance(votes, MadeVotes)
     if not is_tracing():
         call = backends.Call.of(STEM, votes)
@@ -304,7 +307,7 @@ def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest
 
 
 def _prepared(votes: VoteInputs, *rest: Tensor | None) -> VoteInputs:
-    """Return the votes in autocast's dtype, where that is on, and without a matrix that all parents share."""
+    """Return the votes in autocast's dtype, where that is on, with one matrix of all parents applied already."""
     if is_sharded((*votes[:3], *rest)):
         raise NotImplementedError("what Votes and their verbs take must be plain tensors, got DTensors")
     if isinstance(votes, MadeVotes):
