@@ -383,3 +383,13 @@ def test_what_is_wrong_is_named(error: type[Exception], says: str, run: Callable
     with pytest.raises(error, match=pattern) as caught:
         run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["own", "one-group", "one-matrix", "grid", "made"])
+def test_meta_tensors_tell_shapes(name: str) -> None:
+    case = CASES["own" if name == "made" else name]
+    leaves = {k: x.to("meta").requires_grad_() for k, x in case.leaves().items()}
+    votes = made(leaves, (2,), 2) if name == "made" else case.votes(Votes, leaves)
+    parents = rout(votes)
+    parents.sum().backward()
+    assert parents.shape == votes.parents_shape and leaves["children"].grad is not None
