@@ -280,3 +280,133 @@ class CapsLayer(nn.Module):
     def forward(self, caps_output: Tensor) -> Tensor:
         votes = torch.einsum("bid,idn->bin", caps_output, self.weights)
         return self.routing_module(votes.unflatten(-1, (self.output_caps, self.output_dim)))
+
+
+class _Averaged(nn.Module):
+    """Class capsules whose logits are averaged over the batch; ``side`` is the softmax's dimension of ``[1, i, j]``,
+    ``vector`` the squash's of ``[b, j, e, 1]``."""
+
+    side, vector = 1, -1
+
+    def route(self, x: Tensor, weight: Tensor, iterations: int) -> Tensor:
+        votes = torch.einsum("bid,ijed->bije", x, weight[0])
+        logits = torch.zeros_like(votes[:1, ..., 0])
+        for _ in range(iterations):
+            sums = (logits.softmax(self.side)[..., None] * votes).sum(1).unsqueeze(-1)
+            square = sums.square().sum(self.vector, keepdim=True)
+            parents = square / (1 + square) * sums / square.sqrt()
+            logits = logits + (votes * parents[:, None, ..., 0]).sum(-1).mean(0, keepdim=True)
+        return parents
+
+
+class AveragedDigits(_Averaged):
+    """higgsfield's and jindongwang's ``DigitCaps``."""
+
+    def __init__(self, num_capsules=10, num_routes=1152, in_channels=8, out_channels=16):
+        super().__init__()
+        self.num_capsules, self.num_routes, self.in_channels = num_capsules, num_routes, in_channels
+        self.W = nn.Parameter(torch.randn(1, num_routes, num_capsules, out_channels, in_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.route(x, self.W, 3)
+
+
+class AveragedUnits(_Averaged):
+    """timomernick's ``CapsuleLayer``, where it routes."""
+
+    vector = 1
+
+    def __init__(self, in_units, in_channels, num_units, unit_size, use_routing):
+        super().__init__()
+        self.in_units, self.in_channels, self.num_units, self.use_routing = in_units, in_channels, num_units, True
+        self.W = nn.Parameter(torch.randn(1, in_channels, num_units, unit_size, in_units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.route(x.transpose(1, 2), self.W, 3)
+
+
+class AveragedLayer(_Averaged):
+    """cedrickchee's ``CapsuleLayer``, where it routes."""
+
+    side, vector = 2, 2
+
+    def __init__(self, in_unit, in_channel, num_unit, unit_size, use_routing, num_routing, cuda_enabled):
+        super().__init__()
+        keep(self, locals())
+        self.weight = nn.Parameter(torch.randn(1, in_channel, num_unit, unit_size, in_unit))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.route(x.transpose(1, 2), self.weight, self.num_routing)
+
+
+AveragedDigits.__name__, AveragedUnits.__name__, AveragedLayer.__name__ = "DigitCaps", "CapsuleLayer", "CapsuleLayer"
+
+
+class _Slim(nn.Module):
+    """Convolutional capsules of 3D-UCaps: votes of all children stored, routed by cosines."""
+
+    holder, name, kind = "depthwise_conv3d", "conv2d", nn.Conv2d
+
+    def prepare(self, given: dict[str, Any], **options: Any) -> None:
+        self.input_dim, self.output_dim, self.num_routing = (
+            given[key] for key in ("input_dim", "output_dim", "num_routing")
+        )
+        votes, shared = nn.Module(), given["share_weight"]
+        groups = 1 if shared else self.input_dim
+        votes.input_atoms, votes.output_atoms, votes.share_weight = given["input_atoms"], given["output_atoms"], shared
+        channels = groups * votes.input_atoms, groups * self.output_dim * votes.output_atoms
+        options = {key: given[key] for key in ("kernel_size", "stride", "padding")} | options
+        convolution = self.kind(*channels, groups=groups, **options)
+        nn.init.normal_(convolution.weight, std=0.1)
+        votes.add_module(self.name, convolution)
+        shape = (self.output_dim, votes.output_atoms, *[1] * len(convolution.kernel_size))
+        self.biases = nn.Parameter(torch.full(shape, 0.1))
+        self.add_module(self.holder, votes)
+
+    def forward(self, input_tensor: Tensor) -> Tensor:
+        votes = getattr(self, self.holder)
+        x = input_tensor.flatten(0, 1) if votes.share_weight else input_tensor.flatten(1, 2)
+        made = getattr(votes, self.name)(x)
+        made = made.view(len(input_tensor), self.input_dim, self.output_dim, votes.output_atoms, *made.shape[2:])
+        logits = torch.zeros_like(made[:, :, :, :1])
+        for iteration in range(self.num_routing):
+            sums = (made * logits.softmax(2)).sum(1) + self.biases
+            if iteration + 1 < self.num_routing:
+                logits = logits + torch.cosine_similarity(sums[:, None], made, 3).unsqueeze(3)
+        size = torch.linalg.vector_norm(sums, dim=2, keepdim=True)
+        return sums / (size + 1e-12) * size**2 / (1 + size**2)
+
+
+class ConvSlimCapsule2D(_Slim):
+    def __init__(
+        self, kernel_size, input_dim, output_dim, input_atoms=8, output_atoms=8, stride=2, dilation=1, padding=0,
+        num_routing=3, share_weight=True,
+    ):  # fmt: skip
+        super().__init__()
+        self.prepare(locals(), dilation=dilation)
+
+
+class ConvSlimCapsule3D(_Slim):
+    holder, name, kind = "depthwise_conv4d", "conv3d", nn.Conv3d
+
+    def __init__(
+        self, kernel_size, input_dim, output_dim, input_atoms=8, output_atoms=8, stride=2, padding=0, dilation=1,
+        num_routing=3, share_weight=True,
+    ):  # fmt: skip
+        super().__init__()
+        self.prepare(locals(), dilation=dilation)
+
+
+class DeconvSlimCapsule2D(_Slim):
+    holder, name, kind = "depthwise_deconv3d", "deconv2d", nn.ConvTranspose2d
+
+    def __init__(
+        self, kernel_size, input_dim, output_dim, input_atoms=8, output_atoms=8, stride=2, padding=0, num_routing=3,
+        share_weight=True,
+    ):  # fmt: skip
+        super().__init__()
+        self.prepare(locals())
+
+
+class DeconvSlimCapsule3D(DeconvSlimCapsule2D):
+    holder, name, kind = "depthwise_deconv4d", "deconv3d", nn.ConvTranspose3d

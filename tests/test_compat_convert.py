@@ -195,3 +195,57 @@ def test_what_a_class_made_from_a_published_one_adds():
     report = fastcaps.convert(model)
     assert report.converted == ["0"] and "has loudest of its own" in report.layers[1].why
     assert model[0].task == "digits"
+
+
+def test_a_class_named_by_hand():
+    """Copies of one formula under other names, with their matrices in another order, in another shape."""
+
+    class Copy(nn.Module):
+        def __init__(self, axes, returned="bme", detach=True, iterations=3):
+            super().__init__()
+            self.axes, self.returned, self.detach, self.num_iterations = axes, returned, detach, iterations
+            sizes = {"1": 1, "i": 7, "m": 3, "d": 4, "e": 5}
+            self.W = nn.Parameter(0.3 * torch.randn([sizes[axis] for axis in axes]))
+
+        def forward(self, x):
+            votes = torch.einsum(f"bid,{self.axes.strip('1')}->bime", x, self.W.view(self.W.shape[-4:]))
+            kept = votes.detach() if self.detach else votes
+            parents = nn_plain.agree(votes, torch.zeros_like(votes[..., 0]), self.num_iterations, 2, 1e-9, kept)
+            return parents[:, None, ..., None] if self.returned == "b1me1" else parents
+
+    class Other(Copy):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({
+        "beta": Copy("mied"), "hula": Copy("1imed", "b1me1", iterations=2), "laubong": Copy("1imde", detach=False),
+        "other": Other("mied"),
+    })  # fmt: skip
+    children, keys = torch.randn(2, 7, 4), list(model.state_dict())
+    want = {name: layer(children) for name, layer in model.items()}
+    by_hand = {Copy: fastcaps.compat.DenseCapsule, Other: fastcaps.compat.DenseCapsule}
+    assert fastcaps.convert(model).layers == []
+    report = fastcaps.convert(model, as_=by_hand, check=False)  # a guess is compared all the same
+    assert report.converted == ["beta", "hula", "laubong"] and "results differ" in report.layers[3].why
+    assert "routings=2" in report.layers[1].why and "detach=False" in report.layers[2].why
+    assert list(model.state_dict()) == keys
+    for name, layer in model.items():
+        assert name == "other" or type(layer) is fastcaps.compat.DenseCapsule
+        torch.testing.assert_close(layer(children), want[name])
+    report = fastcaps.convert(nn.Linear(2, 3), as_={nn.Linear: fastcaps.compat.DenseCapsule})
+    assert "has no attribute in_num_caps" in report.layers[0].why
+    with pytest.raises(TypeError, match=r"as_ must map classes to classes of fastcaps.compat, got <class"):
+        fastcaps.convert(model, as_={Copy: nn.Linear})
+
+
+def test_versions_of_batch_averaged_capsules():
+    """A copy may repair the softmax's side or the squash's vectors."""
+    torch.manual_seed(0)
+    repaired = nn_plain.AveragedDigits(5, 12, 3, 4)
+    repaired.side, repaired.vector = 2, 2
+    primary = nn_plain.AveragedLayer(3, 12, 5, 4, True, 3, False)
+    primary.use_routing = False
+    report = fastcaps.convert(nn.Sequential(repaired, primary))
+    assert report.converted == ["0"] and "compete=parents, squashed=pose" in report.layers[0].why
+    assert "makes primary capsules" in report.layers[1].why

@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import compat
-from fastcaps.compat import AgreementRouting, CapsLayer, CapsuleLayer, ConvCaps, DenseCapsule
+from fastcaps.compat import (
+    AgreementRouting,
+    CapsLayer,
+    CapsuleLayer,
+    ConvCaps,
+    DenseCapsule,
+    batch_averaged,
+    slim_capsules,
+)
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
 
@@ -28,7 +36,11 @@ GRAM_AI = {"num_capsules": 5, "num_route_nodes": 12, "in_channels": 3, "out_chan
 BIELSKI = {"input_caps": 12, "input_dim": 3, "output_caps": 5, "output_dim": 4}
 SHARED = {"B": 3, "C": 4, "K": 1, "P": 2, "stride": 1, "w_shared": True}
 HEINSEN = {"n_inp": 6, "n_out": 3, "d_cov": 2, "d_inp": 3, "d_out": 4}
+AVERAGED = {"in_unit": 3, "in_channel": 12, "num_unit": 5, "unit_size": 4, "use_routing": True}
+SLIM = {"kernel_size": 3, "input_dim": 3, "output_dim": 4, "input_atoms": 5, "output_atoms": 2}
 HAVIR = {"in_dim": 3, "in_caps": 12, "num_caps": 5, "dim_caps": 4, "num_routing": 3}
+PLAIN = {batch_averaged.DigitCaps: nn_plain.AveragedDigits, batch_averaged.CapsuleLayer: nn_plain.AveragedUnits,
+         batch_averaged.RoutedCapsuleLayer: nn_plain.AveragedLayer}  # fmt: skip
 GRID, POSES = (2, 3, 7, 5), [(2, 6), (2, 6, 2, 3)]
 
 CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
@@ -54,6 +66,24 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
     "heinsen": (GenerativeMatrixRouting, {**HEINSEN, "eps": 1e-2, "n_iters": 4, "return_dict": True}, POSES),
     "heinsen-variable": (GenerativeMatrixRouting, {**HEINSEN, "n_inp": -1}, [(2, 3, 6), (2, 3, 6, 2, 3)]),
     "heinsen-skm": (GenerativeMatrixRouting, {**HEINSEN, "p_model": "skm", "return_dict": True}, POSES),
+    "higgsfield": (batch_averaged.DigitCaps, dict(zip(("num_capsules", "num_routes", "in_channels", "out_channels"),
+                                                      (5, 12, 3, 4), strict=True)), [(3, 12, 3)]),
+    "timomernick": (batch_averaged.CapsuleLayer, dict(zip(("in_units", "in_channels", "num_units", "unit_size",
+                                                           "use_routing"), (3, 12, 5, 4, True), strict=True)),
+                       [(3, 3, 12)]),
+    "cedrickchee": (batch_averaged.RoutedCapsuleLayer, {**AVERAGED, "num_routing": 2, "cuda_enabled": False},
+                    [(3, 3, 12)]),
+    "slim2": (compat.ConvSlimCapsule2D, SLIM, [(2, 3, 5, 7, 6)]),
+    "slim2-own": (compat.ConvSlimCapsule2D, {**SLIM, "stride": (1, 2), "dilation": 2, "padding": 2,
+                                             "share_weight": False}, [(2, 3, 5, 7, 6)]),
+    "slim3": (compat.ConvSlimCapsule3D, {**SLIM, "stride": 1, "padding": 1}, [(2, 3, 5, 7, 3, 4)]),
+    "slim3-uniform": (compat.ConvSlimCapsule3D, {**SLIM, "num_routing": 1, "share_weight": False},
+                      [(2, 3, 5, 7, 3, 4)]),
+    "slim3-one": (compat.ConvSlimCapsule3D, {**SLIM, "num_routing": 1, "input_dim": 1}, [(2, 1, 5, 3, 3, 4)]),
+    "unslim2": (compat.DeconvSlimCapsule2D, {**SLIM, "kernel_size": 4, "padding": 1, "num_routing": 2},
+                [(2, 3, 5, 4, 3)]),
+    "unslim2-uniform": (compat.DeconvSlimCapsule2D, {**SLIM, "num_routing": 1}, [(2, 3, 5, 4, 3)]),
+    "unslim3": (compat.DeconvSlimCapsule3D, {**SLIM, "stride": 3, "share_weight": False}, [(1, 3, 5, 3, 2, 2)]),
     "heinsen-single-beta": (GenerativeMatrixRouting, {**HEINSEN, "single_beta": True, "d_cov": 1}, [(6,), (6, 1, 3)]),
 }  # fmt: skip
 
@@ -81,7 +111,7 @@ def build(name: str, plain: bool = False, **changes: Any) -> Any:
     if "routing_module" in arguments:
         routing = nn_plain.AgreementRouting if plain else AgreementRouting
         arguments["routing_module"] = routing(*arguments["routing_module"])
-    return (getattr(nn_plain, kind.__name__) if plain else kind)(**arguments)
+    return (PLAIN.get(kind, getattr(nn_plain, kind.__name__, None)) if plain else kind)(**arguments)
 
 
 def pair(name: str, spread: float = 1.0, **changes: Any) -> tuple[Any, Any]:
@@ -143,17 +173,20 @@ def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: st
 # ---- Tsai et al. -----------------------------------------------------------------------------------------------------
 
 
+class Largest(TorchDispatchMode):
+    """Sees the numbers of the largest tensor."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return found
+
+
 def test_no_window_is_copied() -> None:
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            found = func(*args, **(kwargs or {}))
-            for tensor in found if isinstance(found, (tuple, list)) else [found]:
-                if isinstance(tensor, torch.Tensor):
-                    self.numbers = max(self.numbers, tensor.numel())
-            return found
-
     layer = CapsuleCONV(7, 4, 2, 4, kernel_size=3, stride=1, matrix_pose=True, dp=0.0)
     children = torch.randn(2, 7, 9, 8, 4)
     with torch.no_grad(), Largest() as seen:
@@ -204,6 +237,35 @@ def test_any_number_of_heinsens_children_and_masks() -> None:
     torch.testing.assert_close(ours(scores, poses), few)
 
 
+# ---- 3D-UCaps and SegCaps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "slim" in name])
+def test_a_slab_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time as all at once."""
+    layer, _ = pair(name)
+    found = []
+    for size in (1 << 18, 1):
+        monkeypatch.setattr(slim_capsules, "SLAB", size)
+        given = draw(name)[0].requires_grad_()
+        made = layer(given)
+        found.append([made, *torch.autograd.grad(weighted([made]), [given, *layer.parameters()])])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    assert layer(given[:0]).shape == (0, *made.shape[1:])
+
+
+@pytest.mark.parametrize("kind", [compat.ConvSlimCapsule2D, compat.DeconvSlimCapsule2D])
+def test_no_votes_of_the_whole_grid(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way back neither, nor a number for each child and parent."""
+    monkeypatch.setattr(slim_capsules, "SLAB", 1)
+    layer = kind(3, 16, 8, input_atoms=2, output_atoms=4, stride=1, padding=1)
+    given = torch.randn(1, 16, 2, 99, 8, requires_grad=True)
+    with Largest() as seen:
+        made = layer(given)
+        made.sum().backward()
+    assert seen.numbers < 0.7 * (16 * made.numel() // 4)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +293,16 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
          lambda: AgreementRouting(12, 5, 2)(torch.ones(2, 5, 12, 4))),
         (ValueError, "K and stride must be 1 with w_shared=True, got 3 and 2", lambda: ConvCaps(w_shared=True)),
         (ValueError, r"x must be \[b, h, w, 15\]", given_to("em", (2, 7, 5, 14))),
+        (ValueError, r"x must be \[batch, 12, 3\], got \[3, 3, 12\]", given_to("higgsfield", (3, 3, 12))),
+        (ValueError, "compete must be one of parents, children, got 'all'",
+         lambda: build("timomernick", compete="all")),
+        (ValueError, "use_routing must be True", lambda: build("timomernick", use_routing=False)),
+        (ValueError, r"input_tensor must be \[batch, 3, 5, h, w\], got \[2, 5, 3, 7, 6\]",
+         given_to("slim2", (2, 5, 3, 7, 6))),
+        (ValueError, "no smaller than the kernel", given_to("slim2", (2, 3, 5, 7, 2))),
+        (ValueError, "padding must be whole numbers, got 'same'", lambda: build("slim2", padding="same", stride=1)),
+        (ValueError, r"stride must be no larger than the kernel, got \(4, 5\)",
+         lambda: build("unslim2", stride=(4, 5))),
         (ValueError, "n_out must be at least 2", lambda: build("heinsen", n_out=1)),
         (ValueError, r"mu_inp must be \[2, 6, 2, 3\] with a_inp \[2, 6\], got \[2, 6, 3, 2\]",
          given_to("heinsen", (2, 6), (2, 6, 3, 2))),

@@ -9,10 +9,12 @@ which version of that code it follows.
 ``dynamic``         ``DenseCapsule``, ``RoutingCapsules``, ``DigitCaps``, ``CapsuleLayer``, ``CapsLayer``
 ``matrix_capsules`` ``ConvCaps``: EM routing
 ``heinsen_routing`` ``GenerativeMatrixRouting`` of Heinsen (2019)
+``batch_averaged``  ``DigitCaps``, ``CapsuleLayer``, ``RoutedCapsuleLayer``: logits averaged over the batch
+``slim_capsules``   ``ConvSlimCapsule2D``, ``-3D``, ``DeconvSlimCapsule2D``, ``-3D`` of 3D-UCaps and SegCaps
 =================== ========================================================================================
 """
 
-from fastcaps.compat import heinsen_routing, matrix_capsules, ml_capsules
+from fastcaps.compat import batch_averaged, heinsen_routing, matrix_capsules, ml_capsules
 from fastcaps.compat.convert import Conversion, ConversionReport, convert
 from fastcaps.compat.dynamic import (
     AgreementRouting,
@@ -23,17 +25,28 @@ from fastcaps.compat.dynamic import (
     RoutingCapsules,
 )
 from fastcaps.compat.matrix_capsules import ConvCaps
+from fastcaps.compat.slim_capsules import (
+    ConvSlimCapsule2D,
+    ConvSlimCapsule3D,
+    DeconvSlimCapsule2D,
+    DeconvSlimCapsule3D,
+)
 
 __all__ = [
     "AgreementRouting",
     "CapsLayer",
     "CapsuleLayer",
     "ConvCaps",
+    "ConvSlimCapsule2D",
+    "ConvSlimCapsule3D",
     "Conversion",
     "ConversionReport",
+    "DeconvSlimCapsule2D",
+    "DeconvSlimCapsule3D",
     "DenseCapsule",
     "DigitCaps",
     "RoutingCapsules",
+    "batch_averaged",
     "convert",
     "heinsen_routing",
     "matrix_capsules",

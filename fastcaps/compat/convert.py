@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -10,18 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastcaps.compat import batch_averaged
 from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
+from fastcaps.compat.slim_capsules import (
+    ConvSlimCapsule2D,
+    ConvSlimCapsule3D,
+    DeconvSlimCapsule2D,
+    DeconvSlimCapsule3D,
+)
 from fastcaps.compat.twin import Twin
 
 _KINDS = (
     *(CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, DigitCaps, CapsuleLayer, ConvCaps),
     GenerativeMatrixRouting,
+    *(ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D),
 )
 TWINS: dict[str, tuple[type[Twin], ...]] = {kind.__name__: (kind,) for kind in _KINDS}
-TWINS["DigitCaps"] += (RoutingCapsules,)  # many copies of Havir's layer have this name
+TWINS["DigitCaps"] += (RoutingCapsules, batch_averaged.DigitCaps)  # many copies of Havir's layer have this name
+TWINS["CapsuleLayer"] += (batch_averaged.CapsuleLayer, batch_averaged.RoutedCapsuleLayer)
 """The twins by the names of the published classes, of which several codes may have the same."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -82,7 +92,13 @@ class ConversionReport:
         return "\n".join((head, *lines))
 
 
-def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> ConversionReport:
+def convert(
+    model: nn.Module,
+    *,
+    as_: Mapping[type[nn.Module], type[Twin]] | None = None,
+    check: bool = True,
+    verbose: bool = False,
+) -> ConversionReport:
     """Make the layers of published capsule code inside ``model`` run on fastcaps' kernels.
 
     :mod:`fastcaps.compat` lists them. A layer stays the same object and takes another class: parameters, submodules,
@@ -96,6 +112,11 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     ----------
     model : Module
         Changed in place.
+    as_ : mapping of type to type, optional
+        Twins for classes that have other names than the published ones, such as ``{TheirClass: DenseCapsule}``. The
+        attributes must have the published names; but a :class:`DenseCapsule` is found by the shape of the layer's only
+        parameter, in whatever order its dimensions are, and may have its gradient through all iterations. Such a guess
+        is compared with ``check=False`` too, and one that fails to run is left alone.
     check : bool
         First run the layer and ours on random inputs (small and large; without and with parents, where a layer takes
         them), and leave it alone if results or gradients differ. A layer that fails to run at all is converted, and the
@@ -114,15 +135,20 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     >>> import torch
     >>> print(convert(torch.nn.Sequential(torch.nn.Linear(3, 4))))
     fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, \
-DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
+DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting, ConvSlimCapsule2D, ConvSlimCapsule3D, \
+DeconvSlimCapsule2D, DeconvSlimCapsule3D
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    given = {} if as_ is None else dict(as_)
+    for theirs, kind in given.items():
+        if not (isinstance(theirs, type) and isinstance(kind, type) and issubclass(kind, Twin)):
+            raise TypeError(f"as_ must map classes to classes of fastcaps.compat, got {theirs!r}: {kind!r}")
     report = ConversionReport(model)
     for path, module in list(model.named_modules()):
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         try:
-            found = _candidate(module)
+            found = _candidate(module, given)
             if found is None:
                 continue
             new, why = _replacement(module, *found, check)
@@ -136,10 +162,12 @@ DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
     return report
 
 
-def _candidate(module: nn.Module) -> tuple[type[Twin], list[str]] | None:
+def _candidate(module: nn.Module, given: Mapping[type, type[Twin]]) -> tuple[type[Twin], list[str]] | None:
     """Return the twin of a layer's class, or of one that it is made from, and the methods that the class adds to it."""
     own: set[str] = set()
     for each in type(module).__mro__:
+        if each in given:
+            return given[each], sorted(own)
         if found := TWINS.get(each.__name__.removeprefix("Parametrized")):
             return next((kind for kind in found if not _missing(module, kind)), found[0]), sorted(own)
         own |= {name for name, value in vars(each).items() if not name.startswith("__") or _is_method(name, value)}
@@ -153,19 +181,20 @@ def _missing(module: nn.Module, kind: type[Twin]) -> str:
 
 def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
     """Return the twin that ``module`` may become, None if it is to stay what it is; and why."""
-    why = _misfit(module, kind) or (f"its class has {', '.join(own)} of its own" if own else "")
-    if why:
-        return None, why
+    renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
-    for options in kind._versions:
+    for options in renamed or kind._versions:
+        why = _misfit(module, kind, options) or (f"its class has {', '.join(own)} of its own" if own else "")
+        if why:
+            return None, why
         new = _build(module, kind, options)
-        if not check:
+        if not check and not renamed:
             return new, "not compared, as asked"
-        fits, why = _compare(module, new)
+        fits, why = _compare(module, new, guessed=bool(renamed))
         if fits:
             return new, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
         said.append(why)
-    return None, said[0]
+    return None, next((why for why in said if "s differ from" in why), said[0])
 
 
 def _is_method(name: str, value: Any) -> bool:
@@ -173,21 +202,21 @@ def _is_method(name: str, value: Any) -> bool:
     return name == "__call__" or (isinstance(value, FunctionType) and name not in HARMLESS)
 
 
-def _misfit(module: Any, kind: type[Twin]) -> str:
-    """Return why ``module`` is not the published layer; an empty string if it is."""
+def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
+    """Return why ``module`` is not the published layer, with arguments it has not; an empty string if it is."""
     if isinstance(module, kind):
         return "runs on fastcaps already"
     given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it compiles anew
     replaced = [name for name, value in given.items() if callable(value) and hasattr(kind, name)]
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
-    if missing := _missing(module, kind):
+    if (missing := _missing(module, kind)) and not options.keys() >= {*missing.split(", ")}:
         return f"has no attribute {missing}: not the layer of the authors' code"
     if wrong := kind._unfit(module):
         return wrong
     try:
         with torch.device("meta"):
-            twin = kind._like(module)
+            twin = kind._like(module, **options)
     except (AttributeError, TypeError, ValueError) as error:
         return f"its attributes do not make a layer: {error}"
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -198,7 +227,8 @@ def _misfit(module: Any, kind: type[Twin]) -> str:
             return f"{name} has shape {tuple(parameters[name].shape)} where its attributes say {tuple(wanted.shape)}"
     for name in twin._modules:
         inner = getattr(module, name)
-        if inner._forward_hooks or inner._forward_pre_hooks:  # the twin reads what it holds, and never calls it
+        # the twin reads what it holds, and never calls it
+        if any(each._forward_hooks or each._forward_pre_hooks for each in inner.modules()):
             return f"{name} has hooks, which nobody would call"
     others = {name for name in parameters if name.partition(".")[0] not in (*twin._parameters, *twin._modules)}
     others |= {name for name, _ in module.named_buffers()} - {*twin._buffers}
@@ -223,11 +253,14 @@ class _Verdict(Exception):
     """Ends a comparison early: whether the new layer may take the old one's place, and why."""
 
 
-def _compare(old: nn.Module, new: Twin) -> tuple[bool, str]:
-    """Return whether the new layer may take the old one's place, by what both make of random input; and why."""
+def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[bool, str]:
+    """Return whether the new layer may take the old one's place, by what both make of random input; and why.
+
+    A guessed one may not where that cannot be found out.
+    """
     weight = next(new.parameters())
     if weight.device.type == "meta":
-        return True, "not compared: it has no numbers yet"
+        return not guessed, "not compared: it has no numbers yet"
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
     far = 0.0
     try:
@@ -242,7 +275,8 @@ def _compare(old: nn.Module, new: Twin) -> tuple[bool, str]:
             for arguments in new._calls(draw):
                 far = max(far, _apart(old, new, weight, arguments, finite=size == new._sizes[0]))
     except _Verdict as verdict:
-        return verdict.args[0], verdict.args[1]
+        fits, why = verdict.args
+        return fits and not guessed, why
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -272,6 +306,8 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
         except Exception as error:
             raised = f"the old layer's gradients failed with {_named(error)}"
             raise _Verdict(True, f"results agree to {far:.1e}; {raised}") from error
+        if not finite and not all(bool(tensor.isfinite().all()) for tensor in wanted):
+            return far  # at a parent of 0 the derivative of a published squash is NaN
         apart = _distance(wanted, _gradients(new, arguments))
         if not apart <= GRADIENT_TOLERANCES[weight.dtype]:
             raise _Verdict(False, f"its gradients differ from the authors' layer by {apart:.1e} of the largest")

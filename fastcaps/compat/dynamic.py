@@ -6,6 +6,7 @@ here, not NaN, and all run wherever their input is.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -64,7 +65,7 @@ def shorten(parents: Tensor) -> Tensor:
     size = length(parents, keepdim=True)
     zero = size == 0
     root = size.masked_fill(zero, 1.0).sqrt()
-    rest = (1 - size).clamp(min=0).sqrt()
+    rest = (1 - size).clamp(min=2.0**-80).sqrt()  # the root of 0 has no derivative
     return parents * (root / (root + 1e-8 * rest)).masked_fill(zero, 0.0)
 
 
@@ -82,6 +83,13 @@ class DenseCapsule(DynamicTwin):
         Parents, and the numbers in a parent's pose.
     routings : int
         Iterations, at least 1.
+    stored : (str, str)
+        The name of the matrices, and their dimensions: i and m count children and parents, d and e the numbers in
+        their poses. Copies have others.
+    returned : str
+        The dimensions of the result, of which the batch is b.
+    detach : bool
+        Whether the coefficients are constants to gradients; not in all copies.
 
     Attributes
     ----------
@@ -101,17 +109,53 @@ class DenseCapsule(DynamicTwin):
     _drawn = ("weight", 0.01)
 
     def __init__(
-        self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3
+        self,
+        in_num_caps: int,
+        in_dim_caps: int,
+        out_num_caps: int,
+        out_dim_caps: int,
+        routings: int = 3,
+        *,
+        stored: tuple[str, str] = ("weight", "mied"),
+        returned: str = "bme",
+        detach: bool = True,
     ) -> None:
         super().__init__()
         self._count(in_num_caps=in_num_caps, in_dim_caps=in_dim_caps, out_num_caps=out_num_caps)
         self._count(out_dim_caps=out_dim_caps, routings=routings)
-        self.weight = nn.Parameter(torch.empty(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
+        self.stored, self.returned, self.detach = stored, returned, detach
+        sizes = {"i": in_num_caps, "d": in_dim_caps, "m": out_num_caps, "e": out_dim_caps, "1": 1}
+        self._drawn = (stored[0], 0.01)
+        self.register_parameter(stored[0], nn.Parameter(torch.empty([sizes[axis] for axis in stored[1]])))
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Route ``[batch, in_num_caps, in_dim_caps]`` to ``[batch, out_num_caps, out_dim_caps]``."""
-        return shorten(self._route("x", x, self.weight.permute(1, 0, 3, 2), iterations=self.routings, detach=True))
+        name, axes = self.stored
+        kept = axes.replace("1", "")
+        weight = getattr(self, name).reshape([getattr(self, name).shape[axes.index(axis)] for axis in kept])
+        weight = weight.permute([kept.index(axis) for axis in "imde"])
+        parents = shorten(self._route("x", x, weight, iterations=self.routings, detach=self.detach))
+        for place, axis in enumerate(self.returned):
+            parents = parents.unsqueeze(place) if axis == "1" else parents
+        return parents
+
+    @classmethod
+    def _renamed(cls, old: Any) -> list[dict[str, Any]]:
+        """A copy's sizes are those of its only parameter, whose dimensions have one of several orders."""
+        found = list(old.named_parameters())
+        shape = list(found[0][1].shape) if len(found) == 1 else []
+        front = shape[: max(0, len(shape) - 4)]
+        if len(shape) < 4 or any(size != 1 for size in front):
+            return []
+        counts = [x for name, x in vars(old).items() if type(x) is int and ("iter" in name or "routing" in name)]
+        options = []
+        for axes, detach, returned in product(("mied", "imed", "imde", "mide"), (True, False), ("bme", "b1me1")):
+            sizes = dict(zip(axes, shape[len(front) :], strict=True))
+            names = {"i": "in_num_caps", "d": "in_dim_caps", "m": "out_num_caps", "e": "out_dim_caps"}
+            own = {"stored": (found[0][0], "1" * len(front) + axes), "returned": returned, "detach": detach}
+            options.append({names[axis]: size for axis, size in sizes.items()} | own | {"routings": [*counts, 3][0]})
+        return options
 
 
 class RoutingCapsules(DynamicTwin):

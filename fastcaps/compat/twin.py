@@ -35,7 +35,7 @@ class Twin(nn.Module):
     _known_by: ClassVar[tuple[str, ...]]
     _sizes: ClassVar[tuple[float, ...]] = (1.0,)
     _versions: ClassVar[tuple[dict[str, Any], ...]] = ({},)
-    _drawn: ClassVar[tuple[str, float]] = ("W", 1.0)
+    _drawn: tuple[str, float] = ("W", 1.0)
 
     def _count(self, **numbers: int) -> None:
         """Keep arguments that must be whole numbers of 1 or more."""
@@ -62,8 +62,13 @@ class Twin(nn.Module):
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
         """Return a twin from a layer's attributes and further arguments, its numbers drawn anew."""
-        arguments = inspect.signature(cls).parameters
-        return cls(**{name: getattr(old, name) for name in cls._known_by if name in arguments}, **options)
+        names = inspect.signature(cls).parameters.keys() - options.keys()
+        return cls(**{name: getattr(old, name) for name in cls._known_by if name in names}, **options)
+
+    @classmethod
+    def _renamed(cls, old: Any) -> list[dict[str, Any]]:
+        """Return more arguments of the twins that a layer with names of its own may be; none where nothing says."""
+        return []
 
     def _adopt(self, old: Any) -> None:
         """Take over a layer's parameters, submodules and buffers."""

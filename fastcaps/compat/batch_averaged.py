@@ -1,0 +1,244 @@
+"""Twins of class capsules whose logits are averaged over the batch: what an image gives depends on its neighbours.
+
+The copies differ in who competes for whom, and in what their squash takes for a vector. A vector of zeros stays zero
+here, where theirs becomes NaN, and all run wherever their input is.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps.checks import accumulation_dtype, require_tensor, shape_text
+from fastcaps.compat.twin import Draw, Twin
+from fastcaps.functional.verbs import Votes
+from fastcaps.vectors import squash
+
+SIDES = {"parents": 1, "children": 0}
+VECTORS = {"pose": -1, "parents": 1, "number": -2}
+"""Dimensions of the parents ``[b, m, 1, e]``; the one of size 1 takes every number for a vector by itself."""
+
+
+class BatchAveraged(Twin):
+    r"""Dynamic routing in which the images of a batch share their logits.
+
+    :math:`r = \operatorname{softmax} b`, from logits of 0; :math:`v_m = \operatorname{squash} \sum_i r_{im} V_{im}`;
+    and :math:`b_{im}` grows by the mean over the batch of :math:`\langle v_m, V_{im} \rangle`.
+
+    Parameters
+    ----------
+    compete : str
+        "parents" or "children": over whom the softmax runs.
+    squashed : str
+        What squash takes for a vector: a parent's "pose", a number of the poses of all "parents", each "number".
+
+    Attributes
+    ----------
+    _matrices : str
+        The parameter, ``[1, children, parents, out, in]``, drawn from N(0, 1).
+    """
+
+    _matrices: ClassVar[str] = "W"
+    _sizes = (1.0, 10.0)
+
+    def _make(self, shape: tuple[int, ...], compete: str, squashed: str) -> None:
+        for name, value, known in (("compete", compete, SIDES), ("squashed", squashed, VECTORS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        self.compete, self.squashed = compete, squashed
+        self.register_parameter(self._matrices, nn.Parameter(torch.empty(1, *shape)))
+        self.reset_parameters()
+
+    def _route(self, x: Tensor, iterations: int) -> Tensor:
+        """Route children ``[batch, i, d]`` to ``[batch, m, e, 1]``."""
+        weight = getattr(self, self._matrices)[0].transpose(-1, -2)
+        votes = Votes(x.unsqueeze(-2), weight)
+        logits = x.new_zeros((votes.count, votes.parents), dtype=accumulation_dtype(x.dtype))
+        for last in (turn == iterations - 1 for turn in range(iterations)):
+            parents = squash(votes.sum(logits.softmax(SIDES[self.compete])), VECTORS[self.squashed])
+            if not last:
+                logits = logits + votes.agreement(parents).mean(0)
+        return parents.transpose(-1, -2).to(x.dtype)
+
+    def _check(self, x: Tensor, *shape: int) -> Tensor:
+        require_tensor(x, "x")
+        if x.dim() != 3 or x.shape[1:] != shape:
+            raise ValueError(f"x must be [batch, {shape[0]}, {shape[1]}], got {shape_text(x)}")
+        return x
+
+
+def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
+    """Return the arguments of all versions, the published layer's first."""
+    every = [{"compete": side, "squashed": vector} for side, vector in product(SIDES, VECTORS)]
+    own = {"compete": compete, "squashed": squashed}
+    return (own, *(each for each in every if each != own))
+
+
+class DigitCaps(BatchAveraged):
+    """``DigitCaps`` of Capsule-Network-Tutorial (higgsfield) and Pytorch-CapsuleNet (jindongwang): three iterations.
+
+    Parameters
+    ----------
+    num_capsules, num_routes : int
+        Parents and children.
+    in_channels, out_channels : int
+        Numbers in a child's pose and in a parent's.
+    compete, squashed : str
+        See :class:`BatchAveraged`; in theirs the children compete, and each number is squashed by itself.
+
+    Attributes
+    ----------
+    W : Parameter
+        ``[1, num_routes, num_capsules, out_channels, in_channels]``, drawn from N(0, 1).
+    """
+
+    _known_by = ("num_capsules", "num_routes", "in_channels", "W")
+    _versions = versions("children", "number")
+
+    def __init__(
+        self,
+        num_capsules: int = 10,
+        num_routes: int = 32 * 6 * 6,
+        in_channels: int = 8,
+        out_channels: int = 16,
+        *,
+        compete: str = "children",
+        squashed: str = "number",
+    ) -> None:
+        super().__init__()
+        self._count(num_capsules=num_capsules, num_routes=num_routes, in_channels=in_channels)
+        self._count(out_channels=out_channels)
+        self._make((num_routes, num_capsules, out_channels, in_channels), compete, squashed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route ``[batch, num_routes, in_channels]`` to ``[batch, num_capsules, out_channels, 1]``."""
+        return self._route(self._check(x, self.num_routes, self.in_channels), 3)
+
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, out_channels=old.W.shape[-2], **options)  # which it does not keep
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(3, self.num_routes, self.in_channels),)]
+
+
+class CapsuleLayer(BatchAveraged):
+    """``CapsuleLayer`` of pytorch-capsule (timomernick) where it routes: three iterations.
+
+    Parameters
+    ----------
+    in_units, in_channels : int
+        Numbers in a child's pose, and children.
+    num_units, unit_size : int
+        Parents, and the numbers in a parent's pose.
+    use_routing : bool
+        True: of primary capsules, which are convolutions, there is no twin.
+    compete, squashed : str
+        See :class:`BatchAveraged`; in theirs the children compete, and squash takes lengths over the parents.
+
+    Attributes
+    ----------
+    W : Parameter
+        ``[1, in_channels, num_units, unit_size, in_units]``, drawn from N(0, 1).
+    """
+
+    _known_by = ("in_units", "in_channels", "num_units", "use_routing")
+    _versions = versions("children", "parents")
+
+    def __init__(
+        self,
+        in_units: int,
+        in_channels: int,
+        num_units: int,
+        unit_size: int,
+        use_routing: bool,
+        *,
+        compete: str = "children",
+        squashed: str = "parents",
+    ) -> None:
+        super().__init__()
+        self._count(in_units=in_units, in_channels=in_channels, num_units=num_units, unit_size=unit_size)
+        self._only_routes(use_routing)
+        self._make((in_channels, num_units, unit_size, in_units), compete, squashed)
+
+    def _only_routes(self, use_routing: bool) -> None:
+        if not use_routing:
+            raise ValueError(
+                "use_routing must be True: primary capsules are convolutions, and stay the published layer"
+            )
+        self.use_routing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route ``[batch, in_units, in_channels]`` to ``[batch, num_units, unit_size, 1]``."""
+        return self._route(self._check(x, self.in_units, self.in_channels).transpose(1, 2), 3)
+
+    @classmethod
+    def _unfit(cls, old: Any) -> str:
+        return "" if old.use_routing else "makes primary capsules by convolutions, routes nothing"
+
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, unit_size=getattr(old, cls._matrices).shape[-2], **options)  # which it does not keep
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(3, self.in_units, self.in_channels),)]
+
+
+class RoutedCapsuleLayer(CapsuleLayer):
+    """``CapsuleLayer`` of capsule-net-pytorch (cedrickchee) where it routes.
+
+    Parameters
+    ----------
+    in_unit, in_channel : int
+        Numbers in a child's pose, and children.
+    num_unit, unit_size : int
+        Parents, and the numbers in a parent's pose.
+    use_routing : bool
+        True: of primary capsules, which are convolutions, there is no twin.
+    num_routing : int
+        Iterations, at least 1.
+    cuda_enabled : bool
+        Kept, and without effect: the published layer makes its logits there.
+    compete, squashed : str
+        See :class:`BatchAveraged`; in theirs the parents compete, and a pose is a vector.
+
+    Attributes
+    ----------
+    weight : Parameter
+        ``[1, in_channel, num_unit, unit_size, in_unit]``, drawn from N(0, 1).
+    """
+
+    _known_by = ("in_unit", "in_channel", "num_unit", "use_routing", "num_routing", "cuda_enabled")
+    _matrices = "weight"
+    _drawn = ("weight", 1.0)
+    _versions = versions("parents", "pose")
+
+    def __init__(
+        self,
+        in_unit: int,
+        in_channel: int,
+        num_unit: int,
+        unit_size: int,
+        use_routing: bool,
+        num_routing: int,
+        cuda_enabled: bool,
+        *,
+        compete: str = "parents",
+        squashed: str = "pose",
+    ) -> None:
+        BatchAveraged.__init__(self)
+        self._count(in_unit=in_unit, in_channel=in_channel, num_unit=num_unit, unit_size=unit_size)
+        self._count(num_routing=num_routing)
+        self.cuda_enabled = cuda_enabled
+        self._only_routes(use_routing)
+        self._make((in_channel, num_unit, unit_size, in_unit), compete, squashed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route ``[batch, in_unit, in_channel]`` to ``[batch, num_unit, unit_size, 1]``."""
+        return self._route(self._check(x, self.in_unit, self.in_channel).transpose(1, 2), self.num_routing)
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(3, self.in_unit, self.in_channel),)]

@@ -1,0 +1,303 @@
+"""Twins of the convolutional capsules of 3D-UCaps, which has SegCaps too: votes by convolutions, routed by cosines.
+
+Every position of the parents' grid routes by itself. So a slab of positions is routed at a time, in all iterations at
+once, and again on the way back. The largest things in memory are the votes of one slab, and the layer's input and
+result; no numbers for each child and parent of the whole grid.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fastcaps.checks import require_tensor, shape_text
+from fastcaps.compat.twin import Draw, Twin
+from fastcaps.vectors import squash
+
+SLAB = 1 << 18  # the numbers in the votes of a slab: 1 MB of float32, which stay in a cache
+Size = int | tuple[int, ...]
+
+
+class VoteConvolution(nn.Module):
+    """Holds a twin's convolution where the published layer has it; a :class:`SlimTwin` reads it and never calls it."""
+
+
+class SlimTwin(Twin):
+    r"""Convolutional capsules that route by cosines.
+
+    A child type i votes by a convolution, :math:`V_{im} = w_{im} * P_i + c_{im}`. The parents compete for each child:
+    :math:`r_{im} = \operatorname{softmax}_m b_{im}`, from logits of 0; :math:`s_m = \sum_i r_{im} V_{im} + \beta_m`,
+    and :math:`b_{im}` grows by :math:`\cos(s_m, V_{im})`. The last sums are squashed.
+
+    Parameters
+    ----------
+    kernel_size, stride, padding, dilation : int or tuple of int
+        Of the convolution.
+    input_dim, output_dim : int
+        Types of children and of parents.
+    input_atoms, output_atoms : int
+        Numbers in a child's pose and in a parent's.
+    num_routing : int
+        Iterations, at least 1.
+    share_weight : bool
+        Whether all child types have the same filters.
+
+    Attributes
+    ----------
+    biases : Parameter
+        The :math:`\beta`, ``[output_dim, output_atoms, 1, 1]``, in 3-D with one more 1; 0.1 at the start. The filters
+        are drawn from N(0, 0.1^2).
+    _places : (str, str)
+        The attribute that holds the module of the votes, and the convolution's name in there.
+    _kind : type
+        The convolution.
+    """
+
+    _places: ClassVar[tuple[str, str]]
+    _kind: ClassVar[Any]
+    input_dim: int
+    output_dim: int
+    num_routing: int
+
+    def _build(self, sizes: tuple[int, ...], iterations: int, shared: Any, options: dict[str, Any]) -> None:
+        """Make the parameters; sizes are input_dim, output_dim, input_atoms, output_atoms."""
+        names = ("input_dim", "output_dim", "input_atoms", "output_atoms")
+        self._count(**dict(zip(names, sizes, strict=True)), num_routing=iterations)
+        types, parents, atoms, own = sizes
+        groups = 1 if shared else types
+        convolution = self._kind(groups * atoms, groups * parents * own, groups=groups, **options)
+        if isinstance(convolution.padding, str):
+            raise ValueError(f"padding must be whole numbers, got {convolution.padding!r}")
+        steps = zip(convolution.stride, convolution.dilation, convolution.kernel_size, strict=True)
+        if convolution.transposed and any(step > dilation * (kernel - 1) + 1 for step, dilation, kernel in steps):
+            raise ValueError(f"stride must be no larger than the kernel, got {convolution.stride}")
+        vars(self).update(options, share_weight=bool(shared))
+        self.biases = nn.Parameter(torch.empty(parents, own, *[1] * len(convolution.kernel_size)))
+        setattr(self, self._places[0], VoteConvolution())
+        getattr(self, self._places[0]).add_module(self._places[1], convolution)
+        self._start()
+
+    def _start(self) -> None:
+        nn.init.normal_(self._convolution.weight, std=0.1)
+        nn.init.constant_(self.biases, 0.1)
+
+    @property
+    def _convolution(self) -> Any:
+        return getattr(getattr(self, self._places[0]), self._places[1])
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        self._convolution.reset_parameters()
+        self._start()
+
+    def forward(self, input_tensor: Tensor) -> Tensor:
+        """Route ``[batch, input_dim, input_atoms, *space]`` to ``[batch, output_dim, output_atoms, *space]``."""
+        require_tensor(input_tensor, "input_tensor")
+        x, space = input_tensor, len(self._convolution.kernel_size)
+        if x.dim() != 3 + space or x.shape[1:3] != (self.input_dim, self.input_atoms):
+            wanted = f"[batch, {self.input_dim}, {self.input_atoms}, {', '.join('hwd'[:space])}]"
+            raise ValueError(f"input_tensor must be {wanted}, got {shape_text(x)}")
+        sizes = [self._grid(size, axis) for axis, size in enumerate(x.shape[3:])]
+        if min(sizes) < 1:
+            raise ValueError(f"input_tensor must be no smaller than the kernel, got {shape_text(x)}")
+        if self.num_routing == 1:
+            return squash(self._sums(x) + self.biases, 2)
+        row = prod(sizes[1:]) * self.input_dim * self.biases.numel()
+        # a transposed convolution makes parts of more rows than are wanted, of few rows most in vain
+        step = max(2 * self._along(0)[0] if self._convolution.transposed else 1, SLAB // row)
+        slabs = [(first, min(first + step, sizes[0])) for first in range(0, sizes[0], step)]
+        parts = [self._routed(part, slabs) for part in x.split(max(1, SLAB // (row * sizes[0])))]
+        return torch.cat(parts)
+
+    def _grid(self, size: int, axis: int) -> int:
+        """Return the parents' number along an axis of the grid."""
+        kernel, step, pad, dilation = self._along(axis)
+        if self._convolution.transposed:
+            return (size - 1) * step - 2 * pad + dilation * (kernel - 1) + 1
+        return (size + 2 * pad - dilation * (kernel - 1) - 1) // step + 1
+
+    def _along(self, axis: int) -> tuple[int, int, int, int]:
+        made = self._convolution
+        return tuple(each[axis] for each in (made.kernel_size, made.stride, made.padding, made.dilation))  # type: ignore[return-value]
+
+    def _seen(self, first: int, last: int) -> tuple[int, int]:
+        """Return the range of the children's rows that rows of parents see, padding included."""
+        kernel, step, pad, dilation = self._along(0)
+        reach = dilation * (kernel - 1)
+        if self._convolution.transposed:
+            return -((reach - first - pad) // step), (last - 1 + pad) // step + 1
+        return first * step - pad, (last - 1) * step - pad + reach + 1
+
+    def _routed(self, x: Tensor, slabs: list[tuple[int, int]]) -> Tensor:
+        """Route slabs of the parents' rows, one after the other."""
+        count = x.shape[3]
+        ranges = [tuple(min(max(0, row), count) for row in self._seen(*slab)) for slab in slabs]
+        cuts = sorted({0, count, *(row for each in ranges for row in each)})
+        # the gradient of a piece has the size of a piece, that of a slice of x would have the size of x
+        pieces = x.split([b - a for a, b in pairwise(cuts)], 3)
+        again: Any = checkpoint if torch.is_grad_enabled() else lambda run, *arguments, **_: run(*arguments)
+        done = []
+        for slab, (low, high) in zip(slabs, ranges, strict=True):
+            own = [piece for piece, cut in zip(pieces, cuts, strict=False) if low <= cut < high]
+            done.append(again(self._route, slab, count, *own, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(done, 3)
+
+    def _route(self, slab: tuple[int, int], count: int, *pieces: Tensor) -> Tensor:
+        """Return the parents' rows first to last - 1, from the rows that they see."""
+        votes = self._votes(slab, count, torch.cat(pieces, 3))
+        sizes = torch.linalg.vector_norm(votes, dim=3).clamp(min=1e-8)
+        sums = votes.sum(1) / self.output_dim + self.biases
+        logits: Any = 0.0
+        for _ in range(self.num_routing - 1):
+            size = torch.linalg.vector_norm(sums, dim=2).clamp(min=1e-8)
+            logits = logits + (votes * sums[:, None]).sum(3) / (sizes * size[:, None])
+            sums = (votes * logits.softmax(2).unsqueeze(3)).sum(1) + self.biases
+        return squash(sums, 2)
+
+    def _votes(self, slab: tuple[int, int], count: int, x: Tensor) -> Tensor:
+        """Return votes ``[batch, input_dim, output_dim, output_atoms, rows, ...]``."""
+        made, (first, last), (low, high) = self._convolution, slab, self._seen(*slab)
+        others = (0, 0) * (len(made.kernel_size) - 1)
+        if not made.transposed:
+            x = functional.pad(x, (*others, max(0, -low), max(0, high - count)))
+        padding = (0, *made.padding[1:])
+
+        def convolve(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            votes = torch.convolution(
+                some, weight, bias, made.stride, padding, made.dilation, made.transposed, (0,) * len(padding), 1
+            )
+            if not made.transposed:
+                return votes
+            start = max(0, low) * made.stride[0] - made.padding[0]  # the parents' row that the first one here is
+            return votes.narrow(2, first - start, last - first)
+
+        if self.share_weight:
+            votes = convolve(x.flatten(0, 1), made.weight, made.bias).unflatten(0, x.shape[:2])
+        else:
+            biases = [None] * self.input_dim if made.bias is None else made.bias.chunk(self.input_dim)
+            each = zip(x.unbind(1), made.weight.chunk(self.input_dim), biases, strict=True)
+            votes = torch.stack([convolve(*parts) for parts in each], 1)
+        return votes.unflatten(2, self.biases.shape[:2])
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """Return the sums of the first iteration, in which all parents have the same share: one convolution."""
+        made, types = self._convolution, self.input_dim
+        weight, bias = made.weight, made.bias
+        if self.share_weight:
+            x, bias = x.sum(1), None if bias is None else bias * types
+        else:
+            x, bias = x.flatten(1, 2), None if bias is None else bias.unflatten(0, (types, -1)).sum(0)
+            if not made.transposed:
+                weight = weight.unflatten(0, (types, -1)).transpose(0, 1).flatten(1, 2)
+        zeros = (0,) * len(made.padding)
+        sums = torch.convolution(x, weight, bias, made.stride, made.padding, made.dilation, made.transposed, zeros, 1)
+        return sums.unflatten(1, self.biases.shape[:2]) / self.output_dim
+
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        votes = getattr(old, cls._places[0])
+        made = getattr(votes, cls._places[1])
+        for name in ("input_atoms", "output_atoms", "share_weight"):
+            options[name] = getattr(votes if hasattr(votes, name) else old, name)
+        for name in ("kernel_size", "stride", "padding", "dilation"):
+            if name != "dilation" or not made.transposed:
+                options[name] = getattr(made, name)
+        return super()._like(old, **options)
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        made = self._convolution
+        reach = [d * (k - 1) + 1 for k, d in zip(made.kernel_size, made.dilation, strict=True)]
+        grid = [3, *[2] * (len(reach) - 1)] if made.transposed else [size + 2 for size in reach]
+        return [(draw(2, self.input_dim, self.input_atoms, *grid),)]
+
+
+class ConvSlimCapsule2D(SlimTwin):
+    """``ConvSlimCapsule2D`` of 3D-UCaps (VinAIResearch), and of SegCaps in PyTorch: see :class:`SlimTwin`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = ConvSlimCapsule2D(kernel_size=5, input_dim=2, output_dim=4, input_atoms=16, output_atoms=8, padding=2)
+    >>> layer(torch.randn(1, 2, 16, 32, 32)).shape
+    torch.Size([1, 4, 8, 16, 16])
+    """
+
+    _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_conv3d")
+    _places, _kind = ("depthwise_conv3d", "conv2d"), nn.Conv2d
+
+    def __init__(
+        self,
+        kernel_size: Size,
+        input_dim: int,
+        output_dim: int,
+        input_atoms: int = 8,
+        output_atoms: int = 8,
+        stride: Size = 2,
+        dilation: Size = 1,
+        padding: Size = 0,
+        num_routing: int = 3,
+        share_weight: bool = True,
+    ) -> None:
+        super().__init__()
+        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        self._build((input_dim, output_dim, input_atoms, output_atoms), num_routing, share_weight, options)
+
+
+class ConvSlimCapsule3D(SlimTwin):
+    """``ConvSlimCapsule3D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`."""
+
+    _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_conv4d")
+    _places, _kind = ("depthwise_conv4d", "conv3d"), nn.Conv3d
+
+    def __init__(
+        self,
+        kernel_size: Size,
+        input_dim: int,
+        output_dim: int,
+        input_atoms: int = 8,
+        output_atoms: int = 8,
+        stride: Size = 2,
+        padding: Size = 0,
+        dilation: Size = 1,
+        num_routing: int = 3,
+        share_weight: bool = True,
+    ) -> None:
+        super().__init__()
+        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        self._build((input_dim, output_dim, input_atoms, output_atoms), num_routing, share_weight, options)
+
+
+class DeconvSlimCapsule2D(SlimTwin):
+    """``DeconvSlimCapsule2D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`; its convolution is transposed."""
+
+    _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_deconv3d")
+    _places, _kind = ("depthwise_deconv3d", "deconv2d"), nn.ConvTranspose2d
+
+    def __init__(
+        self,
+        kernel_size: Size,
+        input_dim: int,
+        output_dim: int,
+        input_atoms: int = 8,
+        output_atoms: int = 8,
+        stride: Size = 2,
+        padding: Size = 0,
+        num_routing: int = 3,
+        share_weight: bool = True,
+    ) -> None:
+        super().__init__()
+        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
+        self._build((input_dim, output_dim, input_atoms, output_atoms), num_routing, share_weight, options)
+
+
+class DeconvSlimCapsule3D(DeconvSlimCapsule2D):
+    """``DeconvSlimCapsule3D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`; its convolution is transposed."""
+
+    _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_deconv4d")
+    _places, _kind = ("depthwise_deconv4d", "deconv3d"), nn.ConvTranspose3d
