@@ -60,8 +60,11 @@ class VoteBlocks:
         return self.like.dtype
 
     def present(self, coefficients: Tensor) -> Tensor:
-        """Return coefficients with those of absent children 0, in place."""
-        return coefficients if self.absent is None else coefficients.masked_fill_(self.absent[..., None], 0.0)
+        """Return coefficients with those of absent children 0, in place where nothing is mapped."""
+        if self.absent is None:
+            return coefficients
+        fill = coefficients.masked_fill if is_transformed() else coefficients.masked_fill_
+        return fill(self.absent[..., None], 0.0)
 
     def uniform(self) -> Tensor:
         """Return coefficients that go to all parents alike: 1 / M, and 0 of an absent child."""
