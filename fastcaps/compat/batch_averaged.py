@@ -37,11 +37,17 @@ class BatchAveraged(Twin):
 
     Attributes
     ----------
+    num_routing : int
+        Iterations, at least 1.
     _matrices : str
         The parameter, ``[1, children, parents, out, in]``, drawn from N(0, 1).
+    _children_last : bool
+        Whether the children are the last dimension of what comes in, and not the poses.
     """
 
+    num_routing = 3
     _matrices: ClassVar[str] = "W"
+    _children_last: ClassVar[bool] = True
     _sizes = (1.0, 10.0)
 
     def _make(self, shape: tuple[int, ...], compete: str, squashed: str) -> None:
@@ -52,22 +58,28 @@ class BatchAveraged(Twin):
         self.register_parameter(self._matrices, nn.Parameter(torch.empty(1, *shape)))
         self.reset_parameters()
 
-    def _route(self, x: Tensor, iterations: int) -> Tensor:
-        """Route children ``[batch, i, d]`` to ``[batch, m, e, 1]``."""
-        weight = getattr(self, self._matrices)[0].transpose(-1, -2)
-        votes = Votes(x.unsqueeze(-2), weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """Route children, ``[batch, i, d]`` or ``[batch, d, i]``, to ``[batch, m, e, 1]``."""
+        require_tensor(x, "x")
+        shape = self._shape()
+        if x.dim() != 3 or x.shape[1:] != shape:
+            raise ValueError(f"x must be [batch, {shape[0]}, {shape[1]}], got {shape_text(x)}")
+        children = x.transpose(1, 2) if self._children_last else x
+        votes = Votes(children.unsqueeze(-2), getattr(self, self._matrices)[0].transpose(-1, -2))
         logits = x.new_zeros((votes.count, votes.parents), dtype=accumulation_dtype(x.dtype))
-        for last in (turn == iterations - 1 for turn in range(iterations)):
+        for iteration in range(self.num_routing):
             parents = squash(votes.sum(logits.softmax(SIDES[self.compete])), VECTORS[self.squashed])
-            if not last:
+            if iteration + 1 < self.num_routing:
                 logits = logits + votes.agreement(parents).mean(0)
         return parents.transpose(-1, -2).to(x.dtype)
 
-    def _check(self, x: Tensor, *shape: int) -> Tensor:
-        require_tensor(x, "x")
-        if x.dim() != 3 or x.shape[1:] != shape:
-            raise ValueError(f"x must be [batch, {shape[0]}, {shape[1]}], got {shape_text(x)}")
-        return x
+    def _shape(self) -> tuple[int, int]:
+        """Return the sizes of the input behind the batch."""
+        _, count, _, _, size = getattr(self, self._matrices).shape
+        return (size, count) if self._children_last else (count, size)
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(3, *self._shape()),)]
 
 
 def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
@@ -79,6 +91,8 @@ def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
 
 class DigitCaps(BatchAveraged):
     """``DigitCaps`` of Capsule-Network-Tutorial (higgsfield) and Pytorch-CapsuleNet (jindongwang): three iterations.
+
+    It routes ``[batch, num_routes, in_channels]`` to ``[batch, num_capsules, out_channels, 1]``.
 
     Parameters
     ----------
@@ -97,6 +111,7 @@ class DigitCaps(BatchAveraged):
 
     _known_by = ("num_capsules", "num_routes", "in_channels", "W")
     _versions = versions("children", "number")
+    _children_last = False
 
     def __init__(
         self,
@@ -113,20 +128,15 @@ class DigitCaps(BatchAveraged):
         self._count(out_channels=out_channels)
         self._make((num_routes, num_capsules, out_channels, in_channels), compete, squashed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, num_routes, in_channels]`` to ``[batch, num_capsules, out_channels, 1]``."""
-        return self._route(self._check(x, self.num_routes, self.in_channels), 3)
-
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
         return super()._like(old, out_channels=old.W.shape[-2], **options)  # which it does not keep
 
-    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(3, self.num_routes, self.in_channels),)]
-
 
 class CapsuleLayer(BatchAveraged):
     """``CapsuleLayer`` of pytorch-capsule (timomernick) where it routes: three iterations.
+
+    It routes ``[batch, in_units, in_channels]`` to ``[batch, num_units, unit_size, 1]``.
 
     Parameters
     ----------
@@ -171,10 +181,6 @@ class CapsuleLayer(BatchAveraged):
             )
         self.use_routing = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, in_units, in_channels]`` to ``[batch, num_units, unit_size, 1]``."""
-        return self._route(self._check(x, self.in_units, self.in_channels).transpose(1, 2), 3)
-
     @classmethod
     def _unfit(cls, old: Any) -> str:
         return "" if old.use_routing else "makes primary capsules by convolutions, routes nothing"
@@ -183,12 +189,11 @@ class CapsuleLayer(BatchAveraged):
     def _like(cls, old: Any, **options: Any) -> Twin:
         return super()._like(old, unit_size=getattr(old, cls._matrices).shape[-2], **options)  # which it does not keep
 
-    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(3, self.in_units, self.in_channels),)]
-
 
 class RoutedCapsuleLayer(CapsuleLayer):
     """``CapsuleLayer`` of capsule-net-pytorch (cedrickchee) where it routes.
+
+    It routes ``[batch, in_unit, in_channel]`` to ``[batch, num_unit, unit_size, 1]``.
 
     Parameters
     ----------
@@ -235,10 +240,3 @@ class RoutedCapsuleLayer(CapsuleLayer):
         self.cuda_enabled = cuda_enabled
         self._only_routes(use_routing)
         self._make((in_channel, num_unit, unit_size, in_unit), compete, squashed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, in_unit, in_channel]`` to ``[batch, num_unit, unit_size, 1]``."""
-        return self._route(self._check(x, self.in_unit, self.in_channel).transpose(1, 2), self.num_routing)
-
-    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(3, self.in_unit, self.in_channel),)]

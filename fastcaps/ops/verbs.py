@@ -109,15 +109,12 @@ def _faker(name: str) -> Callable[..., Any]:
 def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.blocks = backends.settings()
-    tensors = [isinstance(x, Tensor) for x in inputs]
-    ctx.save_for_backward(*(x for x, is_tensor in zip(inputs, tensors, strict=True) if is_tensor))
-    ctx.others = [None if is_tensor else x for x, is_tensor in zip(inputs, tensors, strict=True)]
-    ctx.tensors = tensors
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def _saved(ctx: Any) -> tuple[VoteInputs, list[Any]]:
-    tensors = iter(ctx.saved_tensors)
-    given = [next(tensors) if is_tensor else x for x, is_tensor in zip(ctx.others, ctx.tensors, strict=True)]
+    given = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
     return VoteInputs(*given[:COUNT]), given[COUNT:]
 
 

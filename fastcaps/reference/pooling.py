@@ -22,7 +22,7 @@ def _unit(made: Tensor) -> Tensor:
 def _logits(seen: VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return ``a_im = scale <Q_m, K_im>`` ``[*places, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
     if query is None:
-        return torch.zeros_like(seen.uniform())
+        return seen.zeros()
     return scale * (seen.mapped(_unit) if normalize else seen).scores(query)
 
 
