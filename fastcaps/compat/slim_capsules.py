@@ -61,7 +61,7 @@ class InSlabs(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad[3:]
@@ -69,7 +69,7 @@ class InSlabs(torch.autograd.Function):
         cast = torch.autocast(x.device.type, ctx.autocast, enabled=ctx.autocast is not None)
         for slab in ctx.slabs:
             own = [None if each is None else each.detach() for each in (slab.of(x, children=True), *parameters)]
-            leaves = [each.requires_grad_() for each, need in zip(own, needs, strict=True) if need]
+            leaves = [each.requires_grad_() for each, need in zip(own, needs, strict=True) if need and each is not None]
             with torch.enable_grad(), cast:
                 made = ctx.route(slab, *own)
             found = iter(torch.autograd.grad(made, leaves, slab.of(gradient)))
@@ -123,6 +123,7 @@ class SlimTwin(Twin):
     _kind: ClassVar[Any]
     input_dim: int
     output_dim: int
+    input_atoms: int
     num_routing: int
 
     def _build(self, sizes: tuple[int, ...], iterations: int, shared: Any, options: dict[str, Any]) -> None:
@@ -188,7 +189,7 @@ class SlimTwin(Twin):
 
     def _along(self, axis: int) -> tuple[int, int, int, int]:
         made = self._convolution
-        return tuple(each[axis] for each in (made.kernel_size, made.stride, made.padding, made.dilation))  # type: ignore[return-value]
+        return made.kernel_size[axis], made.stride[axis], made.padding[axis], made.dilation[axis]
 
     def _slab(self, samples: tuple[int, int], rows: tuple[int, int], count: int) -> Slab:
         """Return a slab of the parents' rows, with the rows of ``count`` that they see."""
@@ -314,7 +315,8 @@ class DeconvSlimCapsule2D(SlimTwin):
     """``DeconvSlimCapsule2D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`; its convolution is transposed."""
 
     _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_deconv3d")
-    _places, _kind = ("depthwise_deconv3d", "deconv2d"), nn.ConvTranspose2d
+    _places = ("depthwise_deconv3d", "deconv2d")
+    _kind: ClassVar[Any] = nn.ConvTranspose2d
 
     def __init__(
         self,
