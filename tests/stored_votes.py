@@ -136,6 +136,7 @@ CASES = {
     "grid-shared-over-space": Case(**GRID, groups=2, bias="1M"),
     "grid-one-group": Case(**GRID, groups=1, bias="I1", parents=2),
     "grid-no-matrix": Case(**GRID, groups=0, pose=(1, 2, 2), bias="11"),
+    "grid-bare": Case(**GRID, groups=0, pose=(1, 2, 2)),
     "grid-one-matrix": Case(**GRID, groups=2, expanded=True, bias="1M"),
     "grid-strided": Case(**GRID, groups=12, strided=True),
     "patches": Case(**PATCHES, groups=2, bias="IM"),

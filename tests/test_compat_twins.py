@@ -257,9 +257,9 @@ def test_a_slab_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", [compat.ConvSlimCapsule2D, compat.DeconvSlimCapsule2D])
 def test_no_votes_of_the_whole_grid(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the way back neither, nor a number for each child and parent."""
-    monkeypatch.setattr(slim_capsules, "SLAB", 1)
+    monkeypatch.setattr(slim_capsules, "SLAB", 1 << 14)
     layer = kind(3, 16, 8, input_atoms=2, output_atoms=4, stride=1, padding=1)
-    given = torch.randn(1, 16, 2, 99, 8, requires_grad=True)
+    given = torch.randn(1, 16, 2, 66, 8, requires_grad=True)
     with Largest() as seen:
         made = layer(given)
         made.sum().backward()

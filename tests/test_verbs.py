@@ -100,6 +100,7 @@ def test_the_sizes_of_votes() -> None:
     votes, given = case.votes(Votes, case.leaves()), case.leaves()
     assert (votes.count, votes.parents, votes.pose_shape) == (12, 3, (2, 2))
     assert votes.coefficients_shape == given["r"].shape and votes.parents_shape == given["parents"].shape
+    assert repr(votes).startswith("Votes(coefficients_shape=[2, 3, 5, 12, 3], parents_shape=[2, 3, 3, 5, 2, 2], dtype=")
     assert (votes.dtype, votes.device) == (torch.float64, torch.device("cpu"))
     assert torch.equal(votes.present.expand(2, -1, -1, -1), case.votes(Stored, given).there[..., 0] > 0)
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
@@ -383,3 +384,13 @@ def test_what_is_wrong_is_named(error: type[Exception], says: str, run: Callable
     with pytest.raises(error, match=pattern) as caught:
         run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["own", "one-group", "one-matrix", "grid", "made"])
+def test_meta_tensors_tell_shapes(name: str) -> None:
+    case = CASES["own" if name == "made" else name]
+    leaves = {k: x.to("meta").requires_grad_() for k, x in case.leaves().items()}
+    votes = made(leaves, (2,), 2) if name == "made" else case.votes(Votes, leaves)
+    parents = rout(votes)
+    parents.sum().backward()
+    assert parents.shape == votes.parents_shape and leaves["children"].grad is not None

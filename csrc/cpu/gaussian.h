@@ -114,11 +114,11 @@ struct GaussianForward {
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA { distance[k & 1] += gaussian::distance(v - base[k], p[k]); });
-    return *from.number(0, m) - (distance[0] + distance[1]);
+    return (*from.number(0, m) - (distance[0] + distance[1])) * T(kLog2E);
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
-    softmax<T, true>(row, in.M, highest, gate);
+    softmax<T>(row, in.M, highest, gate);
     if (in.gate.data)
       for (int64_t m = 0; m < in.M; ++m) row[m] = gate == 0 ? V{} : row[m];
   }
@@ -371,7 +371,7 @@ struct GaussianBackward {
       gain[k & 1] += gaussian::gain(u[k], s[k], d);
     });
     const V alpha = V{} + *from.number(kAlpha, m);
-    const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
+    const V logit = (with.mean.data ? alpha - (distance[0] + distance[1]) : alpha) * T(kLog2E);
     row[0] = logit;
     highest = m ? max(highest, logit) : logit;
     row[stride] = gain[0] + gain[1] + *from.number(kAlways, m);
@@ -394,7 +394,7 @@ struct GaussianBackward {
 
   FASTCAPS_INLINE V dscore(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
-    softmax<T, true>(row, in.M, highest, broadcast(T(1)));
+    softmax<T>(row, in.M, highest, broadcast(T(1)));
     V mean{};
     for (int64_t m = 0; m < in.M; ++m) mean += row[m] * gain[m];
     for (int64_t m = 0; m < in.M; ++m) {

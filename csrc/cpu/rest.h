@@ -36,7 +36,7 @@ void add_rest(Item& item, int64_t k, int64_t first, int64_t units) {
     item.template score<Source::kMade>(k);
   for (int64_t j = 0; j < units; ++j) {
     V* row = item.scores_of(k) + j * in.M;
-    if (!pass.shares_known()) softmax<T, true>(row, in.M, item.highest[k * item.slots + j], item.gates[j]);
+    if (!pass.shares_known()) softmax<T>(row, in.M, item.highest[k * item.slots + j], item.gates[j]);
     for (int64_t m = 0; m < in.M; ++m) {
       const V w = item.gates[j] == 0 ? V{} : row[m];
       votes<T>(item.pose, item.P + j * item.CD, item.weights.matrix(j, m), item.weights.bias_of(j, m),

@@ -116,19 +116,17 @@ struct WeightsOf {
   }
 };
 
-// Logits -> gate * softmax over m, in place, given the highest. Logits to base 2 come scaled by 1 / ln 2; natural ones
-// are scaled here, after the highest is taken off: a scale rounds large numbers by more.
-template <class T, bool kNatural = false>
+// Logits, to base 2, -> gate * softmax over m, in place, given the highest.
+template <class T>
 FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
-  constexpr T kScale = kNatural ? T(kLog2E) : T(1);
   Vec<T> sum[2] = {};
   int64_t m = 0;
   for (; m + 2 <= M; m += 2)
     unroll<2>([&](auto k) FASTCAPS_LAMBDA {
-      a[m + k] = exp2_nonpositive((a[m + k] - highest) * kScale);
+      a[m + k] = exp2_nonpositive(a[m + k] - highest);
       sum[k] += a[m + k];
     });
-  if (m < M) sum[0] += a[m] = exp2_nonpositive((a[m] - highest) * kScale);
+  if (m < M) sum[0] += a[m] = exp2_nonpositive(a[m] - highest);
   const Vec<T> share = gate / (sum[0] + sum[1]);
   for (m = 0; m < M; ++m) a[m] *= share;
 }

@@ -109,6 +109,9 @@ class DigitCaps(BatchAveraged):
         ``[1, num_routes, num_capsules, out_channels, in_channels]``, drawn from N(0, 1).
     """
 
+    num_routes: int
+    in_channels: int
+    W: nn.Parameter
     _known_by = ("num_capsules", "num_routes", "in_channels", "W")
     _versions = versions("children", "number")
     _children_last = False
@@ -155,7 +158,9 @@ class CapsuleLayer(BatchAveraged):
         ``[1, in_channels, num_units, unit_size, in_units]``, drawn from N(0, 1).
     """
 
-    _known_by = ("in_units", "in_channels", "num_units", "use_routing")
+    in_units: int
+    in_channels: int
+    _known_by: ClassVar[tuple[str, ...]] = ("in_units", "in_channels", "num_units", "use_routing")
     _versions = versions("children", "parents")
 
     def __init__(
@@ -216,6 +221,9 @@ class RoutedCapsuleLayer(CapsuleLayer):
         ``[1, in_channel, num_unit, unit_size, in_unit]``, drawn from N(0, 1).
     """
 
+    in_unit: int
+    in_channel: int
+    num_routing: int
     _known_by = ("in_unit", "in_channel", "num_unit", "use_routing", "num_routing", "cuda_enabled")
     _matrices = "weight"
     _drawn = ("weight", 1.0)

@@ -7,21 +7,81 @@ result; no numbers for each child and parent of the whole grid.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from fastcaps.checks import require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.vectors import squash
+from fastcaps.votes import autocast_dtype
 
 SLAB = 1 << 18  # the numbers in the votes of a slab: 1 MB of float32, which stay in a cache
 Size = int | tuple[int, ...]
+
+
+class Slab(NamedTuple):
+    """Some samples; rows first to last - 1 of the parents' grid; the rows of children that they see, and how many more
+    would lie in the padding before and after."""
+
+    samples: tuple[int, int]
+    rows: tuple[int, int]
+    seen: tuple[int, int]
+    padding: tuple[int, int]
+
+    def of(self, x: Tensor, children: bool = False) -> Tensor:
+        """Return a view of the slab in parents, or in children, ``[batch, types, atoms, rows, ...]``."""
+        first, last = self.seen if children else self.rows
+        return x[slice(*self.samples), :, :, first:last]
+
+
+class InSlabs(torch.autograd.Function):
+    """Routes slabs one after the other into one tensor, and again, one after the other, on the way back.
+
+    As a checkpoint for each would do; but that leaves small tensors between the large ones, and the C library keeps
+    several times a slab's memory for what fits between them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, route: Any, slabs: Sequence[Slab], shape: tuple[int, ...], *inputs: Any) -> Tensor:
+        ctx.route, ctx.slabs, ctx.autocast = route, slabs, autocast_dtype(inputs[0].device.type)
+        ctx.save_for_backward(*inputs)
+        x, *parameters = inputs
+        made: Tensor = x.new_empty(shape)
+        for slab in slabs:
+            found = route(slab, slab.of(x, children=True), *parameters)
+            if found.dtype != made.dtype:
+                made = made.to(found.dtype)
+            slab.of(made).copy_(found)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, *parameters = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:]
+        totals = [torch.zeros_like(each) if need else None for each, need in zip((x, *parameters), needs, strict=True)]
+        cast = torch.autocast(x.device.type, ctx.autocast, enabled=ctx.autocast is not None)
+        for slab in ctx.slabs:
+            own = [None if each is None else each.detach() for each in (slab.of(x, children=True), *parameters)]
+            leaves = [each.requires_grad_() for each, need in zip(own, needs, strict=True) if need and each is not None]
+            with torch.enable_grad(), cast:
+                made = ctx.route(slab, *own)
+            found = iter(torch.autograd.grad(made, leaves, slab.of(gradient)))
+            for place, total in enumerate(totals):
+                if total is not None:
+                    (total if place else slab.of(total, children=True)).add_(next(found))
+        return None, None, None, *totals
+
+
+def length(vectors: Tensor, dim: int) -> Tensor:
+    """Return the length of vectors, as the cosine divides by it."""
+    return torch.linalg.vector_norm(vectors, dim=dim).clamp(min=1e-8)
 
 
 class VoteConvolution(nn.Module):
@@ -63,6 +123,7 @@ class SlimTwin(Twin):
     _kind: ClassVar[Any]
     input_dim: int
     output_dim: int
+    input_atoms: int
     num_routing: int
 
     def _build(self, sizes: tuple[int, ...], iterations: int, shared: Any, options: dict[str, Any]) -> None:
@@ -99,21 +160,25 @@ class SlimTwin(Twin):
     def forward(self, input_tensor: Tensor) -> Tensor:
         """Route ``[batch, input_dim, input_atoms, *space]`` to ``[batch, output_dim, output_atoms, *space]``."""
         require_tensor(input_tensor, "input_tensor")
-        x, space = input_tensor, len(self._convolution.kernel_size)
+        x, made = input_tensor, self._convolution
+        space = len(made.kernel_size)
         if x.dim() != 3 + space or x.shape[1:3] != (self.input_dim, self.input_atoms):
             wanted = f"[batch, {self.input_dim}, {self.input_atoms}, {', '.join('hwd'[:space])}]"
             raise ValueError(f"input_tensor must be {wanted}, got {shape_text(x)}")
         sizes = [self._grid(size, axis) for axis, size in enumerate(x.shape[3:])]
         if min(sizes) < 1:
             raise ValueError(f"input_tensor must be no smaller than the kernel, got {shape_text(x)}")
-        if self.num_routing == 1:
-            return squash(self._sums(x) + self.biases, 2)
         row = prod(sizes[1:]) * self.input_dim * self.biases.numel()
         # a transposed convolution makes parts of more rows than are wanted, of few rows most in vain
-        step = max(2 * self._along(0)[0] if self._convolution.transposed else 1, SLAB // row)
-        slabs = [(first, min(first + step, sizes[0])) for first in range(0, sizes[0], step)]
-        parts = [self._routed(part, slabs) for part in x.split(max(1, SLAB // (row * sizes[0])))]
-        return torch.cat(parts)
+        step = max(2 * self._along(0)[0] if made.transposed else 1, SLAB // row)
+        samples = max(1, SLAB // (row * sizes[0]))
+        slabs = [
+            self._slab((start, start + samples), (first, min(first + step, sizes[0])), x.shape[3])
+            for start in range(0, len(x), samples)
+            for first in range(0, sizes[0], step)
+        ]
+        shape = (len(x), *self.biases.shape[:2], *sizes)
+        return InSlabs.apply(self._route, slabs, shape, x, made.weight, made.bias, self.biases)
 
     def _grid(self, size: int, axis: int) -> int:
         """Return the parents' number along an axis of the grid."""
@@ -124,48 +189,35 @@ class SlimTwin(Twin):
 
     def _along(self, axis: int) -> tuple[int, int, int, int]:
         made = self._convolution
-        return tuple(each[axis] for each in (made.kernel_size, made.stride, made.padding, made.dilation))  # type: ignore[return-value]
+        return made.kernel_size[axis], made.stride[axis], made.padding[axis], made.dilation[axis]
 
-    def _seen(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of the children's rows that rows of parents see, padding included."""
+    def _slab(self, samples: tuple[int, int], rows: tuple[int, int], count: int) -> Slab:
+        """Return a slab of the parents' rows, with the rows of ``count`` that they see."""
         kernel, step, pad, dilation = self._along(0)
-        reach = dilation * (kernel - 1)
+        reach, (first, last) = dilation * (kernel - 1), rows
         if self._convolution.transposed:
-            return -((reach - first - pad) // step), (last - 1 + pad) // step + 1
-        return first * step - pad, (last - 1) * step - pad + reach + 1
+            low, high = -((reach - first - pad) // step), (last - 1 + pad) // step + 1
+        else:
+            low, high = first * step - pad, (last - 1) * step - pad + reach + 1
+        seen = (min(max(0, low), count), min(max(0, high), count))
+        return Slab(samples, rows, seen, (max(0, -low), max(0, high - count)))
 
-    def _routed(self, x: Tensor, slabs: list[tuple[int, int]]) -> Tensor:
-        """Route slabs of the parents' rows, one after the other."""
-        count = x.shape[3]
-        ranges = [tuple(min(max(0, row), count) for row in self._seen(*slab)) for slab in slabs]
-        cuts = sorted({0, count, *(row for each in ranges for row in each)})
-        # the gradient of a piece has the size of a piece, that of a slice of x would have the size of x
-        pieces = x.split([b - a for a, b in pairwise(cuts)], 3)
-        again: Any = checkpoint if torch.is_grad_enabled() else lambda run, *arguments, **_: run(*arguments)
-        done = []
-        for slab, (low, high) in zip(slabs, ranges, strict=True):
-            own = [piece for piece, cut in zip(pieces, cuts, strict=False) if low <= cut < high]
-            done.append(again(self._route, slab, count, *own, use_reentrant=False, preserve_rng_state=False))
-        return torch.cat(done, 3)
-
-    def _route(self, slab: tuple[int, int], count: int, *pieces: Tensor) -> Tensor:
-        """Return the parents' rows first to last - 1, from the rows that they see."""
-        votes = self._votes(slab, count, torch.cat(pieces, 3))
-        sizes = torch.linalg.vector_norm(votes, dim=3).clamp(min=1e-8)
-        sums = votes.sum(1) / self.output_dim + self.biases
+    def _route(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None, biases: Tensor) -> Tensor:
+        """Return the parents' rows of some samples, from x, the rows that they see."""
+        votes = self._votes(slab, x, weight, bias)
+        sums = votes.sum(1) / self.output_dim + biases
         logits: Any = 0.0
+        sizes: Any = length(votes, 3) if self.num_routing > 1 else None
         for _ in range(self.num_routing - 1):
-            size = torch.linalg.vector_norm(sums, dim=2).clamp(min=1e-8)
-            logits = logits + (votes * sums[:, None]).sum(3) / (sizes * size[:, None])
-            sums = (votes * logits.softmax(2).unsqueeze(3)).sum(1) + self.biases
+            logits = logits + (votes * sums[:, None]).sum(3) / (sizes * length(sums, 2)[:, None])
+            sums = (votes * logits.softmax(2).unsqueeze(3)).sum(1) + biases
         return squash(sums, 2)
 
-    def _votes(self, slab: tuple[int, int], count: int, x: Tensor) -> Tensor:
+    def _votes(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return votes ``[batch, input_dim, output_dim, output_atoms, rows, ...]``."""
-        made, (first, last), (low, high) = self._convolution, slab, self._seen(*slab)
-        others = (0, 0) * (len(made.kernel_size) - 1)
+        made, (first, last) = self._convolution, slab.rows
         if not made.transposed:
-            x = functional.pad(x, (*others, max(0, -low), max(0, high - count)))
+            x = functional.pad(x, (*(0, 0) * (len(made.kernel_size) - 1), *slab.padding))
         padding = (0, *made.padding[1:])
 
         def convolve(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,30 +226,16 @@ class SlimTwin(Twin):
             )
             if not made.transposed:
                 return votes
-            start = max(0, low) * made.stride[0] - made.padding[0]  # the parents' row that the first one here is
+            start = slab.seen[0] * made.stride[0] - made.padding[0]  # the parents' row that the first one here is
             return votes.narrow(2, first - start, last - first)
 
         if self.share_weight:
-            votes = convolve(x.flatten(0, 1), made.weight, made.bias).unflatten(0, x.shape[:2])
+            votes = convolve(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
         else:
-            biases = [None] * self.input_dim if made.bias is None else made.bias.chunk(self.input_dim)
-            each = zip(x.unbind(1), made.weight.chunk(self.input_dim), biases, strict=True)
+            biases = [None] * self.input_dim if bias is None else bias.chunk(self.input_dim)
+            each = zip(x.unbind(1), weight.chunk(self.input_dim), biases, strict=True)
             votes = torch.stack([convolve(*parts) for parts in each], 1)
         return votes.unflatten(2, self.biases.shape[:2])
-
-    def _sums(self, x: Tensor) -> Tensor:
-        """Return the sums of the first iteration, in which all parents have the same share: one convolution."""
-        made, types = self._convolution, self.input_dim
-        weight, bias = made.weight, made.bias
-        if self.share_weight:
-            x, bias = x.sum(1), None if bias is None else bias * types
-        else:
-            x, bias = x.flatten(1, 2), None if bias is None else bias.unflatten(0, (types, -1)).sum(0)
-            if not made.transposed:
-                weight = weight.unflatten(0, (types, -1)).transpose(0, 1).flatten(1, 2)
-        zeros = (0,) * len(made.padding)
-        sums = torch.convolution(x, weight, bias, made.stride, made.padding, made.dilation, made.transposed, zeros, 1)
-        return sums.unflatten(1, self.biases.shape[:2]) / self.output_dim
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
@@ -277,7 +315,8 @@ class DeconvSlimCapsule2D(SlimTwin):
     """``DeconvSlimCapsule2D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`; its convolution is transposed."""
 
     _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_deconv3d")
-    _places, _kind = ("depthwise_deconv3d", "deconv2d"), nn.ConvTranspose2d
+    _places = ("depthwise_deconv3d", "deconv2d")
+    _kind: ClassVar[Any] = nn.ConvTranspose2d
 
     def __init__(
         self,

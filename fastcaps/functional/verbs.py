@@ -73,7 +73,9 @@ class Votes:
         """Return votes that a function makes, a block of children at a time.
 
         Only one block is in memory; on the way back the function makes it again, with the same random numbers. It is
-        called once for the first child here, to learn shape, dtype and device.
+        called once for the first child here, to learn shape, dtype and device. Describe votes anew in every forward:
+        they must not change. Under :func:`torch.compile` blocks may be kept, and each verb draws its own random
+        numbers; under torch.func blocks are kept too.
 
         Parameters
         ----------
@@ -83,7 +85,7 @@ class Votes:
         count : int
             I, the children that each position sees.
         block : int, optional
-            How many children a block has; by default as many as have 16 MB of votes.
+            How many children a block has; by default as many as have 4 MB of votes.
 
         Raises
         ------
@@ -96,6 +98,10 @@ class Votes:
         step = None if block is None else check_count("block", block)
         votes._inputs = MadeVotes.by(Maker(make, check_count("count", count), step))
         return votes
+
+    def __repr__(self) -> str:
+        shapes = f"coefficients_shape={list(self.coefficients_shape)}, parents_shape={list(self.parents_shape)}"
+        return f"Votes({shapes}, dtype={self.dtype}, device={self.device})"
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from fastcaps.ops import shared
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
 from fastcaps.reference import verbs as reference
-from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size
+from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size, without_autocast
 from fastcaps.watchers import is_sharded, is_transformed, listener
 
 STEM = "verbs"
@@ -70,7 +70,7 @@ def _runner(name: str) -> Callable[..., Any]:
         if chosen in NATIVE:
             return native[name][chosen](*votes, *rest, call.options)
         if chosen == "reference":
-            with _no_autocast(votes):
+            with without_autocast(votes.children.device.type):
                 found = getattr(reference, name)(votes, *rest)
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
@@ -302,7 +302,7 @@ def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest
             hears.other(call, f"{name} of {list(votes.shares)} pairs", MADE if made else shared.LIBRARY)
         elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
             backends.choose(call)
-    with nullcontext() if made else _no_autocast(votes):
+    with nullcontext() if made else without_autocast(votes.children.device.type):
         return formula(votes, *rest)
 
 
@@ -316,13 +316,9 @@ def _prepared(votes: VoteInputs, *rest: Tensor | None) -> VoteInputs:
     if dtype is not None and votes.children.dtype != torch.float64:
         parts: Any = [None if x is None else x.to(dtype) for x in votes[:3]]
         votes = VoteInputs._make((*parts, *votes[3:]))
-    with _no_autocast(votes):
+    with without_autocast(votes.children.device.type):
         return shared.without_matrix(votes)
 
 
 def _by_library(votes: VoteInputs) -> bool:
     return not isinstance(votes, MadeVotes) and backends.forced() != "reference" and shared.serves(votes)
-
-
-def _no_autocast(votes: VoteInputs) -> Any:
-    return torch.autocast(votes.children.device.type, enabled=False)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.made import BLOCK, MadeVotes
 from fastcaps.reference.derivatives import differentiate
-from fastcaps.votes import VoteInputs, window_views, windows
+from fastcaps.votes import VoteInputs, window_views, windows, without_autocast
 from fastcaps.watchers import is_transformed
 
 Range = tuple[int, int]
@@ -60,8 +60,11 @@ class VoteBlocks:
         return self.like.dtype
 
     def present(self, coefficients: Tensor) -> Tensor:
-        """Return coefficients with those of absent children 0, in place."""
-        return coefficients if self.absent is None else coefficients.masked_fill_(self.absent[..., None], 0.0)
+        """Return coefficients with those of absent children 0, in place where nothing is mapped."""
+        if self.absent is None:
+            return coefficients
+        fill = coefficients.masked_fill if is_transformed() else coefficients.masked_fill_
+        return fill(self.absent[..., None], 0.0)
 
     def zeros(self) -> Tensor:
         """Return zeros in the coefficients' shape."""
@@ -141,7 +144,7 @@ class VoteBlocks:
 
         def run(first: int, last: int) -> Tensor:
             made = self.made(first, last, means)
-            with torch.autocast(made.device.type, enabled=False):
+            with without_autocast(made.device.type):
                 return function(made, (first, last))
 
         # one block may as well stay; neither torch.func nor a trace knows checkpoints
