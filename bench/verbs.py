@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastcaps
 from bench.workload import Implementation, Workload
-from fastcaps.functional import squash, unit
+from fastcaps.functional import softmax, squash, unit
 
 POSE = (-2, -1)
 
@@ -43,7 +43,7 @@ def _parents(numbers: Tensor) -> Tensor:
 def _attention(
     votes: fastcaps.Votes, parents: Tensor, norm_weight: Any = None, norm_bias: Any = None, normalize: bool = True
 ) -> tuple[Tensor, ...]:
-    r = (votes.agreement(parents) * votes.pose_shape.numel() ** -0.5).softmax(-1)
+    r = softmax(votes.agreement(parents) * votes.pose_shape.numel() ** -0.5)
     sums = votes.sum(r)
     if normalize:
         affine = (None if x is None else x.view(votes.pose_shape) for x in (norm_weight, norm_bias))
@@ -54,7 +54,7 @@ def _attention(
 def _dynamic(votes: fastcaps.Votes, iterations: int) -> tuple[Tensor, ...]:
     parents = asked = squash(votes.sum(1 / votes.parents), POSE)
     for iteration in range(1, iterations):
-        parents = squash(votes.sum(votes.agreement(asked).softmax(-1)), POSE)
+        parents = squash(votes.sum(softmax(votes.agreement(asked))), POSE)
         if iteration + 1 < iterations:
             asked = asked + parents
     return (parents,)
@@ -67,7 +67,7 @@ def _moments(votes: fastcaps.Votes, used: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def _explained(votes: fastcaps.Votes, log_weight: Tensor, means: Tensor, variances: Tensor) -> Tensor:
-    return (_seen(log_weight - variances.log().sum(POSE) / 2) - votes.distance(means, 0.5 / variances)).softmax(-1)
+    return softmax(_seen(log_weight - variances.log().sum(POSE) / 2) - votes.distance(means, 0.5 / variances))
 
 
 def _em(votes: fastcaps.Votes, activations: Tensor, beta_u: Tensor, beta_a: Tensor, iterations: int) -> Any:

@@ -59,6 +59,18 @@ def scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return largest, squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0), shrunk, zero
 
 
+def softmax(logits: Tensor, dim: int = -1) -> Tensor:
+    """Return ``torch.softmax(logits, dim)``, on a CPU some 15 times as fast where the last dimension is short.
+
+    PyTorch takes the softmax over ten neighbours in memory one by one, over ten rows in whole vectors: so the last two
+    dimensions change places in memory.
+    """
+    last = dim in (-1, logits.dim() - 1)
+    if not (last and logits.is_cpu and logits.dim() > 1 and logits.shape[-1] <= 64):
+        return logits.softmax(dim)
+    return logits.mT.contiguous().softmax(-2).mT
+
+
 def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
     r"""Return :math:`v / \lVert v \rVert`; the zero vector stays zero, with gradient 0.
 

@@ -13,7 +13,7 @@ from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.functional.pooling import routing_pool
 from fastcaps.functional.verbs import Votes
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
-from fastcaps.vectors import length, squash, unit
+from fastcaps.vectors import length, softmax, squash, unit
 from fastcaps.votes import Window
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "inverted_attention_routing",
     "length",
     "routing_pool",
+    "softmax",
     "squash",
     "unit",
 ]

@@ -173,9 +173,12 @@ class Votes:
     def sum(self, coefficients: Tensor | float) -> Tensor:
         r"""Return :math:`\sum_i r_{im} V_{im}`, as ``[B, M, C, E]``, on grids ``[B, M, Ho, Wo, C, E]``.
 
-        The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``.
+        The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``; a number makes it one matmul or convolution.
         """
-        return self._inputs.from_op(ops.sums(self._inputs, self._coefficients(coefficients)))
+        votes = self._inputs
+        if isinstance(coefficients, (int, float)):
+            return votes.from_op(ops.even_sums(votes, coefficients))
+        return votes.from_op(ops.sums(votes, self._coefficients(coefficients)))
 
     def square_sum(self, coefficients: Tensor | float, means: Tensor | float) -> Tensor:
         r"""Return :math:`\sum_i r_{im} (V_{im} - \mu_m)^2`, in the layout of :meth:`sum`."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends
-from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing
+from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, widen, is_tracing
 from fastcaps.made import MADE, MadeVotes
-from fastcaps.ops import shared
+from fastcaps.ops import shared, uniform
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
 from fastcaps.reference import verbs as reference
@@ -279,6 +279,20 @@ def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *
     if power == 1 and means is None and _by_library(votes):
         return _plainly("vote_sums", shared.sums, votes, coefficients)
     return _called("vote_sums", votes, coefficients, means, power)
+
+
+def even_sums(votes: VoteInputs, coefficient: float) -> Tensor:
+    """Return the sums of votes that all have one coefficient: they are linear in the children, a product or convolution
+    of the library's (:mod:`fastcaps.ops.uniform`), unless a kernel is faster."""
+    if not isinstance(votes, MadeVotes) and uniform.library_serves(prepared := _prepared(votes)):
+        wide: Any = [*widen(votes.children.dtype, *prepared[:3]), *prepared[3:]]
+
+        def formula(votes: VoteInputs) -> Tensor:
+            return uniform.uniform_parents(votes, None, None, 0.0, False) * (coefficient * votes.parents)
+
+        return _plainly("vote_sums", formula, VoteInputs._make(wide))
+    one = votes.children.new_full((), coefficient, dtype=accumulation_dtype(votes.children.dtype))
+    return sums(votes, one.expand(votes.shares))
 
 
 def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
