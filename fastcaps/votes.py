@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -144,6 +145,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which the meta device does not have."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 class VoteInputs(NamedTuple):

@@ -26,7 +26,7 @@ from fastcaps.ops import shared
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
 from fastcaps.reference import verbs as reference
-from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size
+from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, no_autocast, output_size
 from fastcaps.watchers import is_sharded, is_transformed, listener
 
 STEM = "verbs"
@@ -325,4 +325,4 @@ def _by_library(votes: VoteInputs) -> bool:
 
 
 def _no_autocast(votes: VoteInputs) -> Any:
-    return torch.autocast(votes.children.device.type, enabled=False)
+    return no_autocast(votes.children.device.type)

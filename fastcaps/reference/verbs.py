@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.made import BLOCK, MadeVotes
 from fastcaps.reference.derivatives import differentiate
-from fastcaps.votes import VoteInputs, window_views, windows
+from fastcaps.votes import VoteInputs, no_autocast, window_views, windows
 from fastcaps.watchers import is_transformed
 
 Range = tuple[int, int]
@@ -134,7 +134,7 @@ class VoteBlocks:
 
         def run(first: int, last: int) -> Tensor:
             made = self.made(first, last, means)
-            with torch.autocast(made.device.type, enabled=False):
+            with no_autocast(made.device.type):
                 return function(made, (first, last))
 
         # one block may as well stay; neither torch.func nor a trace knows checkpoints
