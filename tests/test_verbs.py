@@ -123,7 +123,8 @@ def test_fold_is_the_adjoint_of_unfold(more: tuple[int, ...]) -> None:
     mapped = func.vmap(votes.fold)(torch.stack([y, 2 * y]))
     torch.testing.assert_close(mapped[1], 2 * folded)
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
-    assert own.fold(y) is y and own.unfold(x) is x  # a set has no windows
+    values = torch.randn(*own.coefficients_shape[:-1], *more, dtype=torch.float64)
+    assert own.fold(values) is values and own.unfold(values) is values  # a set has no windows
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -346,6 +347,7 @@ def make(batch: int = 2, **options: Any) -> Any:
 MADE = Votes.in_blocks(make(), 6)
 dynamic, pool, attention = functional.dynamic_routing, functional.routing_pool, functional.inverted_attention_routing
 em: Any = functional.em_routing
+RoutingLayer: Any = fastcaps.nn.RoutingLayer
 heinsen: Any = functional.heinsen_routing
 
 
@@ -363,7 +365,7 @@ def routed(found: Any, **options: Any) -> Any:
 
 
 def without_activity() -> None:
-    class Short(fastcaps.nn.RoutingLayer):
+    class Short(RoutingLayer):
         def route(self, votes: Votes) -> Tensor:
             return votes.sum(1.0)
 
@@ -422,7 +424,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
     (TypeError, "route must take (self, votes, activity), got (self, votes)", without_activity),
-    (NotImplementedError, "RoutingLayer must define route", lambda: fastcaps.nn.RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
+    (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip
 
 
