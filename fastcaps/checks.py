@@ -111,7 +111,8 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` as an int; raise unless it is an integer of at least ``least``."""
     count = _integer(value)
     if count is None:
-        raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
+        got = type(value).__name__ if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{name} must be an int >= {least}, got {got}")
     if not isinstance(count, torch.SymInt):
         if count < least:
             raise ValueError(f"{name} must be an int >= {least}, got {count}")

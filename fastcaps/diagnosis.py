@@ -28,7 +28,7 @@ class LayerDiagnosis:
     measured_by: str  # what a parent's strength is: "activation", "length", "relative length" or "share"
     strengths: tuple[float, ...]  # of each parent (type, on a grid): the greatest over batch and places
     dead: tuple[int, ...]  # the parents whose strength is below the threshold
-    compete: str  # whose coefficients add up to 1: "parents" or "children"; empty for layers without coefficients
+    compete: str  # whose coefficients add up to 1: "parents" or "children"; empty where it returns none
     entropy: float | None  # of the coefficients: 0 if each goes to one, 1 if all are alike; None where is no choice
     weight_gradient: float | None  # lengths of the loss's gradients; None without a loss, or where none is wanted
     parent_gradient: float | None

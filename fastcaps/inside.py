@@ -71,8 +71,10 @@ class Inside:
 
     @property
     def routes(self) -> bool:
-        """Whether the layer has coefficients."""
-        return isinstance(self.layer, (RoutingLayer, RoutingPool2d))
+        """Whether the layer returns coefficients where asked."""
+        if isinstance(self.layer, RoutingLayer):
+            return self.layer.returns_coefficients
+        return isinstance(self.layer, RoutingPool2d)
 
     @torch.no_grad()
     def coefficients(self) -> Tensor:

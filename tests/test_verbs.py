@@ -100,7 +100,7 @@ def test_the_sizes_of_votes() -> None:
     votes, given = case.votes(Votes, case.leaves()), case.leaves()
     assert (votes.count, votes.parents, votes.pose_shape) == (12, 3, (2, 2))
     assert votes.coefficients_shape == given["r"].shape and votes.parents_shape == given["parents"].shape
-    assert repr(votes).startswith("Votes(coefficients_shape=[2, 3, 5, 12, 3], parents_shape=[2, 3, 3, 5, 2, 2], dtype=")
+    assert repr(votes).startswith("Votes(coefficients=[2, 3, 5, 12, 3], parents=[2, 3, 3, 5, 2, 2], dtype=")
     assert (votes.dtype, votes.device) == (torch.float64, torch.device("cpu"))
     assert torch.equal(votes.present.expand(2, -1, -1, -1), case.votes(Stored, given).there[..., 0] > 0)
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
@@ -124,7 +124,8 @@ def test_fold_is_the_adjoint_of_unfold(more: tuple[int, ...]) -> None:
     mapped = func.vmap(votes.fold)(torch.stack([y, 2 * y]))
     torch.testing.assert_close(mapped[1], 2 * folded)
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
-    assert own.fold(y) is y and own.unfold(x) is x  # a set has no windows
+    values = torch.randn(*own.coefficients_shape[:-1], *more, dtype=torch.float64)
+    assert own.fold(values) is values and own.unfold(values) is values  # a set has no windows
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -267,6 +268,44 @@ def test_a_layer_of_ones_own() -> None:
     assert whole(children).shape == (2, 3, 4)
 
 
+class Scaled(fastcaps.nn.RoutingLayer):
+    """A routing with a parameter and an option of its own, and without coefficients."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def route(self, votes: Votes, activity: Tensor | None, *, factor: float = 1.0) -> Tensor:
+        return votes.sum(self.scale * factor)
+
+
+def test_a_layer_with_more_of_its_own() -> None:
+    layer, children = Scaled(6, 3, 16, 16, bias=True), torch.randn(2, 6, 16)
+    torch.testing.assert_close(layer(children, factor=2.0), 2 * layer(children))
+    before = layer.weight.clone()
+    torch.nn.init.ones_(layer.bias)
+    layer.reset_parameters()
+    assert layer.scale == 1 and not layer.bias.any() and not torch.equal(layer.weight, before)
+    found = fastcaps.diagnose(layer, children)
+    assert found.layers[0].entropy is None and found.layers[0].measured_by == "relative length"
+
+
+@pytest.mark.parametrize("window", [None, Window(3)])
+def test_the_meta_device(window: Window | None) -> None:
+    children = torch.empty((2, 6, 4, 4) if window is None else (2, 6, 5, 5, 4, 4), device="meta", requires_grad=True)
+    weight = torch.empty(6, 3, 4, 4, device="meta")
+    votes = Votes(children, weight, window=window)
+    parents = votes.square_sum(votes.agreement(votes.sum(1 / 3)).softmax(-1), 0.0)
+    routed = functional.dynamic_routing(children, weight, window=window)
+    for found in (parents, routed):
+        assert found.is_meta and found.shape == votes.parents_shape
+        assert torch.autograd.grad(found.sum(), children)[0].shape == children.shape
+
+
+def test_the_text_of_votes() -> None:
+    assert repr(VOTES) == "Votes(coefficients=[2, 6, 3], parents=[2, 3, 4, 4], dtype=torch.float32, device=cpu)"
+
+
 def test_explanations() -> None:
     own, shared = (CASES[name].votes(Votes, CASES[name].leaves()) for name in ("own", "one-group"))
     told = fastcaps.explain(rout, own)
@@ -309,6 +348,7 @@ def make(batch: int = 2, **options: Any) -> Any:
 MADE = Votes.in_blocks(make(), 6)
 dynamic, pool, attention = functional.dynamic_routing, functional.routing_pool, functional.inverted_attention_routing
 em: Any = functional.em_routing
+RoutingLayer: Any = fastcaps.nn.RoutingLayer
 heinsen: Any = functional.heinsen_routing
 
 
@@ -323,6 +363,12 @@ def routed(found: Any, **options: Any) -> Any:
             return found
 
     return Wrong(2, 3, 4, 4, kernel_size=3, padding=1)(small_layer()[1], **options)
+
+
+def without_activity() -> None:
+    class Short(RoutingLayer):
+        def route(self, votes: Votes) -> Tensor:
+            return votes.sum(1.0)
 
 
 WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -346,7 +392,9 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "coefficients and children ... same dtype, got torch.int64", lambda: VOTES.sum(ONES(3).long())),
     (ValueError, "coefficients must be on the device of children", lambda: VOTES.sum(ONES(3, device="meta"))),
     (ValueError, "values must have shape [B, Ho, Wo, I, ...", lambda: WINDOWED.fold(SET)),
-    (ValueError, "values must have shape [B, N, H, W, ...", lambda: WINDOWED.unfold(SET)),
+    (ValueError, "values must have shape [B, N, H, W, ...] = [2, 6, 5, 5, ...], got", lambda: WINDOWED.unfold(SET)),
+    (ValueError, "[B, *space, I, ...] = [2, 6, ...], got [2, 7]", lambda: VOTES.unfold(ONES(2, 7))),
+    (ValueError, "[B, *space, I, ...] = [2, 6, ...], got [2, 7]", lambda: MADE.fold(ONES(2, 7))),
     (ValueError, "reduce must be 'sum' or 'amax', got 'mean'", lambda: WINDOWED.fold(SET, "mean")),
     (TypeError, "values must be a torch.Tensor, got int", lambda: WINDOWED.fold(1)),
     (TypeError, "weight must be None beside votes", lambda: dynamic(VOTES, MATRICES)),
@@ -364,6 +412,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (BackendError, "backend 'cpu' is forced ... votes in blocks", lambda: backend("cpu")(MADE.agreement)(POSES)),
     (TypeError, "make must be a function make(i, j) of votes, got Tensor", lambda: Votes.in_blocks(SET, 3)),
     (ValueError, "count must be an int >= 1, got 0", lambda: Votes.in_blocks(make(), 0)),
+    (TypeError, "count must be an int >= 1, got Tensor", lambda: Votes.in_blocks(make(), SET)),
     (ValueError, "block must be an int >= 1, got 0", lambda: Votes.in_blocks(make(), 6, block=0)),
     (ValueError, "make(0, 1) must return ... got [2, 3, 4, 4]", lambda: Votes.in_blocks(lambda i, j: POSES, 6)),
     (TypeError, "make must return float32, ... got torch.int64", lambda: Votes.in_blocks(make(dtype=torch.int64), 6)),
@@ -375,6 +424,8 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "route must return parents of shape ... got NoneType", lambda: routed(None)),
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
+    (TypeError, "route must take (self, votes, activity), got (self, votes)", without_activity),
+    (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip
 
 

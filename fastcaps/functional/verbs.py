@@ -100,8 +100,8 @@ class Votes:
         return votes
 
     def __repr__(self) -> str:
-        shapes = f"coefficients_shape={list(self.coefficients_shape)}, parents_shape={list(self.parents_shape)}"
-        return f"Votes({shapes}, dtype={self.dtype}, device={self.device})"
+        pairs, poses = list(self.coefficients_shape), list(self.parents_shape)
+        return f"Votes(coefficients={pairs}, parents={poses}, dtype={self.dtype}, device={self.device})"
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -190,10 +190,11 @@ class Votes:
     def unfold(self, values: Tensor) -> Tensor:
         """Return what every position sees of values of children: ``[B, N, H, W, ...]`` as ``[B, Ho, Wo, I, ...]``.
 
-        Padding holds 0. Values of a set stay as they are.
+        Padding holds 0. Values of a set, ``[B, I, ...]``, stay as they are, and so do ``[B, *space, I, ...]`` of votes
+        made in blocks.
         """
         if self.window is None:
-            return values
+            return self._as_they_are(values)
         self._check_leading("values", values, (*self.children.shape[:4],), "B, N, H, W")
         return windows(to_op(values, self.window), self.window.spec)
 
@@ -201,12 +202,12 @@ class Votes:
         """Return for every child the sum over the windows that hold it, or the largest.
 
         Values are ``[B, Ho, Wo, I, ...]``, results ``[B, N, H, W, ...]``; a child that no window holds has 0, or minus
-        infinity. Values of a set stay as they are.
+        infinity. Values of a set, or of votes made in blocks, stay as they are.
         """
         if reduce not in ("sum", "amax"):
             raise ValueError(f"reduce must be 'sum' or 'amax', got {reduce!r}")
         if self.window is None:
-            return values
+            return self._as_they_are(values)
         self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
         batch, types, height, width = self.children.shape[:4]
         kh, kw, sh, sw, ph, pw, dh, dw = self.window.spec
@@ -248,10 +249,16 @@ class Votes:
         except RuntimeError:
             raise ValueError(f"{name} must broadcast to [{symbols}] = {list(shape)}, got {shape_text(value)}") from None
 
+    def _as_they_are(self, values: Tensor) -> Tensor:
+        """Return values of a set, checked."""
+        self._check_leading("values", values, self.coefficients_shape[:-1], "B, *space, I")
+        return values
+
     def _check_leading(self, name: str, value: Any, shape: tuple[int, ...], symbols: str) -> None:
-        check_tensor(name, value, self.children, True, (value.dtype,) if isinstance(value, Tensor) else ())
-        if tuple(value.shape[:4]) != shape:
-            raise ValueError(f"{name} must have shape [{symbols}, ...] = {[*shape, ...]}, got {shape_text(value)}")
+        check_tensor(name, value, self._inputs.children, True, (value.dtype,) if isinstance(value, Tensor) else ())
+        if tuple(value.shape[: len(shape)]) != shape:
+            sizes = ", ".join(map(str, shape))
+            raise ValueError(f"{name} must have shape [{symbols}, ...] = [{sizes}, ...], got {shape_text(value)}")
 
 
 def inputs_of(

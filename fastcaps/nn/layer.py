@@ -125,7 +125,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     matrices, biases, sharing and checks are inherited. ``activity`` is what the call got beside the children, or None,
     ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` hands it to the windows). ``route`` returns the parents in the
     layout of ``votes.sum``, or a tuple of them and more, such as :class:`~fastcaps.functional.Capsules`; that is the
-    layer's result, with poses made flat. If it takes ``iterations`` or ``return_coefficients`` by name, calls may too::
+    layer's result, with poses made flat. If it takes ``iterations``, ``return_coefficients`` or an option of its own by
+    name, calls may too; coefficients come last in the result::
 
         class TopK(fastcaps.nn.RoutingLayer):
             def route(self, votes, activity):
@@ -158,6 +159,19 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
     route: Callable[..., Any]  # what a subclass defines
+    route_options: tuple[str, ...] | None = None  # what it takes by name beside votes and activity; None: no route
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "route" in vars(cls):
+            takes = inspect.signature(cls.route)
+            try:
+                bound = takes.bind_partial(None, None, None).arguments
+            except TypeError:
+                got = ", ".join(takes.parameters)
+                raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
+            by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            cls.route_options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
 
     def __init__(
         self,
@@ -203,10 +217,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         rows, columns, out_columns = self.pose_shape
         many = self.out_capsules or 1
         self._place: dict[str, Any] = {"device": device, "dtype": dtype}  # of parameters that are still to come
+        self._drawn: list[str] = []  # what reset_parameters draws
         self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
         self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
-        if hasattr(type(self), "route"):  # whose class may have no constructor; one may draw its own parameters later
+        if self.route_options is not None:  # whose class may have no constructor; one may draw its own parameters later
             RoutingLayer.reset_parameters(self)
 
     def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
@@ -264,14 +279,19 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         else:
             wanted = start not in (False, "zero")
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._place)) if wanted else None)
+            self._drawn += [name] * wanted
 
     def first_std(self) -> float:
         """The standard deviation of the matrices at the start."""
         return math.sqrt((self.out_capsules or 1) / (self.pose_shape[1] * self.children_per_position))
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew: the matrices from a normal distribution, all else 0."""
-        for name, parameter in self.named_parameters(recurse=False):
+        """Draw the parameters anew: the matrices from a normal distribution, all else 0.
+
+        Parameters that a subclass assigns itself keep their values; it may extend this method.
+        """
+        for name in self._drawn:
+            parameter = getattr(self, name)
             if name == "weight":
                 nn.init.normal_(parameter, std=self.first_std())
             else:
@@ -323,7 +343,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **own: Any) -> Any:
         """Route a checked call: by ``route``, over the votes."""
-        takes = inspect.signature(self.route).parameters
+        takes = self.route_options
+        if takes is None:
+            raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activity)")
         given = {"iterations": iterations, "return_coefficients": return_coefficients}
         usual = {"iterations": self.iterations, "return_coefficients": False}
         for name, value in given.items():
@@ -351,7 +373,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         """Raise unless a call of this layer takes these arguments by name."""
         if options:
             common = ("children", self.activity_name, "out_capsules", "bias", "iterations", "return_coefficients")
-            refuse_unknown(f"a call of {type(self).__name__}", options, (*common, *self.call_options))
+            known = dict.fromkeys((*common, *self.call_options, *(self.route_options or ())))
+            refuse_unknown(f"a call of {type(self).__name__}", options, known)
+
+    @property
+    def returns_coefficients(self) -> bool:
+        """Whether calls may ask for the coefficients: a ``route`` may not take ``return_coefficients``."""
+        return self.route_options is None or "return_coefficients" in self.route_options
 
     def prepare(
         self, children: Tensor, activity: Tensor | None, out_capsules: int | None = None, bias: Tensor | None = None

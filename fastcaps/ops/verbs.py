@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends
-from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, widen, is_tracing
+from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing, widen
 from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops import shared, uniform
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
