@@ -197,19 +197,14 @@ def native_serves(stem: str = "attention") -> bool:
     return not _cpu_problem(stem)
 
 
-def _op_of(backend: str, stem: str) -> str:
-    """Return the native op that says whether a library has a stem's kernels."""
-    name = {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
-    return f"fastcaps_{backend}::{name}"
-
-
 @cache
 def _cpu_problem(stem: str = "attention") -> str:
     """Return why the native library cannot run an op's calls on the CPU, or an empty string."""
     library = libraries.library("cpu")
     if library.problem:
         return library.problem
-    op = _op_of("cpu", stem)
+    op = {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
+    op = f"fastcaps_cpu::{op}"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU"):
         return f"the library has no {op}: it was built from other sources than this package's; build it again"
     if native_capability() is not None:
@@ -310,8 +305,8 @@ def refusal(name: str, call: Call) -> str | None:
     problem = _dtype_problem(call.dtype, _CPU_DTYPES if name == "cpu" else _GPU_DTYPES)
     if problem or name == "cpu":
         return problem or None
-    if name == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key(_op_of("cuda", call.stem), "CUDA"):
-        return f"it has no kernels of the {call.stem}"
+    if name == "cuda" and call.stem == "verbs":
+        return "it has no kernels of the verbs"
     if name == "cuda":
         ask = libraries.library("cuda").ask
         return (

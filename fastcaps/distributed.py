@@ -37,10 +37,8 @@ from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.sharding import AXES, cuts_of, lying
-from fastcaps.reference.attention import logits_of as attention_logits
 from fastcaps.reference.derivatives import inverse_or_zero
-from fastcaps.reference.gaussian import benefits
-from fastcaps.reference.gaussian import logits_of as gaussian_logits
+from fastcaps.reference.gaussian import benefits, logits_of
 from fastcaps.reference.verbs import VoteBlocks, blocks_of
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import VoteInputs, hidden
@@ -201,10 +199,10 @@ class Layout:
         found = iter(_unpacked(whole.to_local(grad_placements=self.over(axis, Partial())), given))
         return [None if x is None else next(found) for x in same]
 
-    def share(self, votes: VoteInputs, logits: Callable[[VoteBlocks], list[Tensor]] | None) -> Tensor | None:
+    def share(self, votes: VoteInputs, logits: Callable[[VoteBlocks], Tensor] | None) -> Tensor | None:
         """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``.
 
-        ``logits`` returns those of each block of children; None, where r = 1 / M.
+        ``logits`` returns those of the votes; None, where r = 1 / M.
         """
         if "parents" not in self.axes:
             return None
@@ -234,7 +232,7 @@ def _unpacked(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [x.view(y.shape) for x, y in zip(message.split([y.numel() for y in like]), like, strict=True)]
 
 
-def _log_sum(votes: VoteInputs, logits: Callable[[VoteBlocks], list[Tensor]]) -> Tensor:
+def _log_sum(votes: VoteInputs, logits: Callable[[VoteBlocks], Tensor]) -> Tensor:
     """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``.
 
     No kernel returns it: PyTorch makes it a block of children at a time.
@@ -242,7 +240,7 @@ def _log_sum(votes: VoteInputs, logits: Callable[[VoteBlocks], list[Tensor]]) ->
     children, gate = votes.children, votes.gate
     if gate is not None:
         children = children.masked_fill(hidden(children, gate)[..., None, None], 0.0)
-    return torch.cat([x.logsumexp(-1) for x in logits(blocks_of(votes._replace(children=children, gate=None)))], 1)
+    return logits(blocks_of(votes._replace(children=children, gate=None))).logsumexp(-1)
 
 
 def _gated(votes: VoteInputs, share: Tensor | None) -> VoteInputs:
@@ -260,7 +258,7 @@ def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[An
     """Route once: S is summed over the processes that share the children."""
     (asked,) = layout.entered("children", own.query)
     (query,) = widen(votes.children.dtype, asked)
-    share = layout.share(votes, None if query is None else lambda seen: attention_logits(seen, query, own.scale))
+    share = layout.share(votes, None if query is None else lambda seen: own.scale * seen.scores(query))
     if share is not None and own.detach:
         share = share.detach()
     plain = own._replace(query=asked, norm_weight=None, norm_bias=None, rule=int(Rule.PLAIN))
@@ -325,7 +323,7 @@ def _gaussian(layout: Layout, votes: VoteInputs, own: Gaussian) -> Sequence[Any]
     betas = (one, one) if em else (own.beta_use, own.beta_ignore)
     asked = layout.entered("children", *state)
     even = own.mean is None and own.log_weight is None
-    share = layout.share(votes, None if even else lambda seen: gaussian_logits(seen, *asked))
+    share = layout.share(votes, None if even else lambda seen: logits_of(seen, *asked))
     gated = _gated(votes, share)
     settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
     counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)

@@ -22,7 +22,7 @@ MADE = ("reference", "votes that a function makes come a block at a time, in pla
 class MadeVotes(VoteInputs):
     """The votes that a function makes; to a routing they are those of a set of children at each of B * space places.
 
-    ``children`` is a tensor of that shape without numbers, so that sizes, dtype and device are where they always are.
+    ``children`` is an expanded 0 of that shape, from which others read sizes, dtype and device as from any children.
     """
 
     maker: Maker
@@ -46,7 +46,7 @@ class MadeVotes(VoteInputs):
         if gate is None:
             return self
         check_tensor(name, gate, self.children, self.autocasts, (torch.bool,) if name != "scores" else ())
-        check_shape(name, gate, self.public_gate(), "B, *space, I")
+        check_shape(name, gate, self.public_pairs()[:-1], "B, *space, I")
         return self._replace(gate=self.pairs_to_op(gate).to(self.children.dtype))
 
     # a place is an element of the ops' batch
@@ -71,12 +71,9 @@ class MadeVotes(VoteInputs):
     def public_pairs(self) -> tuple[int, ...]:
         return (*self.maker.places, self.maker.count, self.parents)
 
-    def public_gate(self) -> tuple[int, ...]:
-        return (*self.maker.places, self.maker.count)
-
 
 class Maker:
-    """A function that makes votes, watched: what it returns must be what it returned before.
+    """A function that makes votes, and the check that it returns the same votes at every call.
 
     Attributes
     ----------
@@ -92,7 +89,7 @@ class Maker:
 
     def __init__(self, make: Callable[[int, int], Tensor], count: int, block: int | None) -> None:
         if not callable(make):
-            raise TypeError(f"make must be callable, make(i, j) returns the votes of children i to j - 1, got {make!r}")
+            raise TypeError(f"make must be a function make(i, j) of votes, got {type(make).__name__}")
         self.make, self.count = make, count
         with torch.no_grad(), _random_states_kept(torch.device("cpu")):
             first: Any = make(0, 1)
@@ -117,7 +114,7 @@ class Maker:
         return made.flatten(0, len(self.places) - 1).to(accumulation_dtype(made.dtype))
 
     def _made(self, first: int, last: int) -> Tensor:
-        """Return votes that must be those of the call before, made with the same random numbers."""
+        """Return votes as the function returns them, made with the random numbers of the call before."""
         if is_tracing():  # which knows no states of generators
             made = self.make(first, last)
             self._check(first, last, made)
@@ -128,7 +125,7 @@ class Maker:
         with nullcontext() if drawn_from is None else _random_states_kept(device, drawn_from):
             made = self.make(first, last)
         self._check(first, last, made)
-        if made.is_meta or not are_plain((made,)):  # there are no numbers
+        if made.is_meta or not are_plain((made,)):  # no values to compare
             return made
         if drawn_from is None and any(a.ne(b).any() for a, b in zip(before, _random_states(device), strict=True)):
             self._drawn_from[block] = before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,11 +119,6 @@ def to_op(tensor: Tensor, window: Window | None) -> Tensor:
     return tensor if window is None else tensor.movedim(1, 3)
 
 
-def from_op(tensor: Tensor, window: Window | None) -> Tensor:
-    """Return an op-layout tensor in public layout; the inverse of :func:`to_op`."""
-    return tensor if window is None else tensor.movedim(3, 1)
-
-
 def as_grid(tensor: Tensor, dim: int = 1) -> Tensor:
     """Return a tensor of a set as that of a grid of one position, whose H and W come from ``dim`` on."""
     return tensor.unsqueeze(dim).unsqueeze(dim)
@@ -144,6 +140,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a block in which autocast is off; meta tensors know none."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 class VoteInputs(NamedTuple):
@@ -197,22 +198,18 @@ class VoteInputs(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """The shape of a number for every parent, ``[B, Ho, Wo, M]`` or ``[B, M]``."""
-        return (*self._positions, self.parents)
+        return (*positions_of(self), self.parents)
 
     @property
     def poses(self) -> tuple[int, ...]:
         """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``."""
         rows, _, columns = self.pose
-        return (*self._positions, self.parents, rows, columns)
+        return (*positions_of(self), self.parents, rows, columns)
 
     @property
     def shares(self) -> tuple[int, ...]:
         """The shape of the coefficients, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``."""
-        return (*self._positions, self.seen, self.parents)
-
-    @property
-    def _positions(self) -> tuple[int, ...]:
-        return positions_of(self)
+        return (*positions_of(self), self.seen, self.parents)
 
     @property
     def is_set(self) -> bool:
@@ -220,7 +217,7 @@ class VoteInputs(NamedTuple):
         return self.children.dim() == 4
 
     def to_op(self, tensor: Tensor) -> Tensor:
-        """Return parents' poses or numbers from public layout in op layout: a view."""
+        """Return values of parents (poses, scores) in op layout, given in public layout: a view."""
         return tensor if self.children.dim() == 4 else tensor.movedim(1, 3)
 
     def from_op(self, tensor: Tensor) -> Tensor:
@@ -243,11 +240,6 @@ class VoteInputs(NamedTuple):
     def public_pairs(self) -> tuple[int, ...]:
         """Return the shape of the coefficients in public layout."""
         return (*positions_of(self), seen_of(self), self.parents)
-
-    def public_gate(self) -> tuple[int, ...]:
-        """Return the shape of the children's gates in public layout, ``[B, I]`` or ``[B, N, H, W]``."""
-        batch, *grid, types = self.children.shape[:-2]
-        return (batch, types, *grid)
 
     def on_grid(self) -> VoteInputs:
         """Return the same votes with a set as a grid of one position."""

@@ -28,6 +28,8 @@ POISONED = (
     "test_nn",
     "test_compat",
     "test_models",
+    "test_verbs",
+    "test_made",
 )
 """Modules whose tests run with poisoned allocations; elsewhere (timings, memory, training) filling would disturb."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored_votes import Stored, seen
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -44,21 +45,17 @@ class Scene:
         self.children, self.weight = leaf(B, *places, C, D), leaf(count, M, D, E)
         self.activations = torch.rand(B, *places, dtype=torch.float64, requires_grad=True)
         self.leaves = [self.children, self.weight]
-        self.votes = Votes(self.children, self.weight, None, Window(3, stride=2, padding=1) if on_grid else None)
+        self.window = Window(3, stride=2, padding=1) if on_grid else None
+        self.votes = Votes(self.children, self.weight, None, self.window)
 
     def seen(self, values: Tensor) -> Tensor:
         """What windows see of values [B, N, H, W, ...]: [B, Ho, Wo, I, ...], 0 in padding."""
-        if not self.on_grid:
-            return values
-        (high, wide), padded = values.shape[2:4], F.pad(values.movedim((2, 3), (-2, -1)), (1, 1, 1, 1))
-        windows = [padded[..., y : y + 3, x : x + 3] for y in range(0, high, 2) for x in range(0, wide, 2)]
-        flat = torch.stack([window.movedim((-2, -1), (1, 2)).flatten(1, 3) for window in windows], 1)
-        return flat.unflatten(1, ((high + 1) // 2, (wide + 1) // 2))
+        return values if self.window is None else seen(values, self.window)
 
     @property
     def v(self) -> Tensor:
         """The votes, [B, *grid, I, M, K], 0 in padding."""
-        return torch.einsum("...icd,imde->...imce", self.seen(self.children), self.weight).flatten(-2)
+        return Stored(self.children, self.weight, None, self.window).votes.flatten(-2)
 
     @property
     def gate(self) -> Tensor:

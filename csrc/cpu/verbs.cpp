@@ -1,238 +1,10 @@
 // The kernels of the verbs of one instruction set; verbs.h says how numbers lie. Children come in blocks whose matrices
 // are packed, positions inside: a position's rows, or rows of four positions where a pose is one row, meet the block.
-#include "verbs.h"
-
-#include "scratch.h"
-#include "votes.h"
+#include "verb_rows.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 namespace {
-
-using Kind = VerbCall::Kind;
-constexpr int64_t kMostTerms = 256;  // of a sum, before it joins others
-constexpr int kRows = 4;
-
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, zeros behind.
-template <class T, class X>
-FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int64_t step_e, int64_t count,
-                            int64_t rows, int64_t E, int64_t tile, int64_t flat, T* to) {
-  constexpr int n = kLanes<T>;
-  int64_t row = 0, e = 0;
-  const auto next = [&] {
-    T* at = to + row * flat + e * tile;
-    if (++e == E) e = 0, ++row;
-    return at;
-  };
-  if constexpr (std::is_same_v<T, X>)
-    if (step_e == 1 && step_row == E && count == tile)
-      for (int64_t k = 0; k + n <= rows * E; k += n) {  // n numbers of n parents, transposed
-        T* at[n];
-        for (int r = 0; r < n; ++r) at[r] = next();
-        for (int64_t m = 0; m < tile; m = m + n < tile && m + 2 * n > tile ? tile - n : m + n) {
-          Vec<T> lanes[n];
-          for (int r = 0; r < n; ++r) lanes[r] = m + r < tile ? load<T>(from + (m + r) * step_m + k) : Vec<T>{};
-          transpose<T>(lanes);
-          for (int r = 0; r < n; ++r)
-            if (at[r] + m + n <= to + rows * flat)
-              store<T>(at[r] + m, lanes[r]);  // what it writes too far comes later
-            else
-              for (int64_t l = 0; m + l < tile; ++l) at[r][m + l] = lanes[r][l];
-        }
-      }
-  while (row < rows) {
-    const X* x = from + row * step_row + e * step_e;
-    T* at = next();
-    for (int64_t m = 0; m < count; ++m) at[m] = widen<T>(x[m * step_m]);
-    for (int64_t m = count; m < tile; ++m) at[m] = 0;
-  }
-  for (int64_t k = 0; k < rows; ++k)
-    for (int64_t pad = E * tile; pad < flat; ++pad) to[k * flat + pad] = 0;
-}
-
-// A row of votes' numbers, and what it meets.
-template <class T>
-struct Row {
-  const T *x, *bias, *r, *about, *precisions;
-  T *out, *dx;
-};
-
-// Rows and the block of children that they meet.
-template <class T>
-struct Meeting {
-  const T* weight;                                           // [children, D, flat]; null: x are the votes themselves
-  int64_t weight_step, bias_step, x_step, r_step, out_step;  // from child to child
-  int64_t D, flat, begin, end;                               // children begin to end
-  const int64_t* starts;                                     // of a vector of a flat row: its first parent
-  bool together;                                             // rows belong to one pose
-};
-
-// R rows and U vectors from v on.
-template <class T, Kind kind, int R, int U>
-FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v, bool first) {
-  using V = Vec<T>;
-  constexpr int n = kLanes<T>;
-  constexpr bool kSums = kind == Kind::kAdd || kind == Kind::kAddCentred || kind == Kind::kAddSquares;
-  V held[R][U], sum[R][U];
-  int64_t at[U];
-  unroll<U>([&](auto u) FASTCAPS_LAMBDA {
-    at[u] = with.starts[v + u];
-    unroll<R>([&](auto i) FASTCAPS_LAMBDA {
-      if constexpr (kind != Kind::kAdd) held[i][u] = load<T>(rows[i].about + (v + u) * n);
-      if constexpr (kSums) sum[i][u] = V{};
-    });
-  });
-  for (int64_t j = with.begin; j < with.end; ++j) {
-    V vote[R][U];
-    unroll<R>([&](auto i) FASTCAPS_LAMBDA {
-      unroll<U>([&](auto u) FASTCAPS_LAMBDA {
-        vote[i][u] = with.weight ? V{} : load<T>(rows[i].x + j * with.x_step + (v + u) * n);
-      });
-    });
-    if (rows[0].bias)
-      unroll<R * U>([&](auto k) FASTCAPS_LAMBDA {
-        vote[k / U][k % U] += load<T>(rows[k / U].bias + j * with.bias_step + (v + k % U) * n);
-      });
-    if (with.weight) {
-      const T* w = with.weight + j * with.weight_step + v * n;
-      const T* x[R];
-      unroll<R>([&](auto i) FASTCAPS_LAMBDA { x[i] = rows[i].x + j * with.x_step; });
-#pragma GCC unroll 4
-      for (int64_t d = 0; d < with.D; ++d, w += with.flat) {
-        V right[U];
-        unroll<U>([&](auto u) FASTCAPS_LAMBDA { right[u] = load<T>(w + u * n); });
-        unroll<R>([&](auto i) FASTCAPS_LAMBDA {
-          const V left = broadcast<T>(x[i][d]);
-          unroll<U>([&](auto u) FASTCAPS_LAMBDA { vote[i][u] += left * right[u]; });
-        });
-      }
-    }
-    unroll<U>([&](auto u) FASTCAPS_LAMBDA {
-      V dot{};
-      unroll<R>([&](auto i) FASTCAPS_LAMBDA {
-        V x = vote[i][u];
-        if constexpr (kind != Kind::kDots && kind != Kind::kAdd) x -= held[i][u];
-        V r{}, p{};
-        if constexpr (kSums || kind == Kind::kPullSquared) r = load<T>(rows[i].r + j * with.r_step + at[u]);
-        if constexpr (kind == Kind::kDistances || kind == Kind::kPullSquared)
-          p = load<T>(rows[i].precisions + (v + u) * n);
-        T* out = rows[i].out + j * with.out_step + (v + u) * n;
-        if constexpr (kSums) {
-          sum[i][u] += r * (kind == Kind::kAddSquares ? x * x : x);
-        } else if constexpr (kind == Kind::kPullSquared) {
-          store<T>(out, 2 * r * p * x);
-        } else {
-          const V term = kind == Kind::kDots ? x * held[i][u] : p * x * x;
-          dot = with.together && i > 0 ? dot + term : term;
-          if (!with.together || i == R - 1) store<T>(out, first ? dot : load<T>(out) + dot);
-        }
-      });
-    });
-  }
-  if constexpr (kSums)
-    unroll<R * U>([&](auto k) FASTCAPS_LAMBDA {
-      T* out = rows[k / U].out + (v + k % U) * n;
-      store<T>(out, load<T>(out) + sum[k / U][k % U]);
-    });
-}
-
-template <class T, Kind kind>
-FASTCAPS_NOINLINE void meet_all(const Meeting<T>& with, const Row<T>* rows, int64_t count) {
-  each_group<kRows>(count, [&](int64_t row, auto many) {
-    const bool first = !with.together || row == 0;
-    constexpr int kMost = kManyRegisters ? 8 / many : 4 / many;
-    int64_t v = 0;
-    if constexpr (kMost == 2)
-      if (with.flat / kLanes<T> % 2 == 1 && with.flat > kLanes<T>)
-        meet<T, kind, many, 3>(with, rows + row, 0, first), v = 3;
-    each_group<kMost>(
-        with.flat / kLanes<T>,
-        [&](int64_t at, auto vectors) { meet<T, kind, many, vectors>(with, rows + row, at, first); }, v);
-  });
-}
-
-// lane k: the sum over lanes of x[k]; a transpose whose halves are added at every step.
-template <class T, int kBlock = 1>
-FASTCAPS_INLINE Vec<T> lane_sums(Vec<T>* x) {
-  constexpr int n = kLanes<T>;
-  if constexpr (kBlock == n) {
-    return x[0];
-  } else {
-    unroll<n / kBlock / 2>([&](auto k) FASTCAPS_LAMBDA {
-      const Vec<T> a = x[2 * k], b = x[2 * k + 1];
-      [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
-        x[k] = __builtin_shufflevector(a, b, ((K & kBlock) ? n + K - kBlock : K)...) +
-               __builtin_shufflevector(a, b, ((K & kBlock) ? n + K : K + kBlock)...);
-      }(std::make_integer_sequence<int, n>{});
-    });
-    return lane_sums<T, 2 * kBlock>(x);
-  }
-}
-
-// From the gradients `dv` of R rows of a child's votes: dx += dv W^T and dW += x^T dv, columns d to d + K of x.
-template <class T, bool kChild, bool kWeight, int R, int K>
-FASTCAPS_INLINE void pull_rows(const Row<T>* rows, const T* weight, T* dweight, int64_t d, int64_t flat) {
-  using V = Vec<T>;
-  constexpr int n = kLanes<T>, kSums = (R * K + n - 1) / n * n;
-  V dx[kSums] = {}, x[kWeight ? R * K : 1];
-  if constexpr (kWeight) unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { x[k] = broadcast<T>(rows[k / K].x[d + k % K]); });
-  for (int64_t v = 0; v < flat; v += n) {
-    V dv[R];
-    unroll<R>([&](auto i) FASTCAPS_LAMBDA { dv[i] = load<T>(rows[i].out + v); });
-    unroll<K>([&](auto k) FASTCAPS_LAMBDA {
-      const int64_t at = (d + k) * flat + v;
-      if constexpr (kChild) {
-        const V w = load<T>(weight + at);
-        unroll<R>([&](auto i) FASTCAPS_LAMBDA { dx[i * K + k] += dv[i] * w; });
-      }
-      if constexpr (kWeight) {
-        V sum = load<T>(dweight + at);
-        unroll<R>([&](auto i) FASTCAPS_LAMBDA { sum += x[i * K + k] * dv[i]; });
-        store<T>(dweight + at, sum);
-      }
-    });
-  }
-  if constexpr (kChild) {
-    T sums[kSums];
-    unroll<kSums / n>([&](auto k) FASTCAPS_LAMBDA { store<T>(sums + k * n, lane_sums<T>(dx + k * n)); });
-    unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { rows[k / K].dx[d + k % K] += sums[k]; });
-  }
-}
-
-template <class T, bool kChild, bool kWeight>
-FASTCAPS_NOINLINE void pull_all(const Row<T>* rows, int64_t count, const T* weight, T* dweight, int64_t D,
-                                int64_t flat) {
-  each_group<kRows>(count, [&](int64_t row, auto many) {
-    each_group<4>(D, [&](int64_t d, auto columns) {
-      pull_rows<T, kChild, kWeight, many, columns>(rows + row, weight, dweight, d, flat);
-    });
-  });
-}
-
-// Sums of many terms: `near` joins `far` before it has too many.
-template <class T>
-struct LongSum {
-  T *near = nullptr, *far = nullptr;
-  int64_t size, terms = 0;
-
-  LongSum(bool wanted, int64_t size, Arena& arena) : size(size) {
-    if (wanted) near = arena.take<T>(size), far = arena.take<T>(size);
-  }
-  void clear() {
-    for (int64_t k = 0; near && k < size; ++k) near[k] = far[k] = 0;
-    terms = 0;
-  }
-  void count(int64_t more) {
-    terms += more;
-    if (near && terms + more > kMostTerms) join();
-  }
-  void join() {
-    for (int64_t k = 0; k < size; ++k) far[k] += near[k], near[k] = 0;
-    terms = 0;
-  }
-};
 
 // An output position.
 struct Place {
@@ -347,7 +119,7 @@ struct Walk {
       if (many == 0) break;
       const int64_t rows_here = C > 1 ? C : many;
       if (pulls) {
-        pull(with, rows_here, i, count);
+        pull(with, rows_here, count);
       } else {
         make(with, rows_here);
         for (int64_t k = 0; call.scores && k < many; ++k)
@@ -356,67 +128,35 @@ struct Walk {
     }
   }
 
-  // From a position's numbers to those of the next, as a rule.
-  int64_t ahead(const int64_t* stride, int64_t down, int64_t right) const {
-    return in.Wo > 1 ? right * stride[2] : in.Ho > 1 ? down * stride[1] : stride[0];
-  }
-  static void fetch(const void* from, int64_t bytes) {
-    for (int64_t k = 0; k < min(bytes, 1024); k += 64) __builtin_prefetch(static_cast<const char*>(from) + k);
+  // Fetches what the next position will want; `stride` leads from sample to sample, row to row and column to column.
+  template <class X>
+  void fetch_next(const X* from, const int64_t* stride, int64_t down, int64_t right, int64_t count) const {
+    from += in.Wo > 1 ? right * stride[2] : in.Ho > 1 ? down * stride[1] : stride[0];
+    for (int64_t k = 0; k < min(count, 256); k += 64 / int64_t(sizeof(X))) __builtin_prefetch(from + k);
   }
 
-  // The rows of the `which`th position at hand.
+  // The rows of the `which`th position at hand, whose window has children i to i + count at (y, x).
   void set_rows(int64_t which, const Place& at, int64_t y, int64_t x, int64_t i, int64_t count, Meeting<T>& with) {
-    const int64_t* s = in.children.stride;
-    const int64_t first = at.b * s[0] + y * s[1] + x * s[2] + i % in.N * s[3];
-    const S* child = static_cast<const S*>(in.children.data) + first;
-    const int64_t row0 = C > 1 ? 0 : which, row_step = in.weight ? D : flat;
-    bool in_place = false;
-    if constexpr (std::is_same_v<S, T>) in_place = in.weight && s[5] == 1;
-    with.x_step = in_place ? s[3] : row_count() * row_step;
-    if (!in_place)
-      for (int64_t j = 0; j < count; ++j)
-        for (int64_t c = 0; c < C; ++c) {
-          T* to = poses + (j * row_count() + row0 + c) * row_step;
-          for (int64_t d = 0; d < D; ++d) {
-            const T value = widen<T>(child[j * s[3] + c * s[4] + d * s[5]]);
-            if (in.weight)
-              to[d] = value;
-            else
-              for (int64_t m = 0; m < call.tile; ++m) to[d * call.tile + m] = value;
-          }
-        }
-    const T* r = nullptr;
-    if (call.coefficients.data) {
-      const int64_t* t = call.coefficients.stride;
-      r = static_cast<const T*>(call.coefficients.data) + at.b * t[0] + at.y * t[1] + at.x * t[2] + i * t[3] +
-          first_parent * t[4];
-      const bool repeats = t[4] != 1 || parents % n != 0 || parents < call.tile;
-      with.r_step = repeats ? kRows * (call.tile + 2 * n) : t[3];
-      const int64_t M = parents, tile_of = call.tile, last = tile_of + n, step_i = t[3], step_m = t[4];
-      T* to = coefficients + which * (last + n);
-      for (int64_t j = 0; repeats && j < count; ++j) {
-        T* out = to + j * kRows * (last + n);
-        const T* own = r + j * step_i;
-        if (step_m == 1 && step_i == M && M == tile_of &&
-            (count - j) * M >= ceil_div(M, n) * n) {  // may read on into the next's
-          for (int64_t k = 0; k < last; k += M)
-            for (int64_t m = 0; m < M && k + m < last; m += n) store<T>(out + k + m, load<T>(own + m));
-          continue;
-        }
-        for (int64_t m = 0; m < M; ++m) out[m] = own[m * step_m];
-        for (int64_t m = M; m < tile_of; ++m) out[m] = 0;
-        for (int64_t m = tile_of; m < last; ++m) out[m] = out[m - tile_of];
-      }
-      fetch(r + ahead(t, 1, 1), count * t[3] * int64_t(sizeof(T)));
-      if (repeats) r = to;
+    const int64_t *s = in.children.stride, type = i % in.N, row0 = C > 1 ? 0 : which, size = C * D;
+    const int64_t own[] = {in.H * in.W * in.N * size, in.W * in.N * size, in.N * size};  // of dchildren
+    const S* child = static_cast<const S*>(in.children.data) + at.b * s[0] + y * s[1] + x * s[2] + type * s[3];
+    fetch_next(child, s, in.window.sh, in.window.sw, count * s[3]);
+    T* dx = static_cast<T*>(call.dchildren);
+    if (dx) dx += at.b * own[0] + y * own[1] + x * own[2] + type * size;
+    if (dx) fetch_next(dx, own, in.window.sh, in.window.sw, count * size);
+    const T* poses_here = nullptr;
+    int64_t row_step = s[4];
+    if constexpr (std::is_same_v<S, T>)
+      if (in.weight && s[5] == 1) poses_here = child, with.x_step = s[3];
+    if (!poses_here) {
+      row_step = in.weight ? D : flat, with.x_step = row_count() * row_step;
+      poses_here = copy_poses(child, count, poses + row0 * row_step, row_step);
     }
-    const int64_t next = ahead(s, in.window.sh, in.window.sw);
-    fetch(child + next, count * s[3] * int64_t(sizeof(S)));
+    const T* r = call.coefficients.data ? coefficients_of(which, at, i, count, with.r_step) : nullptr;
     const int64_t pose = (tile * in.positions() + at.p) * C;
     for (int64_t c = 0; c < C; ++c) {
       Row<T>& row = rows[row0 + c];
-      if constexpr (std::is_same_v<S, T>) row.x = child + c * s[4];
-      if (!in_place) row.x = poses + (row0 + c) * row_step;
+      row.x = poses_here + c * row_step;
       row.bias = in.bias ? biases + c * flat : nullptr;
       row.r = r;
       row.about = static_cast<const T*>(call.about) + (pose + c) * call.about_step;
@@ -424,16 +164,49 @@ struct Walk {
       row.out = made + (pulls ? row0 + c : which * call.block) * flat;
       if (call.sums)
         row.out = static_cast<T*>(call.sums) + item % call.child_ranges * call.numbers() + (pose + c) * flat;
-      row.dx = static_cast<T*>(call.dchildren);
-      if (row.dx) row.dx += ((((at.b * in.H + y) * in.W + x) * in.N + i % in.N) * C + c) * D;
+      row.dx = dx ? dx + c * D : nullptr;
     }
-    if (call.dchildren)
-      fetch(rows[row0].dx + (in.Wo > 1   ? in.window.sw
-                             : in.Ho > 1 ? in.window.sh * in.W
-                                         : in.H * in.W) *
-                                in.N * C * D,
-            count * C * D * int64_t(sizeof(T)));
     with.out_step = call.scores ? flat : 0;
+  }
+
+  // Poses in the type of sums; without matrices as flat rows, which are the votes.
+  const T* copy_poses(const S* child, int64_t count, T* to, int64_t row_step) const {
+    const int64_t *s = in.children.stride, copies = in.weight ? 1 : call.tile;
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t c = 0; c < C; ++c)
+        for (int64_t d = 0; d < D; ++d) {
+          const T value = widen<T>(child[j * s[3] + c * s[4] + d * s[5]]);
+          T* out = to + (j * row_count() + c) * row_step + d * copies;
+          for (int64_t m = 0; m < copies; ++m) out[m] = value;
+        }
+    return to;
+  }
+
+  // Coefficients of children i to i + count: one after the other, and begun again for a vector more, so that whatever
+  // parent a vector begins with it is read from there.
+  const T* coefficients_of(int64_t which, const Place& at, int64_t i, int64_t count, int64_t& step) {
+    const int64_t* t = call.coefficients.stride;
+    const T* all = static_cast<const T*>(call.coefficients.data) + at.b * t[0] + at.y * t[1] + at.x * t[2] + i * t[3] +
+                   first_parent * t[4];
+    fetch_next(all, t, 1, 1, count * t[3]);
+    step = t[3];
+    const int64_t M = parents, many = call.tile, last = many + n, step_m = t[4];
+    if (step_m == 1 && M % n == 0 && M == many) return all;
+    step = kRows * (last + n);
+    T* to = coefficients + which * (last + n);
+    for (int64_t j = 0; j < count; ++j) {
+      T* out = to + j * step;
+      const T* from = all + j * t[3];
+      if (step_m == 1 && t[3] == M && M == many && (count - j) * M >= ceil_div(M, n) * n) {  // may read the next's
+        for (int64_t k = 0; k < last; k += M)
+          for (int64_t m = 0; m < M && k + m < last; m += n) store<T>(out + k + m, load<T>(from + m));
+      } else {
+        for (int64_t m = 0; m < M; ++m) out[m] = from[m * step_m];
+        for (int64_t m = M; m < many; ++m) out[m] = 0;
+        for (int64_t m = many; m < last; ++m) out[m] = out[m - many];
+      }
+    }
+    return to;
   }
 
   void make(const Meeting<T>& with, int64_t count) {
@@ -463,7 +236,7 @@ struct Walk {
 
   // ---- pull ----
 
-  void pull(Meeting<T> with, int64_t count, int64_t i, int64_t children) {
+  void pull(Meeting<T>& with, int64_t count, int64_t children) {
     for (int64_t j = 0; j < children; ++j) {
       if (squared) {
         with.begin = j, with.end = j + 1;
@@ -481,26 +254,23 @@ struct Walk {
         }
       const T* weight = weights + j * weight_step();
       T* dw = dweight.near ? dweight.near + j * weight_step() : nullptr;
-      Row<T>* of = rows;
-      for (int64_t k = 0; k < count; ++k) of[k].x += j * with.x_step, of[k].dx += j * C * D;
+      const int64_t x_at = j * with.x_step, dx_at = j * C * D;
       if (!in.weight) {
-        if (call.dchildren) add_runs(count);
+        if (call.dchildren) add_runs(count, dx_at);
       } else if (call.dchildren && dw) {
-        pull_all<T, true, true>(of, count, weight, dw, D, flat);
+        pull_all<T, true, true>(rows, count, x_at, dx_at, weight, dw, D, flat);
       } else if (call.dchildren) {
-        pull_all<T, true, false>(of, count, weight, dw, D, flat);
+        pull_all<T, true, false>(rows, count, x_at, dx_at, weight, dw, D, flat);
       } else if (dw) {
-        pull_all<T, false, true>(of, count, weight, dw, D, flat);
+        pull_all<T, false, true>(rows, count, x_at, dx_at, weight, dw, D, flat);
       }
-      for (int64_t k = 0; k < count; ++k) of[k].x -= j * with.x_step, of[k].dx -= j * C * D;
     }
-    (void)i;
     dweight.count(weight_step() ? count : count * children);
     dbias.count((bias_step() ? 1 : children) * (C > 1 ? 1 : count));
   }
 
   // Of votes that are the children's poses: sums over the parents.
-  void add_runs(int64_t count) {
+  void add_runs(int64_t count, int64_t dx_at) {
     for (int64_t k = 0; k < count; ++k)
       for (int64_t e = 0; e < E; ++e) {
         const T* from = rows[k].out + e * call.tile;
@@ -509,7 +279,7 @@ struct Walk {
         for (; m + n <= parents; m += n) sum += load<T>(from + m);
         T total = sum_lanes<T>(sum);
         for (; m < parents; ++m) total += from[m];
-        rows[k].dx[e] += total;
+        rows[k].dx[dx_at + e] += total;
       }
   }
 
@@ -604,7 +374,7 @@ int64_t scratch_bytes(const VerbCall& call) {
 }
 
 template <class T, bool kFlatten>
-void turn(const FlatPoses& poses, int64_t begin, int64_t end) {
+void move(const FlatPoses& poses, int64_t begin, int64_t end) {
   const VerbCall& call = poses.call;
   const Votes& in = call.votes;
   const int64_t* s = poses.from.stride;
@@ -629,19 +399,19 @@ void turn(const FlatPoses& poses, int64_t begin, int64_t end) {
 }
 
 template <bool kFlatten>
-void turn_poses(const FlatPoses& poses, int64_t begin, int64_t end, void*) {
+void move_poses(const FlatPoses& poses, int64_t begin, int64_t end, void*) {
   if (poses.call.votes.is_double())
-    turn<double, kFlatten>(poses, begin, end);
+    move<double, kFlatten>(poses, begin, end);
   else
-    turn<float, kFlatten>(poses, begin, end);
+    move<float, kFlatten>(poses, begin, end);
 }
 
 }  // namespace
 
 template <>
 const VerbKernels& table() {
-  static constexpr VerbKernels kTable{kLanes<float>,      kLanes<double>, &turn_poses<true>,
-                                      &turn_poses<false>, &walk,          &scratch_bytes};
+  static constexpr VerbKernels kTable{kLanes<float>,      kLanes<double>, &move_poses<true>,
+                                      &move_poses<false>, &walk,          &scratch_bytes};
   return kTable;
 }
 

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, require_tensor, shape_text
-from fastcaps.compat.dynamic import DynamicTwin
-from fastcaps.compat.twin import Twin
+from fastcaps.compat.twin import Draw, Twin
 from fastcaps.functional.verbs import Votes
 from fastcaps.vectors import squash
 
 SIDES = {"parents": 1, "children": 0}
 VECTORS = {"pose": -1, "parents": 1, "number": -2}
-"""Dimensions of the parents ``[b, m, 1, e]``; that of size 1 takes every number for a vector by itself."""
+"""Dimensions of the parents ``[b, m, 1, e]``; the one of size 1 takes every number for a vector by itself."""
 
 
-class BatchAveraged(DynamicTwin):
+class BatchAveraged(Twin):
     r"""Dynamic routing in which the images of a batch share their logits.
 
     :math:`r = \operatorname{softmax} b`, from logits of 0; :math:`v_m = \operatorname{squash} \sum_i r_{im} V_{im}`;
-    and :math:`b_{im}` grows by the mean over the batch of :math:`\langle v_m, V_{im} \rangle`. The matrices are
-    ``[1, children, parents, numbers in a parent's pose, in a child's]``, drawn from N(0, 1).
+    and :math:`b_{im}` grows by the mean over the batch of :math:`\langle v_m, V_{im} \rangle`.
 
     Parameters
     ----------
@@ -36,51 +34,52 @@ class BatchAveraged(DynamicTwin):
         "parents" or "children": over whom the softmax runs.
     squashed : str
         What squash takes for a vector: a parent's "pose", a number of the poses of all "parents", each "number".
+
+    Attributes
+    ----------
+    num_routing : int
+        Iterations, at least 1.
+    _matrices : str
+        The parameter, ``[1, children, parents, out, in]``, drawn from N(0, 1).
+    _children_last : bool
+        Whether the children are the last dimension of what comes in, and not the poses.
     """
 
-    _children: ClassVar[tuple[str, str]]  # in the order of the input's dimensions
-    _out: ClassVar[str]
-    use_routing: bool
+    num_routing = 3
+    _matrices: ClassVar[str] = "W"
+    _children_last: ClassVar[bool] = True
+    _sizes = (1.0, 10.0)
 
-    def _make(self, compete: str, squashed: str, **sizes: int) -> None:
-        """Keep the arguments; sizes are children, parents, and the numbers in their poses: parents' first."""
-        self._count(**sizes)
+    def _make(self, shape: tuple[int, ...], compete: str, squashed: str) -> None:
         for name, value, known in (("compete", compete, SIDES), ("squashed", squashed, VECTORS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         self.compete, self.squashed = compete, squashed
-        self.register_parameter(self._drawn[0], nn.Parameter(torch.empty(1, *sizes.values())))
+        self.register_parameter(self._matrices, nn.Parameter(torch.empty(1, *shape)))
         self.reset_parameters()
 
-    def _only_routes(self, use_routing: bool) -> None:
-        if not use_routing:
-            raise ValueError(
-                "use_routing must be True: primary capsules are convolutions, and stay the published layer"
-            )
-        self.use_routing = True
-
-    def _averaged(self, x: Tensor, iterations: int, transposed: bool = False) -> Tensor:
-        """Route children ``[batch, i, d]``, or transposed ones, to ``[batch, m, e, 1]``."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Route children, ``[batch, i, d]`` or ``[batch, d, i]``, to ``[batch, m, e, 1]``."""
         require_tensor(x, "x")
-        sizes = tuple(getattr(self, name) for name in self._children)
-        if x.dim() != 3 or x.shape[1:] != sizes:
-            raise ValueError(f"x must be [batch, {sizes[0]}, {sizes[1]}], got {shape_text(x)}")
-        children = x.transpose(1, 2) if transposed else x
-        votes = Votes(children.unsqueeze(-2), getattr(self, self._drawn[0])[0].transpose(-1, -2))
+        shape = self._shape()
+        if x.dim() != 3 or x.shape[1:] != shape:
+            raise ValueError(f"x must be [batch, {shape[0]}, {shape[1]}], got {shape_text(x)}")
+        children = x.transpose(1, 2) if self._children_last else x
+        votes = Votes(children.unsqueeze(-2), getattr(self, self._matrices)[0].transpose(-1, -2))
         logits = x.new_zeros((votes.count, votes.parents), dtype=accumulation_dtype(x.dtype))
-        for iteration in range(iterations):
+        for iteration in range(self.num_routing):
             parents = squash(votes.sum(logits.softmax(SIDES[self.compete])), VECTORS[self.squashed])
-            if iteration + 1 < iterations:
+            if iteration + 1 < self.num_routing:
                 logits = logits + votes.agreement(parents).mean(0)
         return parents.transpose(-1, -2).to(x.dtype)
 
-    @classmethod
-    def _unfit(cls, old: Any) -> str:
-        return "" if getattr(old, "use_routing", True) else "makes primary capsules by convolutions, routes nothing"
+    def _shape(self) -> tuple[int, int]:
+        """Return the sizes of the input behind the batch."""
+        _, count, _, _, size = getattr(self, self._matrices).shape
+        return (size, count) if self._children_last else (count, size)
 
-    @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, **{cls._out: getattr(old, cls._drawn[0]).shape[-2]}, **options)  # not all keep it
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(3, *self._shape()),)]
 
 
 def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
@@ -93,15 +92,29 @@ def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
 class DigitCaps(BatchAveraged):
     """``DigitCaps`` of Capsule-Network-Tutorial (higgsfield) and Pytorch-CapsuleNet (jindongwang): three iterations.
 
-    The children compete, and each number is squashed by itself. The matrices are ``W``; ``num_routes`` counts children,
-    ``in_channels`` and ``out_channels`` the numbers in a child's pose and in a parent's. See :class:`BatchAveraged`.
+    It routes ``[batch, num_routes, in_channels]`` to ``[batch, num_capsules, out_channels, 1]``.
+
+    Parameters
+    ----------
+    num_capsules, num_routes : int
+        Parents and children.
+    in_channels, out_channels : int
+        Numbers in a child's pose and in a parent's.
+    compete, squashed : str
+        See :class:`BatchAveraged`; in theirs the children compete, and each number is squashed by itself.
+
+    Attributes
+    ----------
+    W : Parameter
+        ``[1, num_routes, num_capsules, out_channels, in_channels]``, drawn from N(0, 1).
     """
 
     num_routes: int
     in_channels: int
-    _children, _out = ("num_routes", "in_channels"), "out_channels"
-    _known_by = ("num_capsules", *_children, "W")
+    W: nn.Parameter
+    _known_by = ("num_capsules", "num_routes", "in_channels", "W")
     _versions = versions("children", "number")
+    _children_last = False
 
     def __init__(
         self,
@@ -114,23 +127,40 @@ class DigitCaps(BatchAveraged):
         squashed: str = "number",
     ) -> None:
         super().__init__()
-        sizes = {"out_channels": out_channels, "in_channels": in_channels}
-        self._make(compete, squashed, num_routes=num_routes, num_capsules=num_capsules, **sizes)
+        self._count(num_capsules=num_capsules, num_routes=num_routes, in_channels=in_channels)
+        self._count(out_channels=out_channels)
+        self._make((num_routes, num_capsules, out_channels, in_channels), compete, squashed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, num_routes, in_channels]`` to ``[batch, num_capsules, out_channels, 1]``."""
-        return self._averaged(x, 3)
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, out_channels=old.W.shape[-2], **options)  # which it does not keep
 
 
 class CapsuleLayer(BatchAveraged):
     """``CapsuleLayer`` of pytorch-capsule (timomernick) where it routes: three iterations.
 
-    The children compete, and squash takes lengths over the parents. The matrices are ``W``; ``in_channels`` counts
-    children, ``in_units`` the numbers in a child's pose. See :class:`BatchAveraged`.
+    It routes ``[batch, in_units, in_channels]`` to ``[batch, num_units, unit_size, 1]``.
+
+    Parameters
+    ----------
+    in_units, in_channels : int
+        Numbers in a child's pose, and children.
+    num_units, unit_size : int
+        Parents, and the numbers in a parent's pose.
+    use_routing : bool
+        True: of primary capsules, which are convolutions, there is no twin.
+    compete, squashed : str
+        See :class:`BatchAveraged`; in theirs the children compete, and squash takes lengths over the parents.
+
+    Attributes
+    ----------
+    W : Parameter
+        ``[1, in_channels, num_units, unit_size, in_units]``, drawn from N(0, 1).
     """
 
-    _children, _out = ("in_units", "in_channels"), "unit_size"
-    _known_by = (*_children, "num_units", "use_routing")
+    in_units: int
+    in_channels: int
+    _known_by: ClassVar[tuple[str, ...]] = ("in_units", "in_channels", "num_units", "use_routing")
     _versions = versions("children", "parents")
 
     def __init__(
@@ -145,25 +175,57 @@ class CapsuleLayer(BatchAveraged):
         squashed: str = "parents",
     ) -> None:
         super().__init__()
+        self._count(in_units=in_units, in_channels=in_channels, num_units=num_units, unit_size=unit_size)
         self._only_routes(use_routing)
-        sizes = {"unit_size": unit_size, "in_units": in_units}
-        self._make(compete, squashed, in_channels=in_channels, num_units=num_units, **sizes)
+        self._make((in_channels, num_units, unit_size, in_units), compete, squashed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, in_units, in_channels]`` to ``[batch, num_units, unit_size, 1]``."""
-        return self._averaged(x, 3, transposed=True)
+    def _only_routes(self, use_routing: bool) -> None:
+        if not use_routing:
+            raise ValueError(
+                "use_routing must be True: primary capsules are convolutions, and stay the published layer"
+            )
+        self.use_routing = True
+
+    @classmethod
+    def _unfit(cls, old: Any) -> str:
+        return "" if old.use_routing else "makes primary capsules by convolutions, routes nothing"
+
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, unit_size=getattr(old, cls._matrices).shape[-2], **options)  # which it does not keep
 
 
-class RoutedCapsuleLayer(BatchAveraged):
+class RoutedCapsuleLayer(CapsuleLayer):
     """``CapsuleLayer`` of capsule-net-pytorch (cedrickchee) where it routes.
 
-    The parents compete, and a pose is squashed. The matrices are ``weight``; ``in_channel`` counts children,
-    ``in_unit`` the numbers in a child's pose. ``cuda_enabled`` has no effect. See :class:`BatchAveraged`.
+    It routes ``[batch, in_unit, in_channel]`` to ``[batch, num_unit, unit_size, 1]``.
+
+    Parameters
+    ----------
+    in_unit, in_channel : int
+        Numbers in a child's pose, and children.
+    num_unit, unit_size : int
+        Parents, and the numbers in a parent's pose.
+    use_routing : bool
+        True: of primary capsules, which are convolutions, there is no twin.
+    num_routing : int
+        Iterations, at least 1.
+    cuda_enabled : bool
+        Kept, and without effect: the published layer makes its logits there.
+    compete, squashed : str
+        See :class:`BatchAveraged`; in theirs the parents compete, and a pose is a vector.
+
+    Attributes
+    ----------
+    weight : Parameter
+        ``[1, in_channel, num_unit, unit_size, in_unit]``, drawn from N(0, 1).
     """
 
+    in_unit: int
+    in_channel: int
     num_routing: int
-    _children, _out = ("in_unit", "in_channel"), "unit_size"
-    _known_by = (*_children, "num_unit", "use_routing", "num_routing", "cuda_enabled")
+    _known_by = ("in_unit", "in_channel", "num_unit", "use_routing", "num_routing", "cuda_enabled")
+    _matrices = "weight"
     _drawn = ("weight", 1.0)
     _versions = versions("parents", "pose")
 
@@ -180,13 +242,9 @@ class RoutedCapsuleLayer(BatchAveraged):
         compete: str = "parents",
         squashed: str = "pose",
     ) -> None:
-        super().__init__()
-        self._only_routes(use_routing)
+        BatchAveraged.__init__(self)
+        self._count(in_unit=in_unit, in_channel=in_channel, num_unit=num_unit, unit_size=unit_size)
         self._count(num_routing=num_routing)
         self.cuda_enabled = cuda_enabled
-        sizes = {"unit_size": unit_size, "in_unit": in_unit}
-        self._make(compete, squashed, in_channel=in_channel, num_unit=num_unit, **sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, in_unit, in_channel]`` to ``[batch, num_unit, unit_size, 1]``."""
-        return self._averaged(x, self.num_routing, transposed=True)
+        self._only_routes(use_routing)
+        self._make((in_channel, num_unit, unit_size, in_unit), compete, squashed)

@@ -21,8 +21,8 @@ class Votes:
     Making one computes nothing. Its four verbs are all that a routing needs of votes; what is between them (a softmax
     over whatever competes, a squash, a loss) is plain PyTorch on one number for each child and parent. Verbs are
     differentiable in everything, as often as you like. Their results, and their gradients of coefficients and
-    parents, are in the accumulation dtype: float32 for half-precision votes. What they take, parents and coefficients
-    alike, may be a number or anything that broadcasts to the full shape.
+    parents, are in the accumulation dtype: float32 for half-precision votes. Parents and coefficients may be numbers
+    or tensors that broadcast to the full shape.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Votes:
         Makes the votes those of a grid. A padded position holds no child: its agreement and distance are 0, and it has
         no part in sums.
     parents : int, optional
-        M, where there is neither weight nor bias to tell it.
+        M, where neither weight nor bias has it.
 
     Raises
     ------
@@ -73,7 +73,9 @@ class Votes:
         """Return votes that a function makes, a block of children at a time.
 
         Only one block is in memory; on the way back the function makes it again, with the same random numbers. It is
-        called once for the first child here, to learn shape, dtype and device.
+        called once for the first child here, to learn shape, dtype and device. Describe votes anew in every forward:
+        they must not change. Under :func:`torch.compile` blocks may be kept, and each verb draws its own random
+        numbers; under torch.func blocks are kept too.
 
         Parameters
         ----------
@@ -83,7 +85,7 @@ class Votes:
         count : int
             I, the children that each position sees.
         block : int, optional
-            How many children a block has; by default as many as have 16 MB of votes.
+            How many children a block has; by default as many as have 4 MB of votes.
 
         Raises
         ------
@@ -97,19 +99,9 @@ class Votes:
         votes._inputs = MadeVotes.by(Maker(make, check_count("count", count), step))
         return votes
 
-    def with_gate(self, gate: Tensor | None, parents: int | None = None, **checks: Any) -> VoteInputs:
-        """Return what the ops take, with gates of the children; ``checks`` are those of :meth:`VoteInputs.of`."""
-        votes = self._inputs
-        many = votes.parents if parents is None else check_count("parents", parents)
-        if many != votes.parents:
-            raise ValueError(f"parents must be the M = {votes.parents} of the votes, got {many}")
-        if not isinstance(votes, MadeVotes):
-            checks = {**checks, "parents_at": None}  # the votes know M
-            return VoteInputs.of(self.children, self.weight, self.bias, gate, self.window, many, **checks)
-        check = checks.get("check")
-        if check is not None:
-            check(votes, *checks.get("others", ()))
-        return votes.with_gate(gate, checks.get("gate_name", "gate (a layer's activations)"))
+    def __repr__(self) -> str:
+        shapes = f"coefficients_shape={list(self.coefficients_shape)}, parents_shape={list(self.parents_shape)}"
+        return f"Votes({shapes}, dtype={self.dtype}, device={self.device})"
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +143,7 @@ class Votes:
 
     @property
     def present(self) -> Tensor:
-        """Which children are there, booleans ``[1, Ho, Wo, I]``, or ``[1, I]`` where all are: not those in padding."""
+        """Booleans, False in padding: ``[1, Ho, Wo, I]``; ``[1, I]`` of True where no window reaches into padding."""
         found = present(self._inputs)
         if found is None:
             return torch.ones((1, self.count), dtype=torch.bool, device=self.device)
@@ -229,7 +221,7 @@ class Votes:
                     place.copy_(torch.maximum(place.clone(), part))
         return padded[:, ph : ph + height, pw : pw + width].movedim(3, 1)
 
-    # ---- what verbs are given ----------------------------------------------------------------------------------------
+    # ---- arguments of verbs ------------------------------------------------------------------------------------------
 
     def _poses(self, name: str, value: Any) -> Tensor:
         """Return a tensor of the parents' shape as the ops take it."""
@@ -245,6 +237,8 @@ class Votes:
         wide = accumulation_dtype(children.dtype)
         if isinstance(value, (int, float)):
             value = children.new_full((), value, dtype=wide)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or a number, got {type(value).__name__}")
         check_tensor(name, value, children, self._inputs.autocasts, (wide,))
         try:
             return value.expand(shape).to(accumulation_dtype(value.dtype))
@@ -264,12 +258,28 @@ def inputs_of(
     gate: Tensor | None,
     window: Window | None,
     parents: int | None = None,
-    **checks: Any,
+    *,
+    gate_name: str = "gate (a layer's activations)",
+    others: tuple[Any, ...] = (),
+    parents_at: int | None = None,
+    check: Callable[..., None] | None = None,
 ) -> VoteInputs:
-    """Check what a routing function was given, children and weight or votes in their place; return it for the ops."""
+    """Return checked, as the ops take it, what a routing function was given: children and weight, or votes alone.
+
+    The arguments are those of :meth:`VoteInputs.of`.
+    """
+    checks: dict[str, Any] = {"gate_name": gate_name, "others": others, "check": check}
     if not isinstance(children, Votes):
-        return VoteInputs.of(children, weight, bias, gate, window, parents, **checks)
+        return VoteInputs.of(children, weight, bias, gate, window, parents, parents_at=parents_at, **checks)
     for name, value in (("weight", weight), ("bias", bias), ("window", window)):
         if value is not None:
             raise TypeError(f"{name} must be None beside votes, which have their own")
-    return children.with_gate(gate, parents, **checks)
+    given, votes = children, children._inputs
+    many = votes.parents if parents is None else check_count("parents", parents)
+    if many != votes.parents:
+        raise ValueError(f"parents must be the M = {votes.parents} of the votes, got {many}")
+    if not isinstance(votes, MadeVotes):
+        return VoteInputs.of(given.children, given.weight, given.bias, gate, given.window, many, **checks)
+    if check is not None:
+        check(votes, *others)
+    return votes.with_gate(gate, gate_name)

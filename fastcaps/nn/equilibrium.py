@@ -15,7 +15,7 @@ from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tr
 from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting, attend
 from fastcaps.nn.layer import LayerCall, RoutingLayer
 from fastcaps.rules import Rule
-from fastcaps.votes import VoteInputs, from_op, to_op
+from fastcaps.votes import VoteInputs
 from fastcaps.watchers import is_sharded, is_transformed
 
 
@@ -97,7 +97,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         votes = VoteInputs.unchecked(
             call.children, call.weight, call.bias, call.activity, call.window, call.parent_count
         )
-        query = to_op(parents, call.window)
+        query = votes.to_op(parents)
         norm = self.norm
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         rule = Rule.PLAIN if norm is None else Rule.LAYER_NORM
@@ -107,7 +107,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             kept = None if norm is None else sums.detach()
             settings = (self.scale, self.eps, self.tolerance, limit)
             routed = _Implicit.apply(routed, *votes, query, affine[0], kept, *settings)
-        return self.found(from_op(routed, call.window), shares if return_coefficients else None)
+        return self.found(votes.from_op(routed), shares if return_coefficients else None)
 
     def _refuse_unsupported_gradients(self, call: LayerCall) -> None:
         """Raise for gradients that the implicit equation is not solved for."""

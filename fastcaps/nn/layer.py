@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from fastcaps.checks import check_count, did_you_mean, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
-from fastcaps.functional.verbs import Votes
+from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window, autocast_dtype
 
@@ -157,7 +157,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
-    route: Callable[..., Any]  # of a routing of one's own
+    route: Callable[..., Any]  # what a subclass defines
 
     def __init__(
         self,
@@ -206,9 +206,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
         self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
-        if hasattr(
-            type(self), "route"
-        ):  # it may have no constructor; one of its own may draw its parameters after this
+        if hasattr(type(self), "route"):  # whose class may have no constructor; one may draw its own parameters later
             RoutingLayer.reset_parameters(self)
 
     def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
@@ -332,9 +330,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
-        votes.with_gate(call.activity, gate_name=self.activity_name)  # checked as all layers check it
+        inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
         found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
-        poses = found if isinstance(found, Tensor) else found[0]
+        poses = found[0] if isinstance(found, (tuple, list)) and found else found
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
             what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
             raise ValueError(f"route must return parents of shape {list(votes.parents_shape)}, got {what}")

@@ -22,7 +22,7 @@ from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
-from fastcaps.votes import SET_WINDOW, VoteInputs, as_grid, as_set
+from fastcaps.votes import SET_WINDOW, VoteInputs, as_grid, as_set, without_autocast
 from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 
 
@@ -339,7 +339,7 @@ class Routing(Signature, ABC):
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
         wanted = [k for k, want in zip(self.places, needed, strict=True) if want]
         gradients: dict[int, Tensor] = {}
-        with torch.enable_grad(), torch.autocast(arguments[0].device.type, enabled=False):
+        with torch.enable_grad(), without_autocast(arguments[0].device.type):
             # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
             inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
             inputs[-1] = False  # no coefficients

@@ -26,7 +26,7 @@ from fastcaps.ops import shared
 from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
 from fastcaps.reference import verbs as reference
-from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size
+from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size, without_autocast
 from fastcaps.watchers import is_sharded, is_transformed, listener
 
 STEM = "verbs"
@@ -70,7 +70,7 @@ def _runner(name: str) -> Callable[..., Any]:
         if chosen in NATIVE:
             return native[name][chosen](*votes, *rest, call.options)
         if chosen == "reference":
-            with _no_autocast(votes):
+            with without_autocast(votes.children.device.type):
                 found = getattr(reference, name)(votes, *rest)
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
@@ -109,15 +109,12 @@ def _faker(name: str) -> Callable[..., Any]:
 def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.blocks = backends.settings()
-    tensors = [isinstance(x, Tensor) for x in inputs]
-    ctx.save_for_backward(*(x for x, is_tensor in zip(inputs, tensors, strict=True) if is_tensor))
-    ctx.others = [None if is_tensor else x for x, is_tensor in zip(inputs, tensors, strict=True)]
-    ctx.tensors = tensors
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def _saved(ctx: Any) -> tuple[VoteInputs, list[Any]]:
-    tensors = iter(ctx.saved_tensors)
-    given = [next(tensors) if is_tensor else x for x, is_tensor in zip(ctx.others, ctx.tensors, strict=True)]
+    given = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
     return VoteInputs(*given[:COUNT]), given[COUNT:]
 
 
@@ -302,7 +299,7 @@ def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest
             hears.other(call, f"{name} of {list(votes.shares)} pairs", MADE if made else shared.LIBRARY)
         elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
             backends.choose(call)
-    with nullcontext() if made else _no_autocast(votes):
+    with nullcontext() if made else without_autocast(votes.children.device.type):
         return formula(votes, *rest)
 
 
@@ -316,13 +313,9 @@ def _prepared(votes: VoteInputs, *rest: Tensor | None) -> VoteInputs:
     if dtype is not None and votes.children.dtype != torch.float64:
         parts: Any = [None if x is None else x.to(dtype) for x in votes[:3]]
         votes = VoteInputs._make((*parts, *votes[3:]))
-    with _no_autocast(votes):
+    with without_autocast(votes.children.device.type):
         return shared.without_matrix(votes)
 
 
 def _by_library(votes: VoteInputs) -> bool:
     return not isinstance(votes, MadeVotes) and backends.forced() != "reference" and shared.serves(votes)
-
-
-def _no_autocast(votes: VoteInputs) -> Any:
-    return torch.autocast(votes.children.device.type, enabled=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastcaps.checks import widen
 from fastcaps.reference.derivatives import differentiate
-from fastcaps.reference.verbs import VoteBlocks, agreement, blocks_of
+from fastcaps.reference.verbs import VoteBlocks, blocks_of
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import POSE, VoteInputs
@@ -55,16 +55,11 @@ def attention_routing(
         shares = seen.uniform()
     else:
         whole = seen
-        seen = whole.without_broken(lambda: torch.cat(logits_of(whole, query, scale), -2))
-        shares = torch.cat(logits_of(seen, query, scale), -2).softmax(-1)
+        seen = whole.without_broken(lambda: scale * whole.scores(query))
+        shares = (scale * seen.scores(query)).softmax(-1)
     sums = seen.sums(seen.gated(shares.detach() if detach else shares)).contiguous()
     parents = parents_of(sums, norm_weight, norm_bias, eps, rule)
     return parents.to(seen.dtype, copy=parents is sums), sums.unsqueeze(0)
-
-
-def logits_of(seen: VoteBlocks, query: Tensor, scale: float) -> list[Tensor]:
-    """Return ``a_im = scale <Q_m, V_im>`` of each block, ``[*places, i, M]``."""
-    return seen.each(lambda made, _: scale * agreement(made, query))
 
 
 def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, rule: int) -> Tensor:
@@ -139,4 +134,4 @@ def attention_coefficients(votes: VoteInputs | VoteBlocks, query: Tensor | None,
     (query,) = widen(seen.dtype, query)
     if query is None:
         return seen.uniform()
-    return seen.present(torch.cat([x.softmax(-1) for x in logits_of(seen, query, scale)], -2))
+    return seen.present((scale * seen.scores(query)).softmax(-1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastcaps.checks import widen
 from fastcaps.reference.derivatives import differentiate, inverse_or_zero, log_or_zero
-from fastcaps.reference.verbs import VoteBlocks, blocks_of, distances
+from fastcaps.reference.verbs import VoteBlocks, blocks_of
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, VoteInputs
 
@@ -24,20 +24,13 @@ def precisions_of(variance: Tensor | None) -> Tensor | None:
     return None if variance is None else 0.5 * inverse_or_zero(variance)
 
 
-def logits_of(
-    seen: VoteBlocks, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
-) -> list[Tensor]:
-    """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)`` of each block, ``[*places, i, M]``.
+def logits_of(seen: VoteBlocks, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
+    """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)``, ``[*places, I, M]``.
 
     Without a mean the distances are 0.
     """
-    precisions = precisions_of(variance)
-
-    def block(offsets: Tensor, _: Any) -> Tensor:
-        logits = offsets.new_zeros(offsets.shape[:-2]) if mean is None else -distances(offsets, precisions)
-        return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
-
-    return seen.each(block, mean)
+    logits = seen.zeros() if mean is None else -seen.scores(mean, precisions_of(variance), squared=True)
+    return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
 
 
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
@@ -103,8 +96,8 @@ def gaussian_routing(
     mean, variance, log_weight, beta_use, beta_ignore = widen(
         whole.dtype, mean, variance, log_weight, beta_use, beta_ignore
     )
-    seen = whole.without_broken(lambda: torch.cat(logits_of(whole, mean, variance, None), -2), squared=True)
-    gated = seen.gated(torch.cat(logits_of(seen, mean, variance, log_weight), -2).softmax(-1))
+    seen = whole.without_broken(lambda: logits_of(whole, mean, variance, None), squared=True)
+    gated = seen.gated(logits_of(seen, mean, variance, log_weight).softmax(-1))
     counts = gated.sum(-2)
     inverse = inverse_or_zero(counts + eps)[..., None, None]
     means = (seen.sums(gated) * inverse).contiguous()
@@ -166,4 +159,4 @@ def gaussian_coefficients(
     """
     seen = blocks_of(votes)
     mean, variance, log_weight = widen(seen.dtype, mean, variance, log_weight)
-    return seen.present(torch.cat([x.softmax(-1) for x in logits_of(seen, mean, variance, log_weight)], -2))
+    return seen.present(logits_of(seen, mean, variance, log_weight).softmax(-1))

@@ -22,7 +22,7 @@ def _unit(made: Tensor) -> Tensor:
 def _logits(seen: VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return ``a_im = scale <Q_m, K_im>`` ``[*places, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
     if query is None:
-        return torch.zeros_like(seen.uniform())
+        return seen.zeros()
     return scale * (seen.mapped(_unit) if normalize else seen).scores(query)
 
 
@@ -146,7 +146,7 @@ def pooling_coefficients(votes: VoteInputs | VoteBlocks, query: Tensor | None, s
     seen = blocks_of(votes)
     (query,) = widen(seen.dtype, query)
     logits = _logits(seen, query, scale, normalize)
-    shares = logits.sub_(_top(logits, seen.gate)).exp_()  # in place: they may be large
+    shares = (logits - _top(logits, seen.gate)).exp_()  # from here on in place: they may be large
     if seen.gate is not None:
         shares.masked_fill_(seen.gate[..., None] == 0, 0.0).mul_(seen.gate[..., None])
     return shares.mul_(inverse_or_zero(shares.sum(-2, keepdim=True)))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.made import BLOCK, MadeVotes
 from fastcaps.reference.derivatives import differentiate
-from fastcaps.votes import VoteInputs, window_views, windows
+from fastcaps.votes import VoteInputs, window_views, windows, without_autocast
 from fastcaps.watchers import is_transformed
 
 Range = tuple[int, int]
@@ -28,13 +28,13 @@ Range = tuple[int, int]
 class VoteBlocks:
     """The votes of a call, which ``make`` makes a block of children at a time.
 
-    "places" stands for B, on grids B, Ho, Wo; all numbers are in the accumulation dtype.
+    "places" means B, on grids B, Ho, Wo; all results are in the accumulation dtype.
 
     Attributes
     ----------
     make
         ``make(first, last, absent)`` returns the votes of children first to last - 1,
-        ``[*places, last - first, M, C, E]``, whatever numbers for those that are absent.
+        ``[*places, last - first, M, C, E]``; those of absent children may be anything.
     blocks
         The ranges of children.
     shape
@@ -60,13 +60,19 @@ class VoteBlocks:
         return self.like.dtype
 
     def present(self, coefficients: Tensor) -> Tensor:
-        """Return coefficients with those of absent children 0, in place."""
-        return coefficients if self.absent is None else coefficients.masked_fill_(self.absent[..., None], 0.0)
+        """Return coefficients with those of absent children 0, in place where nothing is mapped."""
+        if self.absent is None:
+            return coefficients
+        fill = coefficients.masked_fill if is_transformed() else coefficients.masked_fill_
+        return fill(self.absent[..., None], 0.0)
+
+    def zeros(self) -> Tensor:
+        """Return zeros in the coefficients' shape."""
+        return self.like.new_zeros(self.shape, dtype=accumulation_dtype(self.dtype))
 
     def uniform(self) -> Tensor:
         """Return coefficients that go to all parents alike: 1 / M, and 0 of an absent child."""
-        wide = accumulation_dtype(self.dtype)
-        return self.present(self.like.new_full(self.shape, 1.0 / self.shape[-1], dtype=wide))
+        return self.present(self.zeros().fill_(1.0 / self.shape[-1]))
 
     def scores(self, targets: Tensor, precisions: Tensor | None = None, squared: bool = False) -> Tensor:
         """Return ``<Y_m, V_im>``, or if ``squared`` ``sum_ce p_m (V_im - Y_m)^2``, as ``[*places, I, M]``.
@@ -75,7 +81,10 @@ class VoteBlocks:
         """
 
         def block(made: Tensor, _: Range) -> Tensor:
-            return distances(made, precisions) if squared else agreement(made, targets)
+            if not squared:
+                return torch.einsum("...mce,...imce->...im", targets, made)
+            squares = made.square()
+            return (squares if precisions is None else squares * precisions.unsqueeze(-4)).sum((-2, -1))
 
         return torch.cat(self.each(block, targets if squared else None), -2)
 
@@ -101,7 +110,7 @@ class VoteBlocks:
         return made if absent is None else made.masked_fill(absent[..., None, None, None], 0.0)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> VoteBlocks:
-        """Return ``function`` of the votes in the place of the votes."""
+        """Return blocks whose votes are ``function`` of these votes."""
         return replace(self, make=lambda first, last, _: function(self.made(first, last)))
 
     def gated(self, coefficients: Tensor) -> Tensor:
@@ -111,9 +120,10 @@ class VoteBlocks:
     def without_broken(self, numbers: Callable[[], Tensor] | None = None, squared: bool = False) -> VoteBlocks:
         """Return the votes without *broken* children: those behind a gate of 0 whose votes are not finite.
 
-        A gate of 0 is a child that is not there, whatever its numbers are. As long as these are finite it still gets
+        A gate of 0 is a child that is not there, whatever its pose is. As long as its votes are finite it still gets
         the derivative that the formulas give it; a broken one gets, and gives, no gradient at all. ``numbers`` returns
-        what else has to be finite, ``[*places, I, M]``; if ``squared``, so do the squares about means among the votes.
+        what else has to be finite, ``[*places, I, M]``. With ``squared`` the squared distances between votes have to
+        be finite too.
         """
         if self.gate is None:
             return self
@@ -134,7 +144,7 @@ class VoteBlocks:
 
         def run(first: int, last: int) -> Tensor:
             made = self.made(first, last, means)
-            with torch.autocast(made.device.type, enabled=False):
+            with without_autocast(made.device.type):
                 return function(made, (first, last))
 
         # one block may as well stay; neither torch.func nor a trace knows checkpoints
@@ -198,17 +208,6 @@ def make_votes(
         groups = children.unflatten(-3, (-1, weight.shape[0]))
         made = torch.einsum("...jgcd,gmde->...jgmce", groups, weight).flatten(-5, -4)
     return made if bias is None else made + (bias if bias.shape[0] == 1 else bias[first : first + size])
-
-
-def agreement(votes: Tensor, targets: Tensor) -> Tensor:
-    """Return ``<Y_m, V_im>`` of votes ``[*places, i, M, C, E]``."""
-    return torch.einsum("...mce,...imce->...im", targets, votes)
-
-
-def distances(offsets: Tensor, precisions: Tensor | None) -> Tensor:
-    """Return ``sum_ce p_m (V_im - Y_m)^2`` of the votes less the targets."""
-    squares = offsets.square()
-    return (squares if precisions is None else squares * precisions.unsqueeze(-4)).sum((-2, -1))
 
 
 def present(votes: VoteInputs) -> Tensor | None:

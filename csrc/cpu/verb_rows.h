@@ -1,0 +1,239 @@
+// The inner loops of the verbs: rows of votes made, met by what is asked of them, and pulled back.
+#pragma once
+
+#include "scratch.h"
+#include "verbs.h"
+#include "votes.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+using Kind = VerbCall::Kind;
+constexpr int64_t kMostTerms = 256;  // of a sum, before it joins others
+constexpr int kRows = 4;
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, zeros behind.
+template <class T, class X>
+FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int64_t step_e, int64_t count,
+                            int64_t rows, int64_t E, int64_t tile, int64_t flat, T* to) {
+  constexpr int n = kLanes<T>;
+  int64_t row = 0, e = 0;
+  const auto next = [&] {
+    T* at = to + row * flat + e * tile;
+    if (++e == E) e = 0, ++row;
+    return at;
+  };
+  if constexpr (std::is_same_v<T, X>)
+    if (step_e == 1 && step_row == E && count == tile)
+      for (int64_t k = 0; k + n <= rows * E; k += n) {  // n numbers of n parents, transposed
+        T* at[n];
+        for (int r = 0; r < n; ++r) at[r] = next();
+        for (int64_t m = 0; m < tile; m = m + n < tile && m + 2 * n > tile ? tile - n : m + n) {
+          Vec<T> lanes[n];
+          for (int r = 0; r < n; ++r) lanes[r] = m + r < tile ? load<T>(from + (m + r) * step_m + k) : Vec<T>{};
+          transpose<T>(lanes);
+          for (int r = 0; r < n; ++r)
+            if (at[r] + m + n <= to + rows * flat)
+              store<T>(at[r] + m, lanes[r]);  // what it writes too far comes later
+            else
+              for (int64_t l = 0; m + l < tile; ++l) at[r][m + l] = lanes[r][l];
+        }
+      }
+  while (row < rows) {
+    const X* x = from + row * step_row + e * step_e;
+    T* at = next();
+    for (int64_t m = 0; m < count; ++m) at[m] = widen<T>(x[m * step_m]);
+    for (int64_t m = count; m < tile; ++m) at[m] = 0;
+  }
+  for (int64_t k = 0; k < rows; ++k)
+    for (int64_t pad = E * tile; pad < flat; ++pad) to[k * flat + pad] = 0;
+}
+
+// A row of votes' numbers, and what it meets.
+template <class T>
+struct Row {
+  const T *x, *bias, *r, *about, *precisions;
+  T *out, *dx;
+};
+
+// Rows and the block of children that they meet.
+template <class T>
+struct Meeting {
+  const T* weight;                                           // [children, D, flat]; null: x are the votes themselves
+  int64_t weight_step, bias_step, x_step, r_step, out_step;  // from child to child
+  int64_t D, flat, begin, end;                               // children begin to end
+  const int64_t* starts;                                     // of a vector of a flat row: its first parent
+  bool together;                                             // rows belong to one pose
+};
+
+// R rows and U vectors from v on.
+template <class T, Kind kind, int R, int U>
+FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v, bool first) {
+  using V = Vec<T>;
+  constexpr int n = kLanes<T>;
+  constexpr bool kSums = kind == Kind::kAdd || kind == Kind::kAddCentred || kind == Kind::kAddSquares;
+  V held[R][U], sum[R][U];
+  int64_t at[U];
+  unroll<U>([&](auto u) FASTCAPS_LAMBDA {
+    at[u] = with.starts[v + u];
+    unroll<R>([&](auto i) FASTCAPS_LAMBDA {
+      if constexpr (kind != Kind::kAdd) held[i][u] = load<T>(rows[i].about + (v + u) * n);
+      if constexpr (kSums) sum[i][u] = V{};
+    });
+  });
+  for (int64_t j = with.begin; j < with.end; ++j) {
+    V vote[R][U];
+    unroll<R>([&](auto i) FASTCAPS_LAMBDA {
+      unroll<U>([&](auto u) FASTCAPS_LAMBDA {
+        vote[i][u] = with.weight ? V{} : load<T>(rows[i].x + j * with.x_step + (v + u) * n);
+      });
+    });
+    if (rows[0].bias)
+      unroll<R * U>([&](auto k) FASTCAPS_LAMBDA {
+        vote[k / U][k % U] += load<T>(rows[k / U].bias + j * with.bias_step + (v + k % U) * n);
+      });
+    if (with.weight) {
+      const T* w = with.weight + j * with.weight_step + v * n;
+      const T* x[R];
+      unroll<R>([&](auto i) FASTCAPS_LAMBDA { x[i] = rows[i].x + j * with.x_step; });
+#pragma GCC unroll 4
+      for (int64_t d = 0; d < with.D; ++d, w += with.flat) {
+        V right[U];
+        unroll<U>([&](auto u) FASTCAPS_LAMBDA { right[u] = load<T>(w + u * n); });
+        unroll<R>([&](auto i) FASTCAPS_LAMBDA {
+          const V left = broadcast<T>(x[i][d]);
+          unroll<U>([&](auto u) FASTCAPS_LAMBDA { vote[i][u] += left * right[u]; });
+        });
+      }
+    }
+    unroll<U>([&](auto u) FASTCAPS_LAMBDA {
+      V dot{};
+      unroll<R>([&](auto i) FASTCAPS_LAMBDA {
+        V x = vote[i][u];
+        if constexpr (kind != Kind::kDots && kind != Kind::kAdd) x -= held[i][u];
+        V r{}, p{};
+        if constexpr (kSums || kind == Kind::kPullSquared) r = load<T>(rows[i].r + j * with.r_step + at[u]);
+        if constexpr (kind == Kind::kDistances || kind == Kind::kPullSquared)
+          p = load<T>(rows[i].precisions + (v + u) * n);
+        T* out = rows[i].out + j * with.out_step + (v + u) * n;
+        if constexpr (kSums) {
+          sum[i][u] += r * (kind == Kind::kAddSquares ? x * x : x);
+        } else if constexpr (kind == Kind::kPullSquared) {
+          store<T>(out, 2 * r * p * x);
+        } else {
+          const V term = kind == Kind::kDots ? x * held[i][u] : p * x * x;
+          dot = with.together && i > 0 ? dot + term : term;
+          if (!with.together || i == R - 1) store<T>(out, first ? dot : load<T>(out) + dot);
+        }
+      });
+    });
+  }
+  if constexpr (kSums)
+    unroll<R * U>([&](auto k) FASTCAPS_LAMBDA {
+      T* out = rows[k / U].out + (v + k % U) * n;
+      store<T>(out, load<T>(out) + sum[k / U][k % U]);
+    });
+}
+
+template <class T, Kind kind>
+FASTCAPS_NOINLINE void meet_all(const Meeting<T>& with, const Row<T>* rows, int64_t count) {
+  each_group<kRows>(count, [&](int64_t row, auto many) {
+    const bool first = !with.together || row == 0;
+    constexpr int kMost = kManyRegisters ? 8 / many : 4 / many;
+    int64_t v = 0;
+    if constexpr (kMost == 2)
+      if (with.flat / kLanes<T> % 2 == 1 && with.flat > kLanes<T>)
+        meet<T, kind, many, 3>(with, rows + row, 0, first), v = 3;
+    each_group<kMost>(
+        with.flat / kLanes<T>,
+        [&](int64_t at, auto vectors) { meet<T, kind, many, vectors>(with, rows + row, at, first); }, v);
+  });
+}
+
+// lane k: the sum over lanes of x[k]; a transpose whose halves are added at every step.
+template <class T, int kBlock = 1>
+FASTCAPS_INLINE Vec<T> lane_sums(Vec<T>* x) {
+  constexpr int n = kLanes<T>;
+  if constexpr (kBlock == n) {
+    return x[0];
+  } else {
+    unroll<n / kBlock / 2>([&](auto k) FASTCAPS_LAMBDA {
+      const Vec<T> a = x[2 * k], b = x[2 * k + 1];
+      [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
+        x[k] = __builtin_shufflevector(a, b, ((K & kBlock) ? n + K - kBlock : K)...) +
+               __builtin_shufflevector(a, b, ((K & kBlock) ? n + K : K + kBlock)...);
+      }(std::make_integer_sequence<int, n>{});
+    });
+    return lane_sums<T, 2 * kBlock>(x);
+  }
+}
+
+// From the gradients `dv` of R rows of a child's votes: dx += dv W^T and dW += x^T dv, columns d to d + K of x.
+template <class T, bool kChild, bool kWeight, int R, int K>
+FASTCAPS_INLINE void pull_rows(const Row<T>* rows, int64_t x_at, int64_t dx_at, const T* weight, T* dweight, int64_t d,
+                               int64_t flat) {
+  using V = Vec<T>;
+  constexpr int n = kLanes<T>, kSums = (R * K + n - 1) / n * n;
+  V dx[kSums] = {}, x[kWeight ? R * K : 1];
+  if constexpr (kWeight)
+    unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { x[k] = broadcast<T>(rows[k / K].x[x_at + d + k % K]); });
+  for (int64_t v = 0; v < flat; v += n) {
+    V dv[R];
+    unroll<R>([&](auto i) FASTCAPS_LAMBDA { dv[i] = load<T>(rows[i].out + v); });
+    unroll<K>([&](auto k) FASTCAPS_LAMBDA {
+      const int64_t at = (d + k) * flat + v;
+      if constexpr (kChild) {
+        const V w = load<T>(weight + at);
+        unroll<R>([&](auto i) FASTCAPS_LAMBDA { dx[i * K + k] += dv[i] * w; });
+      }
+      if constexpr (kWeight) {
+        V sum = load<T>(dweight + at);
+        unroll<R>([&](auto i) FASTCAPS_LAMBDA { sum += x[i * K + k] * dv[i]; });
+        store<T>(dweight + at, sum);
+      }
+    });
+  }
+  if constexpr (kChild) {
+    T sums[kSums];
+    unroll<kSums / n>([&](auto k) FASTCAPS_LAMBDA { store<T>(sums + k * n, lane_sums<T>(dx + k * n)); });
+    unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { rows[k / K].dx[dx_at + d + k % K] += sums[k]; });
+  }
+}
+
+template <class T, bool kChild, bool kWeight>
+FASTCAPS_NOINLINE void pull_all(const Row<T>* rows, int64_t count, int64_t x_at, int64_t dx_at, const T* weight,
+                                T* dweight, int64_t D, int64_t flat) {
+  each_group<kRows>(count, [&](int64_t row, auto many) {
+    each_group<4>(D, [&](int64_t d, auto columns) {
+      pull_rows<T, kChild, kWeight, many, columns>(rows + row, x_at, dx_at, weight, dweight, d, flat);
+    });
+  });
+}
+
+// Sums of many terms: `near` joins `far` before it has too many.
+template <class T>
+struct LongSum {
+  T *near = nullptr, *far = nullptr;
+  int64_t size, terms = 0;
+
+  LongSum(bool wanted, int64_t size, Arena& arena) : size(size) {
+    if (wanted) near = arena.take<T>(size), far = arena.take<T>(size);
+  }
+  void clear() {
+    for (int64_t k = 0; near && k < size; ++k) near[k] = far[k] = 0;
+    terms = 0;
+  }
+  void count(int64_t more) {
+    terms += more;
+    if (near && terms + more > kMostTerms) join();
+  }
+  void join() {
+    for (int64_t k = 0; k < size; ++k) far[k] += near[k], near[k] = 0;
+    terms = 0;
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

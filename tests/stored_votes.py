@@ -1,0 +1,193 @@
+"""The verbs of votes that are stored, and the small calls that the suites of verbs hold to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from features import Leaves, number
+from torch import Tensor
+
+from fastcaps import Votes, Window
+
+PADDED = Window((3, 2), (2, 1), (2, 1), (1, 2))  # dilated; some positions see padding alone
+APART = Window(2, 2)  # every child under one window at most: the library's products
+
+
+class Stored:
+    """Votes as everybody stores them, ``[B, *grid, I, M, C, E]``, with the verbs of :class:`fastcaps.Votes`."""
+
+    def __init__(self, children: Any, weight: Any, bias: Any = None, window: Any = None, *, parents: int = 1) -> None:
+        poses, there = children, children.new_ones(children.shape[:2])
+        if window is not None:
+            poses, there = seen(children, window), seen(children.new_ones(children.shape[:4]), window)
+        every = [parents * [pose] if weight is None else [pose @ w for w in weight[i % len(weight)]]
+                 for i, pose in enumerate(poses.unbind(-3))]  # fmt: skip
+        votes = torch.stack([torch.stack(each, -3) for each in every], -4)
+        self.there = there[..., None]
+        self.votes = (votes if bias is None else votes + bias) * self.there[..., None, None]
+        self.parents = votes.shape[-3]
+
+    @classmethod
+    def of(cls, votes: Tensor) -> Stored:
+        stored = cls.__new__(cls)
+        stored.votes, stored.there, stored.parents = votes, torch.ones_like(votes[..., :1, 0, 0]), votes.shape[-3]
+        return stored
+
+    def agreement(self, parents: Tensor) -> Tensor:
+        return (self.votes * parents.movedim(1, -3).unsqueeze(-4)).sum((-2, -1))
+
+    def offsets(self, means: Any) -> Tensor:
+        return self.votes - (means.movedim(1, -3).unsqueeze(-4) if isinstance(means, Tensor) else means)
+
+    def distance(self, means: Any, precisions: Tensor | None = None) -> Tensor:
+        squares = self.offsets(means).square()
+        p = 1 if precisions is None else precisions.movedim(1, -3).unsqueeze(-4)
+        return (p * squares).sum((-2, -1)) * self.there
+
+    def sum(self, coefficients: Any) -> Tensor:
+        r = torch.as_tensor(coefficients, dtype=self.votes.dtype).expand(self.votes.shape[:-2])
+        return (r[..., None, None] * self.votes).sum(-4).movedim(-3, 1)
+
+    def square_sum(self, coefficients: Any, means: Tensor) -> Tensor:
+        r = (torch.as_tensor(coefficients) * self.there)[..., None, None]
+        return (r * self.offsets(means).square()).sum(-4).movedim(-3, 1)
+
+
+def seen(values: Tensor, window: Window) -> Tensor:
+    """Return ``[B, N, H, W, ...]`` as ``[B, Ho, Wo, I, ...]``, one position under the window after another."""
+    kh, kw, sh, sw, ph, pw, dh, dw = window.spec
+    ho, wo = window.output_size(*values.shape[2:4])
+    grid = F.pad(values.movedim(1, 3), [0, 0] * (values.dim() - 3) + [pw, pw, ph, ph])
+    rows = [[y * sh + ky * dh for y in range(ho)] for ky in range(kh)]
+    columns = [[x * sw + kx * dw for x in range(wo)] for kx in range(kw)]
+    return torch.cat([grid[:, down][:, :, across] for down in rows for across in columns], 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and forms of the votes; ``groups``: 0 is no matrix, ``expanded`` one for all parents."""
+
+    batch: int = 2
+    types: int = 3
+    grid: tuple[int, ...] = ()
+    window: Window | None = None
+    parents: int = 3
+    pose: tuple[int, int, int] = (2, 3, 2)
+    groups: int = 3
+    bias: str = ""
+    expanded: bool = False
+    strided: bool = False
+
+    def leaves(self, dtype: torch.dtype = torch.float64) -> Leaves:
+        """Return children, weight and bias, parents, precisions and coefficients."""
+        rows, depth, columns = self.pose
+        seen = self.types * (1 if self.window is None else self.window.positions)
+        places = () if self.window is None else self.window.output_size(*self.grid)
+        poses = (self.batch, self.parents, *places, rows, columns if self.groups else depth)
+        shapes = {"children": (self.batch, self.types, *self.grid, rows, depth)}
+        if self.groups:
+            shapes["weight"] = (self.groups, 1 if self.expanded else self.parents, depth, columns)
+        if self.bias:
+            lead = (seen if self.bias[0] == "I" else 1, self.parents if self.bias[1] == "M" else 1)
+            shapes["bias"] = (*lead, *poses[-2:])
+        shapes |= {"parents": poses, "p": poses, "r": (self.batch, *places, seen, self.parents)}
+        draw = torch.Generator().manual_seed(7)
+        given = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+        wide = torch.promote_types(dtype, torch.float32)
+        given = {name: x.to(wide if name in ("parents", "p", "r") else dtype) for name, x in given.items()}
+        if self.strided:  # the dimensions in reverse order, every stride doubled
+            for name, x in given.items():
+                room = x.new_full([2 * size for size in reversed(x.shape)], torch.nan)
+                view = room[(slice(None, None, 2),) * x.dim()].permute(*reversed(range(x.dim())))
+                given[name] = view.copy_(x)
+        return given
+
+    def votes(self, kind: Any, given: Leaves) -> Any:
+        weight = given.get("weight")
+        if weight is not None and self.expanded:
+            weight = weight.expand(-1, self.parents, -1, -1)
+        return kind(given["children"], weight, given.get("bias"), self.window, parents=self.parents)
+
+
+GRID: dict[str, Any] = {"grid": (4, 5), "types": 2, "window": PADDED}
+PATCHES: dict[str, Any] = {"grid": (4, 5), "types": 2, "window": APART}
+CASES = {
+    "own": Case(bias="IM"),
+    "one-group": Case(groups=1, types=8, bias="1M"),
+    "two-groups": Case(groups=2, types=6, bias="I1", pose=(1, 2, 3)),
+    "no-matrix": Case(groups=0, types=5, bias="11", pose=(2, 3, 3)),
+    "no-matrix-own-bias": Case(groups=0, types=5, bias="IM", pose=(2, 3, 3)),
+    "one-matrix": Case(groups=1, types=5, expanded=True, bias="IM"),
+    "own-matrix-for-all-parents": Case(groups=3, expanded=True),
+    "one-parent": Case(parents=1, bias="I1"),
+    "one-child": Case(types=1, groups=1, parents=5),
+    "single": Case(batch=1, types=1, groups=1, parents=1, pose=(1, 1, 1)),
+    "primes": Case(batch=3, types=11, groups=11, parents=7, pose=(5, 3, 7)),
+    "empty": Case(batch=0, bias="IM"),
+    "empty-grid": Case(**GRID, batch=0, groups=2),
+    "strided": Case(strided=True, bias="IM"),
+    "grid": Case(**GRID, groups=12, bias="IM"),
+    "grid-shared-over-space": Case(**GRID, groups=2, bias="1M"),
+    "grid-one-group": Case(**GRID, groups=1, bias="I1", parents=2),
+    "grid-no-matrix": Case(**GRID, groups=0, pose=(1, 2, 2), bias="11"),
+    "grid-bare": Case(**GRID, groups=0, pose=(1, 2, 2)),
+    "grid-one-matrix": Case(**GRID, groups=2, expanded=True, bias="1M"),
+    "grid-strided": Case(**GRID, groups=12, strided=True),
+    "patches": Case(**PATCHES, groups=2, bias="IM"),
+    "patches-no-matrix": Case(**PATCHES, groups=0, pose=(1, 2, 2), bias="1M"),
+}
+
+
+def verbs(votes: Any, given: Leaves) -> Leaves:
+    """Return what all verbs return; coefficients broadcast, parents of two kinds."""
+    parents, p, r = (given[name] for name in ("parents", "p", "r"))
+    return {
+        "agreement": votes.agreement(parents),
+        "distance": votes.distance(parents),
+        "weighted distance": votes.distance(p, parents),
+        "sum": votes.sum(r),
+        "mean": votes.sum(1 / votes.parents),
+        "sum of one": votes.sum(r[:, ..., :1, :]),
+        "square_sum": votes.square_sum(r, parents),
+        "square_sum of one": votes.square_sum(r[..., :1], p[:, :1]),
+        "length": votes.distance(0.0),
+    }
+
+
+def all_verbs(case: Case, given: Leaves, kind: Any = Votes) -> Leaves:
+    return verbs(case.votes(kind, given), given)
+
+
+def derivatives(run: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
+    """Return results, first derivatives of a number made of them, and second ones of a number made of these."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    found, every = run(leaves), list(leaves.values())
+    first = torch.autograd.grad(number(found), every, create_graph=True)
+    found |= {f"d{name}": x for name, x in zip(leaves, first, strict=True)}
+    second = torch.autograd.grad(number({str(k): x for k, x in enumerate(first)}), every)
+    return found | {f"dd{name}": x for name, x in zip(leaves, second, strict=True)}
+
+
+def made(given: Leaves, places: tuple[int, ...], block: int | None = None, also: Any = lambda x: x) -> Votes:
+    """Return the votes of a set as a function makes them, the batch laid out as ``places``."""
+    children, weight, bias = given["children"], given.get("weight"), given.get("bias")
+
+    def make(i: int, j: int) -> Tensor:
+        some = children[:, i:j].unsqueeze(2)
+        votes = some if weight is None else some @ weight[i:j]
+        return also((votes if bias is None else votes + bias[i:j]).unflatten(0, places))
+
+    return Votes.in_blocks(make, children.shape[1], block=block)
+
+
+def rout(votes: Any, iterations: int = 2) -> Tensor:
+    """A routing of one's own."""
+    parents = votes.sum(1 / votes.parents)
+    for _ in range(iterations):
+        r = (votes.agreement(parents) - votes.distance(parents)).softmax(-1)
+        parents = votes.sum(r) - votes.square_sum(r, parents)
+    return parents
