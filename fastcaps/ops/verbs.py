@@ -284,7 +284,8 @@ def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *
 def even_sums(votes: VoteInputs, coefficient: float) -> Tensor:
     """Return the sums of votes that all have one coefficient: they are linear in the children, a product or convolution
     of the library's (:mod:`fastcaps.ops.uniform`), unless a kernel is faster."""
-    if not isinstance(votes, MadeVotes) and uniform.library_serves(prepared := _prepared(votes)):
+    others = isinstance(votes, MadeVotes) or is_tracing()  # sizes that a compiler leaves free decide nothing
+    if not others and uniform.library_serves(prepared := _prepared(votes)):
         wide: Any = [*widen(votes.children.dtype, *prepared[:3]), *prepared[3:]]
 
         def formula(votes: VoteInputs) -> Tensor:
