@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype, check_count, check_tensor, shape_text
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_tensor, shape_text
 from fastcaps.made import MadeVotes, Maker
 from fastcaps.ops import verbs as ops
 from fastcaps.reference.verbs import present
@@ -175,10 +175,10 @@ class Votes:
 
         The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``; a number makes it one matmul or convolution.
         """
-        votes = self._inputs
+        votes, given = self._inputs, self._coefficients(coefficients)
         if isinstance(coefficients, (int, float)):
-            return votes.from_op(ops.even_sums(votes, coefficients))
-        return votes.from_op(ops.sums(votes, self._coefficients(coefficients)))
+            return votes.from_op(ops.even_sums(votes, coefficients, given))
+        return votes.from_op(ops.sums(votes, given))
 
     def square_sum(self, coefficients: Tensor | float, means: Tensor | float) -> Tensor:
         r"""Return :math:`\sum_i r_{im} (V_{im} - \mu_m)^2`, in the layout of :meth:`sum`."""
@@ -204,11 +204,12 @@ class Votes:
         Values are ``[B, Ho, Wo, I, ...]``, results ``[B, N, H, W, ...]``; a child that no window holds has 0, or minus
         infinity. Values of a set, or of votes made in blocks, stay as they are.
         """
-        if reduce not in ("sum", "amax"):
-            raise ValueError(f"reduce must be 'sum' or 'amax', got {reduce!r}")
+        check_choice("reduce", reduce, ("sum", "amax"))
         if self.window is None:
             return self._as_they_are(values)
         self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
+        if reduce == "amax" and not values.is_floating_point():
+            raise TypeError(f"values must be floating-point numbers for 'amax', got {values.dtype}")
         batch, types, height, width = self.children.shape[:4]
         kh, kw, sh, sw, ph, pw, dh, dw = self.window.spec
         shape = (batch, height + 2 * ph, width + 2 * pw, types, *values.shape[4:])
@@ -240,7 +241,10 @@ class Votes:
         children = self._inputs.children
         wide = accumulation_dtype(children.dtype)
         if isinstance(value, (int, float)):
-            value = children.new_full((), value, dtype=wide)
+            try:
+                value = children.new_full((), float(value), dtype=wide)
+            except (OverflowError, RuntimeError):
+                raise ValueError(f"{name} must be a number that {wide} holds, got one of more than it") from None
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or a number, got {type(value).__name__}")
         check_tensor(name, value, children, self._inputs.autocasts, (wide,))

@@ -281,9 +281,9 @@ def sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None = None, *
     return _called("vote_sums", votes, coefficients, means, power)
 
 
-def even_sums(votes: VoteInputs, coefficient: float) -> Tensor:
-    """Return the sums of votes that all have one coefficient: they are linear in the children, a product or convolution
-    of the library's (:mod:`fastcaps.ops.uniform`), unless a kernel is faster."""
+def even_sums(votes: VoteInputs, coefficient: float, coefficients: Tensor) -> Tensor:
+    """Return the sums of votes whose coefficients are all the same: linear in the children, they are a matmul or
+    convolution of the library's (:mod:`fastcaps.ops.uniform`), unless a kernel is faster."""
     others = isinstance(votes, MadeVotes) or is_tracing()  # sizes that a compiler leaves free decide nothing
     if not others and uniform.library_serves(prepared := _prepared(votes)):
         wide: Any = [*widen(votes.children.dtype, *prepared[:3]), *prepared[3:]]
@@ -292,8 +292,7 @@ def even_sums(votes: VoteInputs, coefficient: float) -> Tensor:
             return uniform.uniform_parents(votes, None, None, 0.0, False) * (coefficient * votes.parents)
 
         return _plainly("vote_sums", formula, VoteInputs._make(wide))
-    one = votes.children.new_full((), coefficient, dtype=accumulation_dtype(votes.children.dtype))
-    return sums(votes, one.expand(votes.shares))
+    return sums(votes, coefficients)
 
 
 def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
