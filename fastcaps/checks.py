@@ -107,11 +107,16 @@ def _integer(value: Any) -> Any:
         return None
 
 
+def told(value: Any) -> str:
+    """A value as error messages print it: on one line."""
+    return " ".join(repr(value).split())
+
+
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` as an int; raise unless it is an integer of at least ``least``."""
     count = _integer(value)
     if count is None:
-        raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
+        raise TypeError(f"{name} must be an int >= {least}, got {told(value)}")
     if not isinstance(count, torch.SymInt):
         if count < least:
             raise ValueError(f"{name} must be an int >= {least}, got {count}")
@@ -125,16 +130,16 @@ def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
     wanted = f"an int or a pair of ints from {least} to 2**31"
     pair = [_integer(each) for each in (value if isinstance(value, (tuple, list)) else (value, value))]
     if len(pair) != 2 or any(number is None for number in pair):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        raise TypeError(f"{name} must be {wanted}, got {told(value)}")
     if not all(isinstance(number, torch.SymInt) or least <= number <= _MOST_PAIR for number in pair):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {wanted}, got {told(value)}")
     return pair[0], pair[1]
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {told(value)}")
 
 
 def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
@@ -143,7 +148,7 @@ def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
         if isinstance(value, torch.SymFloat):
             return value  # type: ignore[return-value]
         if isinstance(value, (bool, str, Tensor)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{name} must be a number, got {value!r}")
+            raise TypeError(f"{name} must be a number, got {told(value)}")
         value = float(value)
     if not max(least, -sys.float_info.max) <= value <= sys.float_info.max:  # which a compiler can trace
         wanted = "a finite number" + (f" >= {least:g}" if least > -math.inf else "")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing
+from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing, refuse_nested
 from fastcaps.votes import SET_WINDOW, VoteInputs
 from fastcaps.watchers import are_plain, is_transformed
 
@@ -143,11 +143,13 @@ class Maker:
     def _check(self, first: int, last: int, made: Any) -> None:
         if not isinstance(made, Tensor):
             raise TypeError(f"make must return a torch.Tensor, got {type(made).__name__} from make({first}, {last})")
+        refuse_nested(f"make({first}, {last})", made)
         wanted = (*self.places, last - first, *self.shape)
         for what, found, right in (
             ("shape", list(made.shape), list(wanted)),
             ("dtype", made.dtype, self.like.dtype),
             ("device", made.device, self.like.device),
+            ("layout", made.layout, self.like.layout),
         ):
             if found != right:
                 raise ValueError(f"make({first}, {last}) must return votes of {what} {right}, got {found}")

@@ -117,6 +117,18 @@ def test_a_convolution_makes_votes_of_an_empty_batch() -> None:
     assert all(c.weight.grad is not None for c in convolutions)
 
 
+@pytest.mark.parametrize("verb", ["agreement", "distance", "sum", "square_sum"])
+def test_a_change_in_place_is_found_by_autograd(verb: str) -> None:
+    """Of what a verb used beside the votes, which are made again on the way back."""
+    given = {k: x.requires_grad_() for k, x in Case(types=5, groups=5).leaves().items()}
+    x = 1 * given["r" if "sum" in verb else "parents"]
+    found = getattr(made(given, (2,), 2), verb)(x, *[0.0] * (verb == "square_sum"))
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+
+
 def test_votes_that_change_are_named() -> None:
     """Between two verbs, and between forward and backward."""
     scale, leaf = [1.0], torch.ones(2, 1, 3, 1, 1, requires_grad=True)

@@ -212,6 +212,17 @@ FASTCAPS_NOINLINE void pull_all(const Row<T>* rows, int64_t count, int64_t x_at,
   });
 }
 
+template <class T>
+FASTCAPS_INLINE T sum_of(const T* x, int64_t count) {
+  constexpr int n = kLanes<T>;
+  Vec<T> sum{};
+  int64_t k = 0;
+  for (; k + n <= count; k += n) sum += load<T>(x + k);
+  T total = sum_lanes<T>(sum);
+  for (; k < count; ++k) total += x[k];
+  return total;
+}
+
 // Sums of many terms: `near` joins `far` before it has too many.
 template <class T>
 struct LongSum {

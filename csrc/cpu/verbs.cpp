@@ -272,15 +272,7 @@ struct Walk {
   // Of votes that are the children's poses: sums over the parents.
   void add_runs(int64_t count, int64_t dx_at) {
     for (int64_t k = 0; k < count; ++k)
-      for (int64_t e = 0; e < E; ++e) {
-        const T* from = rows[k].out + e * call.tile;
-        Vec<T> sum{};
-        int64_t m = 0;
-        for (; m + n <= parents; m += n) sum += load<T>(from + m);
-        T total = sum_lanes<T>(sum);
-        for (; m < parents; ++m) total += from[m];
-        rows[k].dx[dx_at + e] += total;
-      }
+      for (int64_t e = 0; e < E; ++e) rows[k].dx[dx_at + e] += sum_of<T>(rows[k].out + e * call.tile, parents);
   }
 
   // Adds what the packed matrices' gradient has come to.
@@ -302,11 +294,13 @@ struct Walk {
     if (!dbias.near) return;
     dbias.join();
     T* out = call.dbias.part<T>(call.own_bias() ? samples : item);
+    const int64_t together = in.bias_stride_m ? 1 : parents;  // that have one bias
     for (int64_t j = 0; j < (bias_step() ? count : 1); ++j)
-      for (int64_t m = 0; m < parents; ++m) {
+      for (int64_t m = 0; m < parents; m += together) {
         T* to = out + (i + j) * in.bias_stride_i + (first_parent + m) * in.bias_stride_m;
         for (int64_t c = 0; c < C; ++c)
-          for (int64_t e = 0; e < E; ++e) to[c * E + e] += dbias.far[(j * C + c) * flat + e * call.tile + m];
+          for (int64_t e = 0; e < E; ++e)
+            to[c * E + e] += sum_of<T>(dbias.far + (j * C + c) * flat + e * call.tile + m, together);
       }
     dbias.clear();
   }
@@ -328,9 +322,10 @@ struct Walk {
           const int64_t i = cell * in.N + first;
           enter(i, count);
           meet_places(i, count, place(from * area), until * area);
-          leave_biases(i, count);
+          if (bias_step()) leave_biases(i, count);
         }
       }
+      if (!bias_step()) leave_biases(0, 1);
     }
     leave_weights();
   }

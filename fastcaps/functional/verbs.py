@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype, check_count, check_tensor, shape_text
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_tensor, shape_text
 from fastcaps.made import MadeVotes, Maker
 from fastcaps.ops import verbs as ops
 from fastcaps.reference.verbs import present
@@ -200,11 +200,12 @@ class Votes:
         Values are ``[B, Ho, Wo, I, ...]``, results ``[B, N, H, W, ...]``; a child that no window holds has 0, or minus
         infinity. Values of a set stay as they are.
         """
-        if reduce not in ("sum", "amax"):
-            raise ValueError(f"reduce must be 'sum' or 'amax', got {reduce!r}")
+        check_choice("reduce", reduce, ("sum", "amax"))
         if self.window is None:
             return values
         self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
+        if reduce == "amax" and not values.is_floating_point():
+            raise TypeError(f"values must be floating-point numbers for 'amax', got {values.dtype}")
         batch, types, height, width = self.children.shape[:4]
         kh, kw, sh, sw, ph, pw, dh, dw = self.window.spec
         shape = (batch, height + 2 * ph, width + 2 * pw, types, *values.shape[4:])
@@ -236,7 +237,10 @@ class Votes:
         children = self._inputs.children
         wide = accumulation_dtype(children.dtype)
         if isinstance(value, (int, float)):
-            value = children.new_full((), value, dtype=wide)
+            try:
+                value = children.new_full((), float(value), dtype=wide)
+            except (OverflowError, RuntimeError):
+                raise ValueError(f"{name} must be a number that {wide} holds, got one of more than it") from None
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or a number, got {type(value).__name__}")
         check_tensor(name, value, children, self._inputs.autocasts, (wide,))
@@ -248,7 +252,8 @@ class Votes:
     def _check_leading(self, name: str, value: Any, shape: tuple[int, ...], symbols: str) -> None:
         check_tensor(name, value, self.children, True, (value.dtype,) if isinstance(value, Tensor) else ())
         if tuple(value.shape[:4]) != shape:
-            raise ValueError(f"{name} must have shape [{symbols}, ...] = {[*shape, ...]}, got {shape_text(value)}")
+            sizes = ", ".join(map(str, shape))
+            raise ValueError(f"{name} must have shape [{symbols}, ...] = [{sizes}, ...], got {shape_text(value)}")
 
 
 def inputs_of(

@@ -86,7 +86,7 @@ class VoteBlocks:
             squares = made.square()
             return (squares if precisions is None else squares * precisions.unsqueeze(-4)).sum((-2, -1))
 
-        return torch.cat(self.each(block, targets if squared else None), -2)
+        return torch.cat(self.each(block, targets if squared else None, targets, precisions), -2)
 
     def sums(self, coefficients: Tensor, means: Tensor | None = None, power: int = 1) -> Tensor:
         """Return ``sum_i r_im (V_im - mean_m)^power`` ``[*places, M, C, E]``, for r ``[*places, I, M]``."""
@@ -95,7 +95,7 @@ class VoteBlocks:
             powers = made if power == 1 else made.square()
             return torch.einsum("...im,...imce->...mce", coefficients[..., own[0] : own[1], :], powers)
 
-        first, *others = self.each(block, means)
+        first, *others = self.each(block, means, coefficients)
         for other in others:
             first = first + other
         return first
@@ -139,10 +139,15 @@ class VoteBlocks:
         absent = broken if self.absent is None else broken | self.absent
         return replace(self, absent=absent, gate=self.gate.expand(broken.shape).masked_fill(broken, 0.0))
 
-    def each(self, function: Callable[[Tensor, Range], Tensor], means: Tensor | None = None) -> list[Tensor]:
-        """Return ``function(votes - means, range)`` of every block; the votes are made again on the way back."""
+    def each(
+        self, function: Callable[[Tensor, Range], Tensor], means: Tensor | None = None, *used: Tensor | None
+    ) -> list[Tensor]:
+        """Return ``function(votes - means, range)`` of every block; the votes are made again on the way back.
 
-        def run(first: int, last: int) -> Tensor:
+        Autograd then raises if one of the tensors that the function ``used``, or means, changed in place.
+        """
+
+        def run(first: int, last: int, *_: Tensor | None) -> Tensor:
             made = self.made(first, last, means)
             with without_autocast(made.device.type):
                 return function(made, (first, last))
@@ -151,7 +156,8 @@ class VoteBlocks:
         if len(self.blocks) == 1 or not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
             return [run(*block) for block in self.blocks]
         again: Any = checkpoint
-        return [again(run, *block, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
+        used = (means, *used)
+        return [again(run, *block, *used, use_reentrant=False, preserve_rng_state=False) for block in self.blocks]
 
 
 def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
