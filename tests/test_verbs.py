@@ -394,6 +394,8 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "values must have shape [B, Ho, Wo, I, ...", lambda: WINDOWED.fold(SET)),
     (ValueError, "values must have shape [B, N, H, W, ...] = [2, 6, 5, 5, ...], got", lambda: WINDOWED.unfold(SET)),
     (ValueError, "[B, *space, I, ...] = [2, 6, ...], got [2, 7]", lambda: VOTES.unfold(ONES(2, 7))),
+    (TypeError, "weight must be given beside children", lambda: functional.dynamic_routing(SET)),
+    (TypeError, "weight must be given beside children", lambda: functional.inverted_attention_routing(SET)),
     (ValueError, "[B, *space, I, ...] = [2, 6, ...], got [2, 7]", lambda: MADE.fold(ONES(2, 7))),
     (ValueError, "reduce must be one of 'sum', 'amax', got 'mean'", lambda: WINDOWED.fold(SET, "mean")),
     (TypeError, "values ... for 'amax', got torch.int64", lambda: WINDOWED.fold(ONES(2, 2, 2, 24).long(), "amax")),

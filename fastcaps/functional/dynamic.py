@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fastcaps.votes import POSE, VoteInputs, Window, pose_of, positions_of, seen
 
 def dynamic_routing(
     children: Tensor | Votes,
-    weight: Tensor | None = None,
+    weight: Tensor | EllipsisType | None = ...,
     *,
     iterations: int = 3,
     parents: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from fastcaps.votes import VoteInputs, Window, pose_of
 
 def inverted_attention_routing(
     children: Tensor | Votes,
-    weight: Tensor | None = None,
+    weight: Tensor | EllipsisType | None = ...,
     parents: Tensor | None = None,
     *,
     bias: Tensor | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any, Literal
 
 import torch
@@ -267,7 +268,7 @@ class Votes:
 
 def inputs_of(
     children: Tensor | Votes,
-    weight: Tensor | None,
+    weight: Tensor | EllipsisType | None,
     bias: Tensor | None,
     gate: Tensor | None,
     window: Window | None,
@@ -283,6 +284,10 @@ def inputs_of(
     The arguments are those of :meth:`VoteInputs.of`.
     """
     checks: dict[str, Any] = {"gate_name": gate_name, "others": others, "check": check}
+    if isinstance(weight, EllipsisType):  # left out
+        if not isinstance(children, Votes):
+            raise TypeError("weight must be given beside children; None makes the votes the children's own poses")
+        weight = None
     if not isinstance(children, Votes):
         return VoteInputs.of(children, weight, bias, gate, window, parents, parents_at=parents_at, **checks)
     for name, value in (("weight", weight), ("bias", bias), ("window", window)):
