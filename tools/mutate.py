@@ -49,14 +49,14 @@ LEFT = {"introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"
 """What no kernel is made from: what a library says of itself, which instruction set it is, what compiles for a GPU."""
 TESTS = {
     "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
-            "tests/test_functional_extremes.py", "tests/test_explain.py",
+            "tests/test_functional_extremes.py", "tests/test_explain.py", "tests/test_verbs_cpu.py",
             "-k", "not (instruction_set or 32_bits or published_size or cuda or triton or reference)"),
     "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/encapnet/test_squash_sum.py",
              "-k", "(on-cpu and not random and not (three_products and 64)) or kernel_has or one_launch "
                    "or (squash_sum and cuda)"),
-    "triton": ("tests/test_triton.py", "tests/encapnet/test_squash_sum.py",
+    "triton": ("tests/test_triton.py", "tests/test_verbs_triton.py", "tests/encapnet/test_squash_sum.py",
                "-k", "test_half or one_turn or ways or of_0 or variances or only_the_gradients "
-                     "or schedules or workspace or triton-"),
+                     "or schedules or workspace or triton- or every_verb"),
 }  # fmt: skip
 ENDLESS = (signal.SIGXCPU, signal.SIGKILL)
 """What ends tests that take too long; such a fault counts as found."""
