@@ -267,9 +267,9 @@ def test_a_native_wheel_holds_its_libraries_and_no_path_of_this_machine(tmp_path
 # ---- imports -----------------------------------------------------------------------------------------------------
 
 ROOMS = [
-    "checks", "results", "rules", "settings", "vectors", "votes", "libraries", "backends", "reference", "ops",
-    "distributed", "functional", "triton_kernels", "measure", "nn", "losses", "compat", "encapnet", "models", "inside",
-    "diagnosis", "data", "viz", "training", "demo", "cli", "__main__", "_testing",
+    "checks", "results", "rules", "settings", "vectors", "votes", "watchers", "made", "libraries", "backends",
+    "reference", "ops", "distributed", "functional", "triton_kernels", "measure", "nn", "losses", "compat", "encapnet",
+    "models", "inside", "diagnosis", "data", "viz", "training", "demo", "cli", "__main__", "_testing",
 ]  # fmt: skip
 """What the package consists of: each imports only what stands before it."""
 
