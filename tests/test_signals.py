@@ -70,6 +70,15 @@ def test_a_call_gives_way(alarm: Any, backward: bool) -> None:
     call(1, 1).sum().backward()  # nothing is left of it
 
 
+def test_a_verb_gives_way(alarm: Any) -> None:
+    """Backward: the pull is one call of the library."""
+    children = torch.randn(1, 400_000, 8, 8, requires_grad=True)
+    found = fastcaps.Votes(children, torch.randn(1, 50, 8, 8)).distance(0.0).sum()
+    alarm(0.15, EnoughOfOneCall())
+    with pytest.raises(Enough):
+        found.backward()
+
+
 def test_a_handler_that_returns_does_not_stop_a_call(alarm: Any) -> None:
     seen: list[int] = []
     alarm(0.15, lambda number, _: seen.append(number))

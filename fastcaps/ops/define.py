@@ -10,6 +10,8 @@ import torch
 from torch._decomp import register_decomposition
 from torch.utils.flop_counter import register_flop_formula
 
+from fastcaps import libraries
+
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
 """Where the ops of the native libraries are declared: backend -> library."""
@@ -77,6 +79,15 @@ def make_differentiable(
     torch.library.register_autograd(op.name(), backward, setup_context=save, lib=LIBRARY)
     register_decomposition(op)(formula)
     register_decomposition(op, type="meta")(fake)  # else fakes of free sizes would run the formulas
+
+
+def interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Run a kernel of the CPU library, which gives way to a signal; raise what that signal's handler raised."""
+    try:
+        return kernel(*arguments)
+    except RuntimeError:
+        libraries.library("cpu").raise_signal()
+        raise
 
 
 def let_inductor_call(op: Any) -> None:

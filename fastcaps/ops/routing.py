@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps import backends, libraries
+from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, check_tensor
 from fastcaps.made import MADE, MadeVotes
-from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
+from fastcaps.ops.define import LIBRARY, NATIVE, define, interruptibly, let_inductor_call, make_differentiable
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
@@ -133,7 +133,7 @@ class Routing(Signature, ABC):
     def compute(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
         """Run a call by the backend that is forced, or comes first among those that can."""
         if backends.on_cpu(self.stem, votes.children):
-            results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
+            results: Results = interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
             return (*results, self._coefficients(votes, own, results))
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
@@ -161,7 +161,7 @@ class Routing(Signature, ABC):
         """
         votes = self.given_backward(arguments)[1]
         if backends.on_cpu(self.stem, votes.children):
-            return tuple(_interruptibly(self.native_backward["cpu"], (*arguments, 0)))
+            return tuple(interruptibly(self.native_backward["cpu"], (*arguments, 0)))
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
@@ -362,15 +362,6 @@ class Routing(Signature, ABC):
                 return self.op(*given)
 
         return run
-
-
-def _interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Run a kernel of the CPU library, which gives way to a signal; raise what that signal's handler raised."""
-    try:
-        return kernel(*arguments)
-    except RuntimeError:
-        libraries.library("cpu").raise_signal()
-        raise
 
 
 def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:

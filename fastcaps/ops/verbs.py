@@ -23,7 +23,7 @@ from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing, widen
 from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops import shared, uniform
-from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
+from fastcaps.ops.define import NATIVE, define, interruptibly, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT
 from fastcaps.reference import verbs as reference
 from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size, without_autocast
@@ -68,7 +68,7 @@ def _runner(name: str) -> Callable[..., Any]:
         chosen = backends.choose(call)
         _check(name, votes, rest)
         if chosen in NATIVE:
-            return native[name][chosen](*votes, *rest, call.options)
+            return interruptibly(native[name][chosen], (*votes, *rest, call.options))
         if chosen == "reference":
             with without_autocast(votes.children.device.type):
                 found = getattr(reference, name)(votes, *rest)
