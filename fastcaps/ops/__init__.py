@@ -10,8 +10,8 @@ Workspace
 ---------
 With "parents" short for the B * L * M * C * E numbers of one parents tensor, results hold the parents and the history:
 one parents an iteration for attention, the same and a number for each parent for pooling, two of each for Gaussians.
-Coefficients, if asked for, are B * L * I * M numbers (while pooling makes them, twice that); some 16 MB of
-votes are used to make them. Besides, the CPU kernels use
+Coefficients, if asked for, are B * L * I * M numbers (twice that while they are made); some 4 MB of votes are used
+to make them. Besides, the CPU kernels use
 
 ``attention_routing``: partial sums where positions are too few to keep the threads busy, all together a 64th of what
 the votes would take (but 1 to 32 MiB), and 0.5 to 1.5 MiB for each thread (the parents and votes of one block, or the
