@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from fastcaps.cli.common import Fail, show
+from fastcaps.cli.common import Fail, show, show_list
+
+DEVICES, DTYPES = lambda: ["cpu", "cuda"], lambda: ["float32", "float64", "bfloat16", "float16"]
 
 
 def read_dtype(name: str) -> Any:
@@ -15,7 +17,7 @@ def read_dtype(name: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise Fail(f"--dtype {name}: not a dtype of torch (float32, float64, bfloat16, float16)")
+        raise Fail(f"--dtype {name}: not a dtype of torch ({', '.join(DTYPES())})")
     return dtype
 
 
@@ -30,8 +32,10 @@ def read_device(name: str) -> str:
     return name
 
 
-def _joined(value: Any) -> Any:
-    return ", ".join(value) if isinstance(value, list) else value
+def _joined(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_joined(part)}" for key, part in value.items())
+    return ", ".join(value) if isinstance(value, list) else str(value or "none")
 
 
 def _build() -> dict[str, Any]:
@@ -47,40 +51,38 @@ def _build() -> dict[str, Any]:
 
 def info(
     as_json: Annotated[bool, Option("--json", help="as JSON")] = False,
-    device: Annotated[str, Option(help="device of the call that is explained")] = "cpu",
-    dtype: Annotated[str, Option(help="its dtype")] = "float32",
+    device: Annotated[str, Option(help="device of the call that is explained", autocompletion=DEVICES)] = "cpu",
+    dtype: Annotated[str, Option(help="its dtype", autocompletion=DTYPES)] = "float32",
 ) -> int:
     """Tell what was built, what runs here, and why."""
     import torch
 
     import fastcaps
 
-    build, kind = _build(), read_dtype(dtype)
+    build, kind, device = _build(), read_dtype(dtype), read_device(device)
     try:
         children = torch.empty(1, 8, 4, 4, dtype=kind, device=device)
         weight = torch.empty(8, 10, 4, 4, dtype=kind, device=device)
         parents = torch.empty(1, 10, 4, 4, dtype=kind, device=device)
-        explanation = str(fastcaps.explain(children, weight, parents))
-    except (RuntimeError, AssertionError, TypeError) as error:
-        explanation = f"no such call: {str(error).splitlines()[0]}"
+        explanation = fastcaps.explain(children, weight, parents)
+    except (RuntimeError, TypeError) as error:
+        explanation = f"no such call: {error}"
     listing = fastcaps.backends.listing()
     if as_json:
         backends = {entry.name: {"available": entry.available, "detail": entry.detail} for entry in listing}
         versions = {"fastcaps": fastcaps.__version__, "torch": torch.__version__}
-        show({**versions, "build": build, "backends": backends, "explain": explanation})
+        show({**versions, "build": build, "backends": backends, "explain": str(explanation)})
         return 0
     print(f"fastcaps {fastcaps.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("build" if build else "build: no native library (FASTCAPS_BUILD=0); the reference serves")
-    why_not = build.pop("cuda_why_not", "")
-    if why_not:
-        build["cuda"] = f"none: {why_not}"
-    for name, value in build.items():
-        if isinstance(value, dict):
-            value = "; ".join(f"{key}: {_joined(part)}" for key, part in value.items())
-        print(f"  {name.replace('_', ' '):<20}{_joined(value)}")
+    build.pop("cuda_why_not", "")  # which the backends tell
+    show_list({f"  {name.replace('_', ' ')}": _joined(value) for name, value in build.items()})
     print("\nbackends")
-    for entry in listing:
-        print(f"  {entry}")
+    show_list({f"  {one.name:<9}  {'yes' if one.available else 'no '}": one.detail for one in listing})
     print(f"\na routing pass with parents, {dtype} on {device}, runs on")
-    print("  " + explanation.replace("\n", "\n  "))
+    if isinstance(explanation, str):
+        print(f"  {explanation}")
+        return 0
+    print(f"  {explanation.backend}: {explanation.how}")  # the backends have told why not the others
+    show_list({f"  {name}": getattr(explanation, name) for name in ("call", "forward", "backward")})
     return 0

@@ -9,12 +9,15 @@ from typing import Annotated
 
 from typer import Argument, Context, Option
 
-from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, told_on
-from fastcaps.cli.train import DATA_DIR
+from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, show_list, told_on
+from fastcaps.cli.completion import names_of
+from fastcaps.cli.train import DATA_DIR, RECIPES
+
+TABLES = names_of("training.tables")
 
 
 def recipes(
-    recipe: Annotated[str | None, Argument(metavar="NAME", help="show this one whole")] = None,
+    recipe: Annotated[str | None, Argument(metavar="NAME", help="show this one whole", autocompletion=RECIPES)] = None,
     as_json: Annotated[bool, Option("--json", help="as JSON: the source by name, or every setting of one")] = False,
 ) -> int:
     """List the experiments of the papers, with their source."""
@@ -34,19 +37,15 @@ def recipes(
 
 
 def _listed(found: dict[str, str], as_json: bool) -> int:
-    """Show names and what they are."""
-    if as_json:
-        show(found)
-        return 0
-    width = max(map(len, found))
-    for name, what in found.items():
-        print(f"{name:<{width}}  {what}")
+    (show if as_json else show_list)(found)
     return 0
 
 
 def reproduce(
     context: Context,
-    name: Annotated[str | None, Argument(metavar="NAME", help="one of those listed, or a .yaml file")] = None,
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="one of those listed, or a .yaml file", autocompletion=TABLES)
+    ] = None,
     short: Annotated[bool, Option("--short", help="in the short form that the table declares")] = False,
     data_dir: Annotated[str | None, Option(help=DATA_DIR)] = None,
     row: Annotated[list[str] | None, Option(metavar="LABEL", help="train only this row (repeat)")] = None,

@@ -17,6 +17,7 @@ from fastcaps.checks import (
     check_finite,
     check_table,
     is_tracing,
+    known_arguments,
 )
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.reference.gaussian import benefits
@@ -67,6 +68,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     return [float(value) for value in values]
 
 
+@known_arguments
 def em_routing(
     children: Tensor | Votes,
     activations: Tensor | None,
