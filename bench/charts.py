@@ -74,7 +74,8 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
 def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
     """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
 
-    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if none are named; a mapping says what each is called.
+    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if
+    none are named; a mapping says what each is called.
     """
     from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
 

@@ -222,13 +222,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def first(rows: Sequence[Row]) -> str:
-    """Return the sentence below the README's picture."""
+    """Return the sentences below the README's picture."""
     machine = rows[0]["machine"]
     return (
-        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the papers "
-        f"against the fastest of up to eight PyTorch alternatives, compiled ones included. An alternative is faster in "
-        f"{len(behind(rows))} of {len(rows)} rows ([all rows](docs/performance.md)). Extra memory is what a training step "
-        "needs beside its inputs and results.*"
+        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
+        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In {len(behind(rows))} "
+        f"of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra memory is what a "
+        "training step needs beside its inputs and results.*"
     )
 
 
