@@ -26,7 +26,7 @@ MODES = ("forward", "training step")
 PANELS = {
     "speedup": ("times faster", lambda value: f"{number(value)}×", MODES),
     "sgemm_share": ("of sgemm", lambda value: f"{value:.0%}", MODES),
-    "memory": ("a step's own MB", number, ("fastcaps", "stored votes")),
+    "memory": ("extra memory of a step, MB", number, ("fastcaps", "stored votes")),
 }
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
