@@ -2,7 +2,7 @@
 # # A gallery of routings
 #
 # A routing is a loop that calls four methods of its votes: `agreement`, `distance`, `sum` and `square_sum`. Everything
-# else is plain PyTorch, on one value for each child and parent. Here are a dozen published routings; the tests compare
+# else is plain PyTorch, on one value for each child and parent. Here are eleven published routings; the tests compare
 # them with their formulas over stored votes. Copy one and change it: [Your own routing](../docs/routings/your-own.md)
 # explains how.
 
