@@ -226,8 +226,8 @@ def first(rows: Sequence[Row]) -> str:
     machine = rows[0]["machine"]
     return (
         f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
-        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In {len(behind(rows))} "
-        f"of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra memory is what a "
+        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
+        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra memory is what a "
         "training step needs beside its inputs and results.*"
     )
 
