@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.goals import number
@@ -17,16 +17,22 @@ CHOSEN = (  # noqa: SIM905
 ).split()
 """The layers of the first table and picture of docs/performance.md, one or two of every kind."""
 
-FIRST = (  # noqa: SIM905
-    "tsai-c10-conv1 tsai-c100-fc1 tsai-dmm-vector-conv sabour-mnist hinton-conv heinsen-norb-1 li-capnet-dynamic"
-).split()
-"""The layers of the README's table and picture: own matrices, and shared ones."""
+FIRST = {
+    "tsai-c10-conv1": "CIFAR-10 capsule convolution (Tsai et al.)",
+    "tsai-c100-fc1": "CIFAR-100 class capsules (Tsai et al.)",
+    "sabour-mnist": "MNIST class capsules (Sabour et al.)",
+    "hinton-conv": "EM capsule convolution (Hinton et al.)",
+    "heinsen-sst-1": "sentence capsules (Heinsen)",
+    "heinsen-norb-1": "shared matrices, Gaussian parents (Heinsen)",
+    "li-capnet-dynamic": "shared matrices, dynamic routing (Li et al.)",
+}
+"""The layers of the README's picture, with what the picture calls them: own matrices, and shared ones."""
 
 MODES = ("forward", "training step")
 PANELS = {
-    "speedup": ("times faster", lambda value: f"{number(value)}×", MODES),
+    "speedup": ("speed-up over the fastest alternative", lambda value: f"{number(value)}×", MODES),
     "sgemm_share": ("of sgemm", lambda value: f"{value:.0%}", MODES),
-    "memory": ("a step's own MB", number, ("fastcaps", "stored votes")),
+    "memory": ("extra memory of a step, MB", number, ("fastcaps", "stored votes")),
 }
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
@@ -65,10 +71,11 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
     return [None if count is None else count / 1e6 for count in counts]
 
 
-def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str] = PANELS) -> str:
+def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
     """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
 
-    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers; all if none are named.
+    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if
+    none are named; a mapping says what each is called.
     """
     from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
 
@@ -88,7 +95,8 @@ def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str
             plot.bar_label(bars, ["" if value is None else said(value) for value in values], padding=3)
         if panel == "speedup":
             plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
-        plot.set(title=title, yticks=range(len(layers)), yticklabels=layers, xticks=[])
+        called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
+        plot.set(title=title, yticks=range(len(layers)), yticklabels=called, xticks=[])
         plot.margins(x=0.2, y=0.02)
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)
