@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastcaps import compat, data, distributed, encapnet, losses, models, nn, training, viz
     from fastcaps.compat.convert import convert
     from fastcaps.diagnosis import diagnose
+    from fastcaps.encapnet import CapConv2d, CapFC
     from fastcaps.nn import (
         CapsNet,
         ClassHead,
@@ -39,6 +40,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "CapConv2d",
+    "CapFC",
     "CapsNet",
     "ClassHead",
     "DynamicRouting",
@@ -70,7 +73,7 @@ __all__ = [
     "viz",
 ]
 
-_HOMES = {"convert": "compat", "diagnose": "diagnosis"}  # all others are in nn
+_HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}  # or else nn
 
 
 def __getattr__(name: str) -> Any:

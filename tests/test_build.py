@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,10 +223,25 @@ def test_the_folder_for_the_hub_loads_under_a_name_of_its_own(pure_wheel: zipfil
     assert (done := python(code)).returncode == 0, done.stderr
 
 
+def test_an_index_shows_the_readme_without_paths(setup_py: ModuleType, pure_wheel: zipfile.ZipFile) -> None:
+    """Links into the checkout lead nowhere there; what they say stays, as do links to the papers."""
+    given = (ROOT / "README.md").read_text()
+    shown = setup_py.described(given)
+    assert not re.search(r"\]\((?!https?:)|<!--", shown) and "](https://" in shown
+    texts = re.findall(r"(?<!!)\[([^]]+)\]\(", given)
+    assert len(texts) > 10 and all(text in shown for text in texts)
+    (metadata,) = (name for name in pure_wheel.namelist() if name.endswith("/METADATA"))
+    assert b"Description-Content-Type: text/markdown" in pure_wheel.read(metadata)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {fastcaps.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_source_distribution_holds_all_that_a_build_needs(tmp_path: Path) -> None:
     """Without a network: what is unpacked from it has every file that the tree's build and tests read."""
     tree = copy_tree(tmp_path / "tree")
-    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md"):
+    for name in ("Makefile", "CITATION.cff", "constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tree)
     run = python("import setuptools.build_meta as m; m.build_sdist('out')", tree)
     assert run.returncode == 0, run.stderr

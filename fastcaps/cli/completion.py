@@ -36,9 +36,10 @@ def names_of(module: str) -> Callable[[], list[str]]:
 
 def script(context: Any) -> str:
     """Return the shell's function, from the commands and what they take."""
-    cases = {}
+    cases: dict[str, list[str]] = {}
     for name, command in context.command.commands.items():
-        options, values = [], {}
+        options: list[str] = []
+        values: dict[str, list[str]] = {}  # by the word before
         for parameter in command.params:
             known = [item.value for item in parameter.shell_complete(context, "") if item.value]
             if parameter.param_type_name == "argument":

@@ -64,7 +64,7 @@ def info(
         children = torch.empty(1, 8, 4, 4, dtype=kind, device=device)
         weight = torch.empty(8, 10, 4, 4, dtype=kind, device=device)
         parents = torch.empty(1, 10, 4, 4, dtype=kind, device=device)
-        explanation = fastcaps.explain(children, weight, parents)
+        explanation: Any = fastcaps.explain(children, weight, parents)
     except (RuntimeError, TypeError) as error:
         explanation = f"no such call: {error}"
     listing = fastcaps.backends.listing()
