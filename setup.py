@@ -194,7 +194,7 @@ class BuildNative(build_ext):
 
 
 def described(readme: str) -> str:
-    """The README as an index shows it, where no path leads to a file: links become their text, pictures and comments go."""
+    """Return the README for an index, where no path leads to a file: links become their text; pictures are left out."""
     readme = re.sub(r"<!--.*?-->\n?|!\[[^]]*\]\((?!https?:)[^)]*\)\n?", "", readme, flags=re.DOTALL)
     return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", readme)
 
