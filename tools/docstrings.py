@@ -100,7 +100,7 @@ def _inherited(function: griffe.Function, text: str) -> str:
     found = {name: next(entries[name] for entries in known if name in entries) for name in names}
     section = LISTED.search(text)
     start, end = section.span() if section else (len(text), len(text))
-    return f"{text[:start]}\n{_list("Parameters", found)}{text[end:]}" if found else text
+    return f"{text[:start]}\n{_list('Parameters', found)}{text[end:]}" if found else text
 
 
 def _role(found: re.Match[str]) -> str:

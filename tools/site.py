@@ -77,10 +77,10 @@ def api(module: str) -> str:
         if callable(thing) and not hasattr(thing, "__origin__"):
             kinds = (property, classmethod, staticmethod, types.FunctionType)
             own = [name for name, each in getattr(thing, "__dict__", {}).items() if isinstance(each, kinds)]
-            members = [name for name in own if not name.startswith("_") and inspect.isclass(thing)] or ["-"]
+            members = [name for name in own if not name.startswith("_") and inspect.isclass(thing)]
             is_module = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
-            shown = ", ".join(["build", "forward"] if is_module else members)
-            parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: [{shown}], inherited_members: {is_module}}}")
+            shown = ["build", "forward"] if is_module else members or "false"
+            parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_module}}}")
     return "\n\n".join(parts)
 
 
