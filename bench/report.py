@@ -187,9 +187,9 @@ def html(rows: Sequence[Row]) -> str:
     return (
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;height:auto}"
+        ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;height:auto}"
         "div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
-        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd} tr:first-child{font-weight:bold}"
+        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
     )
 
@@ -227,8 +227,8 @@ def first(rows: Sequence[Row]) -> str:
     return (
         f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
         f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
-        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra memory is what a "
-        "training step needs beside its inputs and results.*"
+        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra "
+        "memory is what a training step needs beside its inputs and results.*"
     )
 
 
@@ -248,7 +248,7 @@ def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
         wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
-        wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
+        wanted[docs / "first.svg"] = charts.picture(on_cpu, [*charts.FIRST], ["speedup", "memory"])
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)

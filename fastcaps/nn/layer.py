@@ -106,6 +106,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         adds -1 to 1 times, evenly spaced, to its votes; zero at the start.
     iterations : int
         How often the coefficients are found.
+    device, dtype : optional
+        As in PyTorch's own layers.
 
     Calls
     -----
@@ -335,7 +337,25 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return_coefficients: bool = False,
         **own: Any,
     ) -> Any:
-        """Route, as the class says under *Calls*; ``own`` are the options that a layer has for itself."""
+        """Return the parents, and what else the class names under *Calls*.
+
+        Parameters
+        ----------
+        children : Tensor
+            Poses ``[B, I, d]`` of a set, ``[B, N, H, W, d]`` of a grid.
+        activations, scores : Tensor, optional
+            How active the children are, ``[B, I]`` or ``[B, N, H, W]``; None: all are there.
+        parents : Tensor, optional
+            What an earlier call returned, to route further.
+        out_capsules : int, optional
+            The number of parents, for a layer that leaves it open.
+        bias : Tensor, optional
+            ``[I or 1, M or 1, C, E]``, added to the votes beside the layer's own.
+        iterations : int, optional
+            Another number of them for this call.
+        return_coefficients : bool
+            Also return the coefficients.
+        """
         self.know(own)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
