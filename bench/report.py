@@ -249,7 +249,7 @@ def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
         wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
-        wanted[docs / "first.svg"] = charts.picture(on_cpu, [*charts.FIRST], ["speedup", "memory"])
+        wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)
