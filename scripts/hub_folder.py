@@ -86,6 +86,7 @@ def write(wheel: Path, out: Path) -> Path:
         "id": "fastcaps",
         "version": int(version.split(".")[0]),
         "license": "Apache-2.0",
+        "python-depends": [],
         "backend": {"type": "cpu"},
         "digest": {"algorithm": "sha256", "files": digests},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -22,40 +22,39 @@ complete -o default -F _fastcaps fastcaps
 """
 
 
-def names_of(module: str) -> Callable[[], list[str]]:
-    """Return what lists the names that a module knows; none if its extra is not installed."""
+KNOWN: dict[str, str | Sequence[str]] = {
+    "explain": "models",
+    "recipes": "training.recipes",
+    "reproduce": "training.tables",
+    "--network": "models",
+    "--data": "data",
+    "--recipe": "training.recipes",
+    "--backend": ("cuda", "triton", "cpu", "reference"),
+    "--device": ("cpu", "cuda"),
+    "--dtype": ("float32", "float64", "bfloat16", "float16"),
+}
+"""What may follow a command or an option: a module's names, or these."""
 
-    def names() -> list[str]:
-        try:
-            return list(import_module(f"fastcaps.{module}").names())
-        except ImportError:
-            return []
 
-    return names
+def _known(before: str) -> list[str]:
+    known = KNOWN.get(before, ())
+    try:
+        return list(import_module(f"fastcaps.{known}").names() if isinstance(known, str) else known)
+    except ImportError:  # its extra is not installed
+        return []
 
 
 def script(context: Any) -> str:
     """Return the shell's function, from the commands and what they take."""
     cases: dict[str, list[str]] = {}
     for name, command in context.command.commands.items():
-        options: list[str] = []
-        values: dict[str, list[str]] = {}  # by the word before
-        for parameter in command.params:
-            known = [item.value for item in parameter.shell_complete(context, "") if item.value]
-            if parameter.param_type_name == "argument":
-                values |= {name: known} if known else {}
-                continue
-            options += [*parameter.opts, *parameter.secondary_opts]
-            if not parameter.is_flag:
-                values |= dict.fromkeys(parameter.opts, known)
-        for option, value in re.findall(r"\[(--[a-z-]+) ?([^]]*)\]", command.help):  # what bench and compare pass on
-            options += [option]
-            values |= {option: value.split("|") if "|" in value else []} if value else {}
-        if name in values:
-            values[name] += options
-        free = "|".join(f'"{name} {option}"' for option, words in values.items() if not words)
-        cases |= {f'"{name} {before}"': words for before, words in values.items() if words}
-        cases |= {free: []} if free else {}  # files
-        cases[f'"{name} "*'] = options
+        options = [each for each in command.params if each.param_type_name == "option"]
+        flags = {word: each.is_flag for each in options for word in (*each.opts, *each.secondary_opts)}
+        # what bench and compare pass on
+        flags |= {option: not value for option, value in re.findall(r"\[(--[a-z-]+)( ?[^]]*)\]", command.help)}
+        values = {option: _known(option) for option, is_flag in flags.items() if not is_flag}
+        values |= {name: [*names, *flags]} if (names := _known(name)) else {}
+        cases |= {f'"{name} {before}"': words for before, words in values.items()}
+        cases[f'"{name} "*'] = [*flags]
     cases['"fastcaps "*'] = [*context.command.commands, "--show-completion", "--version", "--help"]
     return SCRIPT.format(cases="\n".join(f'        {at}) words="{" ".join(words)}" ;;' for at, words in cases.items()))

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, read_settings, show
-from fastcaps.cli.completion import names_of
-from fastcaps.cli.info import DEVICES, DTYPES, read_device, read_dtype
+from fastcaps.cli.info import read_device, read_dtype
 
-NETWORKS, BACKENDS = names_of("models"), lambda: ["cuda", "triton", "cpu", "reference"]
 TOKENS = 32  # of a text
 
 
@@ -26,19 +24,15 @@ def example(network: Any, batch: int, dtype: Any) -> Any:
 
 
 def explain(
-    network: Annotated[
-        str, Argument(metavar="NETWORK", help="a name that fastcaps train --list shows", autocompletion=NETWORKS)
-    ],
+    network: Annotated[str, Argument(metavar="NETWORK", help="a name that fastcaps train --list shows")],
     batch: Annotated[int, Option(min=1, help="images or texts")] = 1,
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="OPTION=VALUE", help="an option of the network, as in iterations=3 (repeat)"),
     ] = None,
-    dtype: Annotated[str, Option(help="of weights and inputs", autocompletion=DTYPES)] = "float32",
-    device: Annotated[str, Option(help="where they lie", autocompletion=DEVICES)] = "cpu",
-    backend: Annotated[
-        str | None, Option(help="force one: cuda, triton, cpu or reference", autocompletion=BACKENDS)
-    ] = None,
+    dtype: Annotated[str, Option(help="of weights and inputs")] = "float32",
+    device: Annotated[str, Option(help="where they lie")] = "cpu",
+    backend: Annotated[str | None, Option(help="force one: cuda, triton, cpu or reference")] = None,
     as_json: Annotated[bool, Option("--json", help="as JSON")] = False,
 ) -> int:
     """Tell on which kernel every routing call of a network runs, and why not on the others."""

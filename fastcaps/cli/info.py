@@ -8,8 +8,6 @@ from typer import Option
 
 from fastcaps.cli.common import Fail, show, show_list
 
-DEVICES, DTYPES = lambda: ["cpu", "cuda"], lambda: ["float32", "float64", "bfloat16", "float16"]
-
 
 def read_dtype(name: str) -> Any:
     """The dtype of a ``--dtype``."""
@@ -17,7 +15,7 @@ def read_dtype(name: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise Fail(f"--dtype {name}: not a dtype of torch ({', '.join(DTYPES())})")
+        raise Fail(f"--dtype {name}: not a dtype of torch (float32, float64, bfloat16, float16)")
     return dtype
 
 
@@ -51,8 +49,8 @@ def _build() -> dict[str, Any]:
 
 def info(
     as_json: Annotated[bool, Option("--json", help="as JSON")] = False,
-    device: Annotated[str, Option(help="device of the call that is explained", autocompletion=DEVICES)] = "cpu",
-    dtype: Annotated[str, Option(help="its dtype", autocompletion=DTYPES)] = "float32",
+    device: Annotated[str, Option(help="device of the call that is explained")] = "cpu",
+    dtype: Annotated[str, Option(help="its dtype")] = "float32",
 ) -> int:
     """Tell what was built, what runs here, and why."""
     import torch
@@ -64,25 +62,25 @@ def info(
         children = torch.empty(1, 8, 4, 4, dtype=kind, device=device)
         weight = torch.empty(8, 10, 4, 4, dtype=kind, device=device)
         parents = torch.empty(1, 10, 4, 4, dtype=kind, device=device)
-        explanation: Any = fastcaps.explain(children, weight, parents)
+        runs: Any = fastcaps.explain(children, weight, parents)
     except (RuntimeError, TypeError) as error:
-        explanation = f"no such call: {error}"
+        runs = f"no such call: {str(error).splitlines()[0]}"
     listing = fastcaps.backends.listing()
     if as_json:
         backends = {entry.name: {"available": entry.available, "detail": entry.detail} for entry in listing}
         versions = {"fastcaps": fastcaps.__version__, "torch": torch.__version__}
-        show({**versions, "build": build, "backends": backends, "explain": str(explanation)})
+        show({**versions, "build": build, "backends": backends, "explain": str(runs)})
         return 0
     print(f"fastcaps {fastcaps.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("build" if build else "build: no native library (FASTCAPS_BUILD=0); the reference serves")
-    build.pop("cuda_why_not", "")  # which the backends tell
+    build.pop("cuda_why_not", "")  # the list of backends has it
     show_list({f"  {name.replace('_', ' ')}": _joined(value) for name, value in build.items()})
     print("\nbackends")
     show_list({f"  {one.name:<9}  {'yes' if one.available else 'no '}": one.detail for one in listing})
     print(f"\na routing pass with parents, {dtype} on {device}, runs on")
-    if isinstance(explanation, str):
-        print(f"  {explanation}")
+    if isinstance(runs, str):
+        print(f"  {runs}")
         return 0
-    print(f"  {explanation.backend}: {explanation.how}")  # the backends have told why not the others
-    show_list({f"  {name}": getattr(explanation, name) for name in ("call", "forward", "backward")})
+    print(f"  {runs.backend}: {runs.how}")  # the list of backends says why not on others
+    show_list({f"  {name}": getattr(runs, name) for name in ("call", "forward", "backward")})
     return 0

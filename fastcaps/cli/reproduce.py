@@ -10,14 +10,11 @@ from typing import Annotated
 from typer import Argument, Context, Option
 
 from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, show_list, told_on
-from fastcaps.cli.completion import names_of
-from fastcaps.cli.train import DATA_DIR, RECIPES
-
-TABLES = names_of("training.tables")
+from fastcaps.cli.train import DATA_DIR
 
 
 def recipes(
-    recipe: Annotated[str | None, Argument(metavar="NAME", help="show this one whole", autocompletion=RECIPES)] = None,
+    recipe: Annotated[str | None, Argument(metavar="NAME", help="show this one whole")] = None,
     as_json: Annotated[bool, Option("--json", help="as JSON: the source by name, or every setting of one")] = False,
 ) -> int:
     """List the experiments of the papers, with their source."""
@@ -33,19 +30,13 @@ def recipes(
             print(recipes.as_yaml(recipe), end="")
             return 0
         sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}
-    return _listed(sources, as_json)
-
-
-def _listed(found: dict[str, str], as_json: bool) -> int:
-    (show if as_json else show_list)(found)
+    (show if as_json else show_list)(sources)
     return 0
 
 
 def reproduce(
     context: Context,
-    name: Annotated[
-        str | None, Argument(metavar="NAME", help="one of those listed, or a .yaml file", autocompletion=TABLES)
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="one of those listed, or a .yaml file")] = None,
     short: Annotated[bool, Option("--short", help="in the short form that the table declares")] = False,
     data_dir: Annotated[str | None, Option(help=DATA_DIR)] = None,
     row: Annotated[list[str] | None, Option(metavar="LABEL", help="train only this row (repeat)")] = None,
@@ -68,7 +59,8 @@ def reproduce(
     with one_line_errors(command):
         if name is None:
             every = {name: tables.table(name) for name in tables.names()}
-            return _listed({name: f"{table.source}: {table.title}" for name, table in every.items()}, as_json)
+            (show if as_json else show_list)({name: f"{each.source}: {each.title}" for name, each in every.items()})
+            return 0
         table = tables.table(name)
         stem = Path(name).stem
         folder = Path(out or f"runs/reproduce/{stem}{'-short' if short else ''}")

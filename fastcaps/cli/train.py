@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, absolute, one_line_errors, read_settings, show, show_list, told_on
-from fastcaps.cli.completion import names_of
 
 PATHS = {
     **{name: f"{name}.name" for name in ("network", "data", "loss", "optimizer", "schedule")},
@@ -26,7 +25,6 @@ PATHS = {
 
 WHAT, HOW, WHERE, RUN = "What to train on what", "How to train", "On which machine", "The run"
 SETTING = "FIELD=VALUE"
-NETWORKS, DATA, RECIPES = names_of("models"), names_of("data"), names_of("training.recipes")
 DATA_DIR = "folder that holds the data set's files, or a folder of them; nothing is downloaded"
 
 
@@ -41,19 +39,12 @@ def _text(panel: str, text: str, *names: str, default: str = "", **more: Any) ->
 
 def train(
     folder: Annotated[Text, Argument(metavar="[RUN]", help="with --resume: the run's folder, as --out")] = None,
-    network: Annotated[Text, _text(WHAT, "network to train (see --list)", autocompletion=NETWORKS)] = None,
-    data: Annotated[
-        Text, _text(WHAT, "mnist, cifar10, sst5, … (see --list; digits ship with scikit-learn)", autocompletion=DATA)
-    ] = None,
+    network: Annotated[Text, _text(WHAT, "network to train (see --list)")] = None,
+    data: Annotated[Text, _text(WHAT, "mnist, cifar10, sst5, … (see --list; digits ship with scikit-learn)")] = None,
     data_dir: Annotated[Text, _text(WHAT, DATA_DIR)] = None,
     recipe: Annotated[
         Text,
-        _text(
-            WHAT,
-            "begin from an experiment of a paper (fastcaps recipes), or from a .yaml file",
-            metavar="NAME",
-            autocompletion=RECIPES,
-        ),
+        _text(WHAT, "begin from an experiment of a paper (fastcaps recipes), or from a .yaml file", metavar="NAME"),
     ] = None,
     settings: Annotated[
         list[str] | None, _text(WHAT, "any setting by its path: optimizer.lr=0.01 (repeat)", "--set", metavar=SETTING)
