@@ -28,10 +28,11 @@ from fastcaps._testing.markdown import as_markdown, into
 Row = dict[str, Any]
 _EXTRA = ("extra memory of a step, MB", "with stored votes, MB")
 LEGEND = (
-    "Times are medians, with the 20th and 80th percentile. The speed-up is relative to the fastest alternative. GFLOP/s "
-    "counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one call "
-    "without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. All "
-    "tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
+    "Times are medians, with the 20th and 80th percentile. The speed-up is relative to the fastest alternative. "
+    "GFLOP/s counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one "
+    "call without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. "
+    "All tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
+    "doubtful: "
     f"the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or the load "
     f"average before the row was above {BUSY:g} per core."
 )

@@ -22,7 +22,7 @@ POSE = (-2, -1)  # the two dimensions of a pose, C x E
 
 
 def gates(votes, activations):
-    """Return the activations of each window, [B, *grid, I, 1]; without activations, 1 for children and 0 for padding."""
+    """Return each window's activations, [B, *grid, I, 1]; without activations, 1 for children and 0 for padding."""
     return (votes.present if activations is None else votes.unfold(activations))[..., None]
 
 
@@ -39,8 +39,9 @@ def beside_children(values):
 # %% [markdown]
 # ## Cosine agreement
 #
-# A bias is added to the parents' sums (SegCaps, LaLonde and Bagci 2018), and the agreement is a cosine (3D-UCaps, Nguyen
-# et al. 2021). The distance from 0 is a vote's squared length. The bias is `[M, C, E]`, on grids `[M, 1, 1, C, E]`.
+# A bias is added to the parents' sums (SegCaps, LaLonde and Bagci 2018), and the agreement is a cosine (3D-UCaps,
+# Nguyen et al. 2021). The distance from 0 is a vote's squared length. The bias is `[M, C, E]`, on grids
+# `[M, 1, 1, C, E]`.
 
 
 # %%
