@@ -18,36 +18,43 @@ CHOSEN = (  # noqa: SIM905
 """The layers of the first table and picture of docs/performance.md, one or two of every kind."""
 
 FIRST = {
-    "tsai-c10-conv1": "CIFAR-10 capsule convolution (Tsai et al.)",
-    "tsai-c100-fc1": "CIFAR-100 class capsules (Tsai et al.)",
-    "sabour-mnist": "MNIST class capsules (Sabour et al.)",
-    "hinton-conv": "EM capsule convolution (Hinton et al.)",
-    "heinsen-sst-1": "sentence capsules (Heinsen)",
-    "heinsen-norb-1": "shared matrices, Gaussian parents (Heinsen)",
-    "li-capnet-dynamic": "shared matrices, dynamic routing (Li et al.)",
+    "tsai-c10-conv1": "inverted attention,\nCIFAR-10, convolution",
+    "tsai-c100-fc1": "inverted attention,\nCIFAR-100, 800 to 20",
+    "sabour-mnist": "dynamic routing,\nMNIST, 1,152 to 10",
+    "hinton-conv": "EM routing,\nCIFAR-10, convolution",
+    "heinsen-sst-1": "Heinsen's routing,\nsentences",
+    "heinsen-norb-1": "Heinsen's routing,\nsmallNORB, shared matrices",
+    "li-capnet-dynamic": "dynamic routing,\n2,048 to 512, shared matrices",
 }
-"""The layers of the README's picture, with what the picture calls them: own matrices, and shared ones."""
+"""The layers of the README's picture, and what it calls them: own matrices, and shared ones."""
 
 MODES = ("forward", "training step")
 PANELS = {
-    "speedup": ("speed-up over the fastest alternative", lambda value: f"{number(value)}×", MODES),
-    "sgemm_share": ("of sgemm", lambda value: f"{value:.0%}", MODES),
-    "memory": ("extra memory of a step, MB", number, ("fastcaps", "stored votes")),
+    "speedup": ("times as fast as the best of PyTorch", lambda value: f"{number(value)}×", MODES),
+    "sgemm_share": ("share of torch.mm's rate, large matrices", lambda value: f"{value:.0%}", MODES),
+    "memory": ("extra memory of a training step, MB", number, ("fastcaps", "PyTorch, votes stored")),
 }
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
+DARK = "@media (prefers-color-scheme: dark) { svg { color: #dddddd } }"
+
 
 def as_svg(figure: Any) -> str:
-    """Return a figure as an SVG file of one line, the same for the same figure, and forget it."""
+    """Return a figure as an SVG file of one line, the same for the same figure, and forget it.
+
+    Its ground is transparent; what is black becomes light where the reader's browser is dark.
+    """
     from matplotlib import rc_context
 
     from fastcaps.viz.charts import pyplot
 
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
     pyplot().close(figure)
-    return re.sub(r"(\.\d\d)\d+", r"\1", " ".join(file.getvalue().split())) + "\n"
+    text = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(file.getvalue().split())) + "\n"
+    text = text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
+    return text.replace("</style>", f" {DARK}</style>", 1)
 
 
 def own_bytes(row: Row, name: str) -> float | None:
@@ -74,20 +81,23 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
 def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
     """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
 
-    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if none are named; a mapping says what each is called.
+    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if
+    none are named; a mapping says what each is called.
     """
-    from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
+    from fastcaps.viz.charts import OTHERS, OURS, OURS_LIGHT, pyplot, tidy
 
     some = [row for row in rows if not names or row["workload"] in names]
     found = by_layer(sorted(some, key=lambda row: (row["default"], row["batch"])))
     layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
     drawn = {panel: [_pair(found[name], panel) for name in layers] for panel in panels}
     drawn = {panel: pairs for panel, pairs in drawn.items() if any(any(pair) for pair in pairs)}
-    size = 4.5 * len(drawn), 0.8 + 0.4 * len(layers)
+    size = 4.5 * len(drawn) + 0.6, 1.1 + 0.5 * len(layers)
     figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
         title, said, labels = PANELS[panel]
-        for k, (label, colour) in enumerate(zip(labels, (BLUE, ORANGE), strict=True)):
+        for k, (label, colour) in enumerate(
+            zip(labels, (OURS, OTHERS if panel == "memory" else OURS_LIGHT), strict=True)
+        ):
             values = [pair[k] for pair in pairs]
             bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
                              color=colour, label=label)  # fmt: skip
@@ -95,7 +105,9 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
         if panel == "speedup":
             plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
         called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
-        plot.set(title=title, yticks=range(len(layers)), yticklabels=called, xticks=[])
+        marks = ([1.0], ["1× as fast"]) if panel == "speedup" else ([], [])
+        plot.set(title=title, yticks=range(len(layers)), yticklabels=called)
+        plot.set_xticks(*marks)
         plot.margins(x=0.2, y=0.02)
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)

@@ -28,13 +28,12 @@ from fastcaps._testing.markdown import as_markdown, into
 Row = dict[str, Any]
 _EXTRA = ("extra memory of a step, MB", "with stored votes, MB")
 LEGEND = (
-    "Times are medians, with the 20th and 80th percentile. The speed-up is relative to the fastest alternative. "
-    "GFLOP/s counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one "
-    "call without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. "
-    "All tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
-    "doubtful: "
-    f"the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or the load "
-    f"average before the row was above {BUSY:g} per core."
+    "Times are medians, with the 20th and 80th percentile. Speed-ups are relative to the fastest alternative. GFLOP/s "
+    "counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one call "
+    "without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. All "
+    "tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
+    f"doubtful: the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or "
+    f"the load average before the row was above {BUSY:g} per core."
 )
 
 PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
@@ -188,9 +187,10 @@ def html(rows: Sequence[Row]) -> str:
     return (
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;height:auto}"
-        "div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
-        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd} tr:first-child{font-weight:bold}"
+        ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
+        "svg{max-width:100%;height:auto} div{overflow-x:auto}"
+        "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
+        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
     )
 
@@ -223,13 +223,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def first(rows: Sequence[Row]) -> str:
-    """Return the sentence below the README's picture."""
+    """Return the sentences below the README's picture."""
     machine = rows[0]["machine"]
     return (
-        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the papers "
-        f"against the fastest of up to eight PyTorch alternatives, compiled ones included. An alternative is faster in "
-        f"{len(behind(rows))} of {len(rows)} rows ([all rows](docs/performance.md)). Extra memory is what a training step "
-        "needs beside its inputs and results.*"
+        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
+        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
+        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra "
+        "memory is what a training step needs beside its inputs and results.*"
     )
 
 

@@ -51,8 +51,8 @@ def batch(list_of_texts):
 # ## The network
 #
 # The network routes words to 16 parents, and these to the classes. With `None` children, all words share their
-# matrices, for any number of words. As in the author's networks, a linear layer computes a score for each word; the
-# mask overrides it.
+# matrices, for any number of words. As in the author's networks, a linear layer scores each word; the mask
+# overrides it.
 
 
 # %%
@@ -74,8 +74,8 @@ net = Classifier()
 # %% [markdown]
 # ## Training on short texts, testing on long ones
 #
-# Training uses texts of 4 to 20 words, the test also texts of 20 to 100 words. Guessing is right one time in five. A
-# long text has more words of its topic, so the second accuracy is higher, although training has no text of that length.
+# Training uses texts of 4 to 20 words, the test also uses 20 to 100 words. A guess is right one time in five. A long
+# text has more words of its topic, so the second accuracy is higher, although training has no text of that length.
 
 # %%
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)

@@ -39,9 +39,8 @@ def beside_children(values):
 # %% [markdown]
 # ## Cosine agreement
 #
-# A bias is added to the parents' sums (SegCaps, LaLonde and Bagci 2018), and the agreement is a cosine (3D-UCaps,
-# Nguyen et al. 2021). The distance from 0 is a vote's squared length. The bias is `[M, C, E]`, on grids
-# `[M, 1, 1, C, E]`.
+# A bias is added to the parents' sums (SegCaps, LaLonde and Bagci 2018); the agreement is a cosine (3D-UCaps, Nguyen
+# et al. 2021). The distance from 0 is a vote's squared length. The bias is `[M, C, E]`, on grids `[M, 1, 1, C, E]`.
 
 
 # %%
