@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.goals import number
@@ -20,13 +20,13 @@ CHOSEN = (  # noqa: SIM905
 FIRST = {
     "tsai-c10-conv1": "inverted attention,\nCIFAR-10, convolution",
     "tsai-c100-fc1": "inverted attention,\nCIFAR-100, 800 to 20",
-    "tsai-dmm-vector-conv": "inverted attention,\nlong vectors, convolution",
     "sabour-mnist": "dynamic routing,\nMNIST, 1,152 to 10",
     "hinton-conv": "EM routing,\nCIFAR-10, convolution",
+    "heinsen-sst-1": "Heinsen's routing,\nsentences",
     "heinsen-norb-1": "Heinsen's routing,\nsmallNORB, shared matrices",
     "li-capnet-dynamic": "dynamic routing,\n2,048 to 512, shared matrices",
 }
-"""The layers of the README's table and picture, and how the picture names them: own matrices, and shared ones."""
+"""The layers of the README's picture, and what it calls them: own matrices, and shared ones."""
 
 MODES = ("forward", "training step")
 PANELS = {
@@ -78,10 +78,11 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
     return [None if count is None else count / 1e6 for count in counts]
 
 
-def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str] = PANELS) -> str:
+def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
     """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
 
-    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers; all if none are named.
+    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if
+    none are named; a mapping says what each is called.
     """
     from fastcaps.viz.charts import OTHERS, OURS, OURS_LIGHT, pyplot, tidy
 
@@ -94,15 +95,19 @@ def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str
     figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
         title, said, labels = PANELS[panel]
-        for k, (label, colour) in enumerate(zip(labels, (OURS, OTHERS if panel == "memory" else OURS_LIGHT), strict=True)):
+        for k, (label, colour) in enumerate(
+            zip(labels, (OURS, OTHERS if panel == "memory" else OURS_LIGHT), strict=True)
+        ):
             values = [pair[k] for pair in pairs]
             bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
                              color=colour, label=label)  # fmt: skip
             plot.bar_label(bars, ["" if value is None else said(value) for value in values], padding=3)
         if panel == "speedup":
             plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
-        plot.set(title=title, yticks=range(len(layers)), yticklabels=[FIRST.get(name, name) if names == [*FIRST] else name for name in layers])
-        plot.set_xticks([1.0] if panel == "speedup" else [], ["1× as fast"] if panel == "speedup" else [])
+        called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
+        marks = ([1.0], ["1× as fast"]) if panel == "speedup" else ([], [])
+        plot.set(title=title, yticks=range(len(layers)), yticklabels=called)
+        plot.set_xticks(*marks)
         plot.margins(x=0.2, y=0.02)
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)

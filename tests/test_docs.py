@@ -141,7 +141,9 @@ def test_equations_become_mathml_and_docstrings_markdown() -> None:
 
     equations = [each for path in DOCS.rglob("*.md") for each in FORMULA.findall(path.read_text(encoding="utf-8"))]
     assert len(equations) > 9 and not [each for each in equations if latex_left(fenced(each))]
-    assert all(map(latex_left, (r"<p>\\alpha</p>", "<mi>&</mi>", "<p>$$ x $$</p>"))) and not latex_left("<code>\\a</code>")
+    assert all(map(latex_left, (r"<p>\\alpha</p>", "<mi>&</mi>", "<p>$$ x $$</p>"))) and not latex_left(
+        "<code>\\a</code>"
+    )
 
     made = translated("Sum.\n\n.. math::\n    a &= b, \\\\\n    c &= d\n\nSee :func:`~fastcaps.convert` and :math:`x`.")
     assert made.count("<mtr>") == made.count("<math") == 2 and "::" not in made and "`convert`" in made

@@ -24,7 +24,9 @@ BLOCK = re.compile(
 ROLE = re.compile(r":(?P<role>math|\w+):`(?P<text>[^`]+)`")
 
 LISTED = re.compile(r"^(?P<head>Parameters|Attributes)\n-+\n(?:(?!\w+\n-+\n).*\n)+", re.MULTILINE)
-ENTRY = re.compile(r"^(?P<names>\**\w+(?:, \w+)*)(?P<kind> :[^\n]*)?\n(?P<text>(?: +[^\n]*\n|\n(?= +\S))+)", re.MULTILINE)
+ENTRY = re.compile(
+    r"^(?P<names>\**\w+(?:, \w+)*)(?P<kind> :[^\n]*)?\n(?P<text>(?: +[^\n]*\n|\n(?= +\S))+)", re.MULTILINE
+)
 ELSEWHERE = re.compile(
     r"\s*(?:Of [^,]+, )?(?:as|see) :\w+:`~?(?P<home>[\w.]+)`(?: has them| takes (?:it|them))?(?P<rest>.*)", re.I | re.S
 )
@@ -133,9 +135,14 @@ class Docstrings(griffe.Extension):
         from fastcaps.nn.poses import arguments
 
         init = cls.members.get("__init__")
-        if not isinstance(init, griffe.Function) or not any("Unpack" in str(each.annotation) for each in init.parameters):
+        if not isinstance(init, griffe.Function) or not any(
+            "Unpack" in str(each.annotation) for each in init.parameters
+        ):
             return
-        kinds: dict[int, griffe.ParameterKind] = {1: griffe.ParameterKind.positional_or_keyword, 3: griffe.ParameterKind.keyword_only}
+        kinds: dict[int, griffe.ParameterKind] = {
+            1: griffe.ParameterKind.positional_or_keyword,
+            3: griffe.ParameterKind.keyword_only,
+        }
         found = arguments(getattr(importlib.import_module(cls.module.path), cls.name))
         for name, each in sorted(found.items(), key=lambda item: item[1].kind):
             default = None if each.default is each.empty else repr(each.default)

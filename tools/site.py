@@ -1,8 +1,8 @@
 """What MkDocs does besides turning docs/ into pages (mkdocs.yml names this file).
 
 Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
-CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages, and so does each public module (api/). The page
-of all measured rows is drawn from bench/results, the table of recipes from the recipes.
+CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages, and so does each public module (api/). The
+page of all measured rows is drawn from bench/results, the table of recipes from the recipes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def api(module: str) -> str:
             members = [name for name in own if not name.startswith("_") and inspect.isclass(thing)]
             is_module = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
             shown = ["build", "forward"] if is_module else members or "false"
-            parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_module}}}")
+            parts.append(
+                f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_module}}}"
+            )
     return "\n\n".join(parts)
 
 

@@ -221,7 +221,9 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
     names = [line.label for line in lines]
     if short:  # beside a whole training's values they would look like the same thing
         full = [_number(line.paper, line.row.spread) for line in lines]
-        names = [name + (f"\n(paper, in full: {value})" if value else "") for name, value in zip(names, full, strict=True)]
+        names = [
+            name + (f"\n(paper, in full: {value})" if value else "") for name, value in zip(names, full, strict=True)
+        ]
         paper = [None] * len(lines)
     if table.over is None:
         viz.bars(names, ours, paper, path, title=title, axis=axis)
