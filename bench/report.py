@@ -32,8 +32,8 @@ LEGEND = (
     "counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one call "
     "without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. All "
     "tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
-    f"doubtful: the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or the load "
-    f"average before the row was above {BUSY:g} per core."
+    f"doubtful: the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or "
+    f"the load average before the row was above {BUSY:g} per core."
 )
 
 PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
@@ -188,7 +188,8 @@ def html(rows: Sequence[Row]) -> str:
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
         ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
-        "svg{max-width:100%;height:auto} div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
+        "svg{max-width:100%;height:auto} div{overflow-x:auto}"
+        "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
         "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
     )
