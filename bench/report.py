@@ -233,6 +233,22 @@ def first(rows: Sequence[Row]) -> str:
     )
 
 
+def start(rows: Sequence[Row]) -> str:
+    """Return the figures of the documentation's first page: what two layers gain in a training step."""
+    steps = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
+    lines = []
+    for name, layer in (("tsai-c10-conv1", "A capsule convolution for CIFAR-10 (Tsai et al.)"),
+                        ("sabour-mnist", "The class capsules of Sabour et al.'s network for MNIST")):  # fmt: skip
+        step = steps[name][charts.MODES[1]]
+        own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
+        lines.append(
+            f"- {layer}: a training step is **{_speedup(step)}** as fast as the fastest of several PyTorch "
+            f"alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
+        )
+    machine = rows[0]["machine"]
+    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
+
+
 def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     """Put the figures and the pictures of all rows into README and docs; return the files that were written."""
     docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
@@ -241,6 +257,7 @@ def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     on_cpu = max(_by_device(on_cpu), key=len, default=[])  # a page shows one: that of the most rows
     parts = {
         root / "README.md": ("figures", on_cpu, first),
+        docs.parent / "index.md": ("start", on_cpu, start),
         docs.parent / "performance.md": ("summary", on_cpu, summary),
         docs / "attention.md": ("attention", [row for row in on_cpu if row["workload"] in passes], markdown),
         docs / "routings.md": ("routings", [row for row in on_cpu if row["workload"] not in passes], markdown),

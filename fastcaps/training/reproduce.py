@@ -204,7 +204,8 @@ def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
     """Draw a table's picture: its numbers beside the paper's, or a figure of the networks of its first seed."""
-    title = f"{table.title}{' (short runs)' if short else ''}\n{table.source}"
+    kind = " (small batch)" if table.measure in COSTS else " (short runs)"
+    title = f"{table.title}{kind if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
         trained = []
         for line in lines:
