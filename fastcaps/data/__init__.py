@@ -1,4 +1,4 @@
-"""Data from disk and what is made of them: readers, generators, transforms. Nothing is downloaded.
+"""Data sets: readers of files on disk, generators, transforms. Nothing is downloaded.
 
 >>> from fastcaps import data
 >>> splits = data.load("mnist", "path/to/data")  # doctest: +SKIP
