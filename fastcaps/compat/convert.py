@@ -16,12 +16,7 @@ from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, Digit
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
-from fastcaps.compat.slim_capsules import (
-    ConvSlimCapsule2D,
-    ConvSlimCapsule3D,
-    DeconvSlimCapsule2D,
-    DeconvSlimCapsule3D,
-)
+from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
 from fastcaps.compat.twin import Twin
 
 _KINDS = (

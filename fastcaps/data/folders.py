@@ -30,10 +30,7 @@ def class_names(folder: str | Path) -> tuple[str, ...]:
 
 
 def read_folder(
-    folder: str | Path,
-    *,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
+    folder: str | Path, *, classes: Sequence[str] | None = None, image_size: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Return all images of a folder of classes, in the order of their names.
 

@@ -109,10 +109,7 @@ def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -
     return read_array(path, _IDX, "uint8", shape)
 
 
-STEMS = {
-    "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
-    "test": "smallnorb-5x01235x9x18x6x2x96x96-testing",
-}
+STEMS = {"train": "smallnorb-5x46789x9x18x6x2x96x96-training", "test": "smallnorb-5x01235x9x18x6x2x96x96-testing"}
 """The first parts of the names of smallNORB's files."""
 NORB = Format(
     "a binary matrix of smallNORB (MATLAB's are others)",

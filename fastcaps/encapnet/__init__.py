@@ -12,12 +12,6 @@ from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
 
 __all__ = [
-    "CapConv2d",
-    "CapFC",
-    "EncapNet",
-    "EncapNetConfig",
-    "FeedbackAgreement",
-    "SinkhornDivergence",
-    "feedback_loss",
+    "CapConv2d", "CapFC", "EncapNet", "EncapNetConfig", "FeedbackAgreement", "SinkhornDivergence", "feedback_loss",
     "squash_sum",
-]
+]  # fmt: skip

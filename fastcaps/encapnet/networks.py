@@ -256,11 +256,7 @@ SIX = EncapNetConfig(
     stem=((1, 3, 1), (2, 3, 1), (4, 3, 2), (8, 3, 2)), dims=(16,), layers=(1,), strides=(2,), skip="none"
 )
 V2 = EncapNetConfig(
-    classes=200,
-    image_size=128,
-    stem=((1, 7, 4),),
-    layers=(9, 12, 69, 9),
-    coefficients=("none", "none", "both", "both"),
+    classes=200, image_size=128, stem=((1, 7, 4),), layers=(9, 12, 69, 9), coefficients=("none", "none", "both", "both")
 )
 NETWORKS = {
     "li-encapnet-master": replace(V1, coefficients="none"),

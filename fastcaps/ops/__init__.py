@@ -40,14 +40,8 @@ from fastcaps.ops.pooling import Pooling, pooling_routing
 from fastcaps.ops.routing import Routing
 
 __all__ = [
-    "ROUTINGS",
-    "Attention",
-    "Gaussian",
-    "Pooling",
-    "Routing",
-    "attention_routing",
-    "gaussian_routing",
+    "ROUTINGS", "Attention", "Gaussian", "Pooling", "Routing", "attention_routing", "gaussian_routing",
     "pooling_routing",
-]
+]  # fmt: skip
 
 ROUTINGS: tuple[Routing, ...] = (attention_routing, pooling_routing, gaussian_routing)

@@ -98,10 +98,6 @@ def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: 
     return found
 
 
-def _register() -> None:
-    for routing in ROUTINGS:
-        for op, backward in ((routing.op, False), (routing.backward_op, True)):
-            register_sharding(op)(partial(acceptable, routing, backward))
-
-
-_register()
+for _routing in ROUTINGS:
+    register_sharding(_routing.op)(partial(acceptable, _routing, False))
+    register_sharding(_routing.backward_op)(partial(acceptable, _routing, True))

@@ -17,13 +17,7 @@ from fastcaps.reference.gaussian import gaussian_coefficients, gaussian_routing,
 from fastcaps.reference.pooling import pooling_coefficients, pooling_routing, pooling_routing_backward
 
 __all__ = [
-    "attention_coefficients",
-    "attention_routing",
-    "attention_routing_backward",
-    "gaussian_coefficients",
-    "gaussian_routing",
-    "gaussian_routing_backward",
-    "pooling_coefficients",
-    "pooling_routing",
+    "attention_coefficients", "attention_routing", "attention_routing_backward", "gaussian_coefficients",
+    "gaussian_routing", "gaussian_routing_backward", "pooling_coefficients", "pooling_routing",
     "pooling_routing_backward",
-]
+]  # fmt: skip

@@ -22,23 +22,9 @@ if TYPE_CHECKING:
     from fastcaps.training.run import SeedsResult, TrainResult, build_network, quiet, train, train_seeds
 
 __all__ = [
-    "CapsuleClassifier",
-    "Data",
-    "ImageData",
-    "Network",
-    "Recipe",
-    "RunError",
-    "SeedsResult",
-    "SettingError",
-    "TrainConfig",
-    "TrainResult",
-    "build_network",
-    "quiet",
-    "recipe",
-    "train",
-    "train_seeds",
-    "versions",
-]
+    "CapsuleClassifier", "Data", "ImageData", "Network", "Recipe", "RunError", "SeedsResult", "SettingError",
+    "TrainConfig", "TrainResult", "build_network", "quiet", "recipe", "train", "train_seeds", "versions",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
