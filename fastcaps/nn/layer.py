@@ -104,6 +104,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         adds it to its votes times a factor; the factors are evenly spaced from -1 to 1.
     iterations : int
         Number of times the coefficients are computed.
+    device, dtype : optional
+        As in PyTorch's own layers.
 
     Calls
     -----
@@ -326,7 +328,25 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return_coefficients: bool = False,
         **own: Any,
     ) -> Any:
-        """Return the parents, as the class says under *Calls*; ``own`` are the options of one class of layers."""
+        """Return the parents, and whatever else the class lists under *Calls*.
+
+        Parameters
+        ----------
+        children : Tensor
+            Poses ``[B, I, d]`` of a set, ``[B, N, H, W, d]`` of a grid.
+        activations, scores : Tensor, optional
+            How active the children are, ``[B, I]`` or ``[B, N, H, W]``; None: all are active.
+        parents : Tensor, optional
+            The result of an earlier call, for another iteration.
+        out_capsules : int, optional
+            The number of parents, for a layer with ``out_capsules=None``.
+        bias : Tensor, optional
+            ``[I or 1, M or 1, C, E]``, added to the votes in addition to the layer's bias.
+        iterations : int, optional
+            Number of iterations of this call, instead of the layer's.
+        return_coefficients : bool
+            Also return the coefficients.
+        """
         self.know(own)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
