@@ -221,7 +221,6 @@ def _chunk(count: int, size: int, k: int) -> int:
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """Return all tensors as one message."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat([x.reshape(-1) for x in parts])
 
 
@@ -382,7 +381,6 @@ def _bits(needed: Sequence[bool]) -> int:
 
 
 def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> list[Tensor | None]:
-    """Return the needed gradients, under the settings of the forward."""
     with backends.under(ctx.blocks):
         found = routing.run_backward(*arguments, needs)
     return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]

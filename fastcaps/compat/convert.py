@@ -178,7 +178,6 @@ def _missing(module: nn.Module, kind: type[Twin]) -> str:
 
 
 def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
-    """Return the twin that replaces ``module``, or None, and why."""
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 
 def _signed(bits: int) -> int:
-    """Return the int64 with these 64 bits."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 

@@ -79,7 +79,6 @@ def read_folder(
 
 
 def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
-    """Return one image: uint8 ``[3, h, w]``."""
     with read_by("Pillow", path, f"an image of {', '.join(FORMATS)}"):
         from PIL import Image, ImageOps
 

@@ -43,7 +43,6 @@ class Format(NamedTuple):
 
 
 def _header(stream: IO[bytes], path: Path, form: Format, dtype: str) -> tuple[int, ...]:
-    """Return the sizes in a file's header."""
     begin = stream.read(struct.calcsize(form.head))
     magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
     if magic != (wanted := form.magic[dtype]):

@@ -87,7 +87,6 @@ def squash_sum(
 
 
 def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
-    """Raise if the arguments do not fit each other."""
     check_count("types", types)
     if y is None and b is not None:
         raise ValueError("b, the coefficient of y, must be None without y")

@@ -163,7 +163,6 @@ def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of those that are not None."""
     if one is None or other is None:
         return other if one is None else one
     return one + other

@@ -182,7 +182,6 @@ class Routing(Signature, ABC):
         )
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
-        """Run the reference's routing of one iteration."""
         given = own._asdict()
         del given["coefficients"]
         found: Results = self.reference()[0](votes, **given)
@@ -255,7 +254,6 @@ class Routing(Signature, ABC):
         return every
 
     def _joined(self, every: list[Results]) -> Results:
-        """Return a call's results from those of its iterations."""
         if len(every) == 1:
             return every[0]
         final = len(self.finals)
@@ -263,7 +261,6 @@ class Routing(Signature, ABC):
         return (*every[-1][:final], *history)
 
     def _coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor | None:
-        """Return the coefficients, or None if they are not asked for."""
         if not own.coefficients:
             return None
         with torch.no_grad():

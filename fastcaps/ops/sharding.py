@@ -75,7 +75,6 @@ def lying(dim: int | None) -> Placement:
 
 
 def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Placements:
-    """Return the placements of an op's results."""
     place, finals, history = len(given["children"].shape) - 3, len(routing.finals), len(routing.history)
     shares = lying({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
     if axis == "children":

@@ -203,7 +203,6 @@ class ImageData(pl.LightningDataModule):
         )
 
     def _batches(self) -> EpochBatches:
-        """Return the batches of training images on this rank."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
         batches = EpochBatches(len(self.train), self.batch_size // world_size, self.seed, **where)

@@ -90,7 +90,6 @@ def wrong(path: str, got: Any, want: str) -> SettingError:
 
 
 def _first_error(value: Any, error: ValidationError) -> SettingError:
-    """Return pydantic's first error as one line."""
     found, path, here = error.errors(include_url=False)[0], "", value
     for part in found["loc"]:
         if part == (here.get("name") if isinstance(here, Mapping) else here):

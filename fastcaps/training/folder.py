@@ -25,7 +25,6 @@ WRITTEN = ("last.ckpt", "best.ckpt", "metrics.csv", "result.json")
 
 
 def _processor() -> str:
-    """Return the processor's model name, if the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

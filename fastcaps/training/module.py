@@ -88,7 +88,6 @@ class CapsuleClassifier(pl.LightningModule):
         return {name: self.means[name].compute() for name in (f"{stage}_loss", f"{stage}_accuracy")}
 
     def _finish(self, stage: str) -> None:
-        """Log a stage's figures, and reset them."""
         figures = self.figures(stage)
         self.log_dict(figures, prog_bar=True)
         for name in figures:

@@ -87,7 +87,6 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def _measure_cost(line: Line, console: Console) -> None:
-    """Measure memory and time in a fresh process, and write settings and result as a run does."""
     folder = line.config.folder
     with prepared(line.config, resume=True, overwrite=False):
         try:

@@ -244,7 +244,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _write_result(config: TrainConfig, summary: dict[str, Any]) -> None:
-    """Write ``result.json``."""
     about = {"metric": config.metric, "epochs": config.epochs, "versions": versions()}
     write_json(config.folder / "result.json", {**summary, **about})
 
