@@ -174,7 +174,7 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
         ("measure: error", "measure: speed", "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory'"),
         ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
-        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
+        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it for lines"),
         ("name: two", "name: ..", "row 'two turns': name: got '..', want letters"),
     ],
 )

@@ -262,11 +262,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ) -> Full: ...
         @overload
         def __call__(
-            self,
-            children: Tensor,
-            *activity: Tensor | None,
-            return_coefficients: bool,
-            **options: Unpack[CallOptions],
+            self, children: Tensor, *activity: Tensor | None, return_coefficients: bool, **options: Unpack[CallOptions]
         ) -> Plain | Full: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
