@@ -42,6 +42,7 @@ DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
     "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
 )
+SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "own MB (of votes)")
 
 
 def _short(name: str) -> str:
@@ -84,10 +85,10 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the lines of a table, the first being its head."""
+def table(rows: Sequence[Row], short: bool = False) -> list[list[str]]:
+    """Return the lines of a table, the first being its head; ``short`` fits a terminal."""
     made = [cells(row) for row in rows]
-    columns = list(max(made, key=len))
+    columns = [name for name in max(made, key=len) if not short or name in SHORT]
     return [columns, *[[one.get(name, "") for name in columns] for one in made]]
 
 
@@ -122,7 +123,7 @@ def about(rows: Sequence[Row]) -> str:
     return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
@@ -131,7 +132,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
         wanted = precision, single, mode
         part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
         if part:
-            found.append((title, table(part)))
+            found.append((title, table(part, short)))
     return found
 
 
@@ -153,10 +154,10 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], short: bool = False) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     lines = [about(rows), "", _legend(rows), ""]
-    for title, made in tables(rows):
+    for title, made in tables(rows, short):
         lines += [f"**{title}**", "", as_markdown(made), ""]
     for title, sentences in (
         ("Targets missed:", shortfalls(rows)),

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, check_table, is_tracing
+from fastcaps.checks import (
+    accumulation_dtype,
+    check_choice,
+    check_count,
+    check_finite,
+    check_table,
+    is_tracing,
+    known_arguments,
+)
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
@@ -57,6 +65,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     return [float(value) for value in values]
 
 
+@known_arguments
 def em_routing(
     children: Tensor | Votes,
     activations: Tensor | None,

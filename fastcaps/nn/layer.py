@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, did_you_mean, require_tensor, shape_text
+from fastcaps.checks import check_count, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
@@ -20,13 +20,6 @@ from fastcaps.votes import Window, autocast_dtype
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
-
-
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
-    """Raise for the first name that is not known."""
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -148,6 +141,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ``[1, 1, C, E]``, for ``break_symmetry``.
     """
 
+    _fields = ("__init__", "forward", "output_size", "reset_parameters")  # help() begins with these
     activity_name = "activations"  # a call's second argument: "activations" in [0, 1], or "scores", any real values
     head = "linear"  # what ClassHead reads of the parents; "activations" needs activations of the children, too
     compete = "parents"  # the softmax runs over "parents" for each child, or over "children" for each parent
