@@ -26,21 +26,21 @@ from bench.workloads import WORKLOADS
 from fastcaps._testing.markdown import as_markdown, into
 
 Row = dict[str, Any]
-_OWN = ("a step's own MB", "with stored votes")
+_EXTRA = ("extra memory of a step, MB", "with stored votes, MB")
 LEGEND = (
-    "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
-    "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
-    "beside its inputs and results, and its share of the votes; stored: that of the eager batched matmul. All tensors: "
-    "that with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
-    f"the middle 60 % of the calls lie more than {WIDE:.0%} apart, or it would be more than the machine can do,"
-    f" or the load average before it was above {BUSY:g} a core."
+    "Times are medians, with the 20th and 80th percentile. Speed-ups are relative to the fastest alternative. GFLOP/s "
+    "counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one call "
+    "without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. All "
+    "tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
+    f"doubtful: the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or "
+    f"the load average before the row was above {BUSY:g} per core."
 )
 
-PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."
+PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
 
 DEVICE_LEGEND = (
-    " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
-    "replayed graph, which the speed-up then goes by. Of sgemm: of this device's own large matrix product."
+    " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
+    "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
 )
 
 
@@ -80,7 +80,7 @@ def cells(row: Row) -> dict[str, str]:
         found["of peak"] = f"{row['peak_share']:.0%}"
     votes, (own, stored) = row["votes_bytes"], (charts.own_bytes(row, name) for name in (OURS, STORED))
     share = "" if own is None or own >= 0.995 * votes else f" ({own / votes:.1%})"
-    found |= {"own MB (of votes)": _megabytes(own) + share, "stored, MB": _megabytes(stored)}
+    found |= {"extra MB (of votes)": _megabytes(own) + share, "stored, MB": _megabytes(stored)}
     return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
@@ -159,9 +159,9 @@ def markdown(rows: Sequence[Row]) -> str:
     for title, made in tables(rows):
         lines += [f"**{title}**", "", as_markdown(made), ""]
     for title, sentences in (
-        ("Below the goal:", shortfalls(rows)),
+        ("Targets missed:", shortfalls(rows)),
         ("Doubtful:", [f"{place(row)}: {'; '.join(row['doubts'])}" for row in rows if row.get("doubts")]),
-        ("Alternatives without a figure, and those marked *:", _without_figures(rows)),
+        ("Alternatives without a time, and those marked *:", _without_figures(rows)),
     ):
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
@@ -187,9 +187,10 @@ def html(rows: Sequence[Row]) -> str:
     return (
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;height:auto}"
-        "div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
-        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd} tr:first-child{font-weight:bold}"
+        ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
+        "svg{max-width:100%;height:auto} div{overflow-x:auto}"
+        "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
+        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
     )
 
@@ -197,7 +198,7 @@ def html(rows: Sequence[Row]) -> str:
 def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return a table with a row for each of some workloads at its default batch, both modes."""
     by_name = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
-    lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_OWN]]
+    lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_EXTRA]]
     for name in names:
         both = by_name.get(name, {})
         line = [f"`{name}` ({WORKLOADS[name].batch})"]
@@ -222,15 +223,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def first(rows: Sequence[Row]) -> str:
-    """Return the figures of the README."""
-    machine, some = rows[0]["machine"], [row for row in rows if row["workload"] in charts.FIRST and row["default"]]
-    shares = sorted(row["sgemm_share"] for row in some if row["mode"] == "forward" and "fastcaps" in row)
+    """Return the sentences below the README's picture."""
+    machine = rows[0]["machine"]
     return (
-        f"{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}. Speed-ups are against "
-        f"the fastest alternative of the same run; own MB is what a training step needs beside its inputs and results. "
-        f"In {len(behind(rows))} of {len(rows)} rows an alternative is faster ([which](docs/performance.md)).\n\n"
-        f"{_chosen(rows, charts.FIRST)}\n\nForward, these layers do their useful operations at {shares[0]:.0%} to "
-        f"{shares[-1]:.0%} of the rate of a large matrix product in the same run."
+        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
+        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
+        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra "
+        "memory is what a training step needs beside its inputs and results.*"
     )
 
 

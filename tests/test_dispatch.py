@@ -174,7 +174,7 @@ def test_the_first_backend_that_can_take_a_call_does(
     ("stage", "cuda", "triton", "runs"),
     [
         ("old device", "it is built for compute capability 8.0, 9.0+PTX, the device has 7.5", None, "triton"),
-        ("old driver", "it is built with CUDA 13.0.88, the driver serves CUDA 12 at most", None, "triton"),
+        ("old driver", "it is built with CUDA 13.0.88, the driver supports CUDA 12 at most", None, "triton"),
         ("no library", "not built: no CUDA toolkit when it was built", None, "triton"),
         ("no gpu", "torch sees no GPU", "torch sees no GPU", "reference"),
         ("cpu torch", *2 * [f"torch {torch.__version__} is a CPU build"], "reference"),

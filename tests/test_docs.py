@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PRINTED = re.compile(r"^\s*print\(.*\)\s+# (.+)$", re.MULTILINE)
 DOCS = ROOT / "docs"
+FORMULA = re.compile(r"^```math\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "fastcaps").rglob("*.py")
@@ -101,7 +102,8 @@ def test_the_examples_of_docstrings_run_as_printed(module: str) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = set(re.findall(r"\w: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    assert menu == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(site.PAGES.values())
+    made = {*site.PAGES.values(), *(f"api/{module}.md" for module in site.API)}
+    assert menu == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made
 
 
 @pytest.mark.parametrize("name", routing_pictures.SCENES)
@@ -113,7 +115,7 @@ def test_a_routing_has_a_page_with_its_equation_and_its_picture_as_it_is_drawn_n
     ]
     assert drawn[0] == drawn[1] and len(drawn[0]) > routing_pictures.CHILDREN * routing_pictures.PARENTS
     page = (DOCS / f"routings/{name}.md").read_text(encoding="utf-8")
-    assert f"]({name}.svg)" in page and re.search(r"^    r_im ", page, re.MULTILINE)
+    assert f"]({name}.svg)" in page and re.search(r"^```math\n.*^r_\{im\} &= .*^```", page, re.MULTILINE | re.DOTALL)
 
 
 def test_the_site_lists_all_recipes() -> None:
@@ -132,10 +134,16 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     assert all((ROOT / path).is_file() for path in site.named_outside(DOCS))
 
 
-def test_docstrings_become_markdown() -> None:
+def test_equations_become_mathml_and_docstrings_markdown() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")
-    from tools.docstrings import latex_left, translated
+    from tools.docstrings import fenced, latex_left, translated
+
+    equations = [each for path in DOCS.rglob("*.md") for each in FORMULA.findall(path.read_text(encoding="utf-8"))]
+    assert len(equations) > 9 and not [each for each in equations if latex_left(fenced(each))]
+    assert all(map(latex_left, (r"<p>\\alpha</p>", "<mi>&</mi>", "<p>$$ x $$</p>"))) and not latex_left(
+        "<code>\\a</code>"
+    )
 
     made = translated("Sum.\n\n.. math::\n    a &= b, \\\\\n    c &= d\n\nSee :func:`~fastcaps.convert` and :math:`x`.")
     assert made.count("<mtr>") == made.count("<math") == 2 and "::" not in made and "`convert`" in made

@@ -151,7 +151,7 @@ WRONG = [
     (ValueError, "parents must be an int >= 1, got 0", POOL, {"parents": 0}),
     (ValueError, r"bias must have shape .* = \[3 or 1, 7 or 1, 2, 3\]", POOL, {"weight": None}),
     (TypeError, r"beta_a must be a torch\.Tensor, got float", EM, {"beta_a": 0.0}),
-    (ValueError, "inverse_temperature must have a number for each of the 3 iterations, got 2", EM,
+    (ValueError, "inverse_temperature must have a value for each of the 3 iterations, got 2", EM,
      {"inverse_temperature": np.array([0.1, 0.2])}),
     (TypeError, "inverse_temperature must be a number, got tensor", EM, {"inverse_temperature": torch.ones(3)}),
     (ValueError, "inverse_temperature must be a finite number >= 0, got nan", EM, {"inverse_temperature": math.nan}),

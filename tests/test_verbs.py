@@ -412,7 +412,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "beta_use ... 3 or 1], got [1, 5]", lambda: heinsen(NO_MATRIX, None, None, None, *ONES(2, 1, 5))),
     (ValueError, "gate ... [B, *space, I] = [2, 6], got [2, 5]", lambda: dynamic(MADE, gate=ONES(2, 5))),
     (TypeError, "scores ... got torch.bool", lambda: heinsen(MADE, ONES(2, 6).bool(), None, None, *ONES(2, 1, 1))),
-    (ValueError, "prior must be None beside votes that a function", lambda: dynamic(MADE, prior=ONES(6, 3))),
+    (ValueError, "prior must be None with votes that a function", lambda: dynamic(MADE, prior=ONES(6, 3))),
     (ValueError, "leaky must be False", lambda: dynamic(MADE, leaky=True)),
     (BackendError, "backend 'cuda' is forced", lambda: backend("cuda")(VOTES.agreement)(POSES)),
     (BackendError, "backend 'cuda' is forced", lambda: backend("cuda")(NO_MATRIX.sum)(1.0)),

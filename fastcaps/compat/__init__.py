@@ -1,8 +1,8 @@
-"""Classes of published capsule code on fastcaps' kernels.
+"""Twins: classes of published capsule code on fastcaps' kernels.
 
-Each has that code's constructor, ``forward`` and parameters: a script runs after one changed import, and checkpoints
-load both ways. :func:`convert` swaps the layers of a live model. A twin's docstring says what differs, docs/relation.md
-which version of that code it follows.
+Each has the published constructor, ``forward`` and parameters, so a script needs one changed import, and checkpoints
+load both ways. :func:`convert` swaps the layers of an existing model. A twin's docstring says what differs,
+docs/relation.md which version of the code it follows.
 
 =================== ========================================================================================
 ``ml_capsules``     ``CapsuleFC``, ``CapsuleCONV`` of Tsai et al. (2020)

@@ -1,8 +1,8 @@
-"""Routing by agreement as functions of tensors.
+"""Routing functions of tensors.
 
-Every tensor may have any strides, and kernels store nothing of size batch x children x parents (the reference does, but
-no votes). A wrong argument raises before anything runs: TypeError for what is not a tensor or has a dtype that cannot
-be taken, ValueError for shapes, counts, devices and windows.
+Tensors may have any strides. Kernels store nothing of size batch x children x parents; the reference does, but no
+votes. Invalid arguments raise before anything runs: TypeError for a wrong type or dtype, ValueError for wrong shapes,
+counts, devices and windows.
 """
 
 from fastcaps.functional.dynamic import dynamic_routing

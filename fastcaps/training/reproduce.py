@@ -204,7 +204,7 @@ def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
     """Draw a table's picture: its numbers beside the paper's, or a figure of the networks of its first seed."""
-    title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
+    title = f"{table.title}{' (short runs)' if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
         trained = []
         for line in lines:
@@ -218,8 +218,15 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
     axis = measure_text(table)
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
     paper = [None if line.paper is None else (line.paper, line.row.spread) for line in lines]
+    names = [line.label for line in lines]
+    if short:  # beside a whole training's values they would look like the same thing
+        full = [_number(line.paper, line.row.spread) for line in lines]
+        names = [
+            name + (f"\n(paper, in full: {value})" if value else "") for name, value in zip(names, full, strict=True)
+        ]
+        paper = [None] * len(lines)
     if table.over is None:
-        viz.bars([line.label for line in lines], ours, paper, path, title=title, axis=axis)
+        viz.bars(names, ours, paper, path, title=title, axis=axis)
         return
     size, labels = len(table.over.values), [row.label for row in table.rows]
     parts = [slice(index * size, (index + 1) * size) for index in range(len(labels))]  # a row's lines follow each other

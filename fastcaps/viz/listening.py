@@ -117,10 +117,10 @@ def listening_map(
     )
     for line, sums, taken in zip(plots[:, 1:], contributions.sum((2, 3)), predictions, strict=True):
         for plot, each in zip(line, sums, strict=True):
-            plot.set_xlabel(f"{float(each):+.1f}", fontsize=9, labelpad=2)
+            plot.set_xlabel(f"{float(each):+.1f}", fontsize=9, labelpad=5)
             plot.spines[:].set(color="#BBBBBB", linewidth=0.8)
         line[taken].spines[:].set(color="black", linewidth=3)
-    bar.set_label("share of the logit: coefficient × strength of the vote", fontsize=10)
+    bar.set_label("share of the logit", fontsize=10)
     figure.supxlabel(
         "Orange: the capsules at this place spoke for the class. Purple: against it. Lines: the image's outline. "
         "Below each map: its sum. Thick frame: the class chosen.",

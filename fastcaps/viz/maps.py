@@ -105,7 +105,7 @@ def heat_maps(
     """
     rows, columns = heat.shape[:2]
     figure, plots = pyplot().subplots(
-        rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.15 * rows + 0.9), layout="constrained", squeeze=False
+        rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.2 * rows + 0.9), layout="constrained", squeeze=False
     )
     drawn: Any = None
     for line, image, hot in zip(plots, images.float(), heat, strict=True):

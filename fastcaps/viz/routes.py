@@ -135,7 +135,7 @@ def coefficient_map(
         norm=LogNorm(1 / bound, bound),
     )
     ticks = [bound ** (k / 2) for k in range(-2, 3)]
-    bar.set_ticks(ticks, labels=[f"{each:.2g}" for each in ticks])
+    bar.set_ticks(ticks, labels=[f"{each:.3g}" for each in ticks])
     bar.ax.minorticks_off()
     bar.set_label("times an even share", fontsize=9)
     return finish(figure, path)
