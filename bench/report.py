@@ -250,6 +250,36 @@ def start(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
 
 
+PUBLIC_LEGEND = (
+    "A training step is forward and backward; times are medians of steps in turns, in one process; memory is what a step "
+    "adds at its peak, results and gradients included. Equal to: the largest difference of a result or a gradient in "
+    "float32, as a share of its tensor's largest number."
+)
+
+
+def public(rows: Sequence[Row], full: bool = False) -> str:
+    """Return a table of public programs as published and with our layers; in ``full`` with networks and compiled."""
+    lines = [["program", "layer (batch)", "time of a step, ms", "peak memory of a step, MB", "results equal to"]]
+    lines[0] += ["in float64", "theirs, compiled, ms"] * full
+    for row in rows if full else [row for row in rows if not row["network"]]:
+        link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
+        line = [link + f", {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
+        if "refused" in row:
+            lines.append([*line, f"refused: {row['refused']}", *[""] * (len(lines[0]) - 3)])
+            continue
+        times = [row[name]["median"] * 1e3 for name in ("theirs", "ours")]
+        for theirs, ours in (times, [row["memory"][name] / 1e6 for name in ("theirs", "ours")]):
+            line.append(f"{number(theirs)} → {number(ours)} (**{number(theirs / ours)}×**)")
+        equal = {name: f"{max(far):.0e}" for name, far in row["equal"].items()}
+        compiled = row.get("compiled", {})
+        line += [equal["float32"], *[equal["float64"], compiled.get("failed") or _milliseconds(compiled)] * full]
+        lines.append(line)
+    machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
+    about = f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
+    about += f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}"
+    return f"{about}, load {loads[0]:.1f} to {loads[-1]:.1f}.\n{PUBLIC_LEGEND}\n\n{as_markdown(lines)}"
+
+
 def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     """Put the figures and the pictures of all rows into README and docs; return the files that were written."""
     docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
