@@ -18,6 +18,7 @@ from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
+_OF_ROUTE = ("iterations", "return_coefficients")  # what a layer gives a route that takes it by name
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
 
@@ -123,13 +124,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     ---------------------
     A subclass defines ``route(votes, activity)`` over the four verbs of :class:`~fastcaps.Votes`; poses, windows,
     matrices, biases, sharing and checks are inherited. ``activity`` is what the call got beside the children, or None,
-    ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` hands it to the windows). ``route`` returns the parents in the
+    ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` hands it to the windows); a ``route`` without it refuses a call
+    that has activations. ``route`` returns the parents in the
     layout of ``votes.sum``, or a tuple of them and more, such as :class:`~fastcaps.functional.Capsules`; that is the
     layer's result, with poses made flat. If it takes ``iterations``, ``return_coefficients`` or an option of its own by
     name, calls may too; coefficients come last in the result::
 
         class TopK(fastcaps.nn.RoutingLayer):
-            def route(self, votes, activity):
+            def route(self, votes):
                 parents = votes.sum(1 / votes.parents)
                 for _ in range(self.iterations):
                     a = votes.agreement(fastcaps.functional.unit(parents, (-2, -1)))
@@ -160,18 +162,25 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     bias_step: nn.Parameter | None
     route: Callable[..., Any]  # what a subclass defines
     route_options: tuple[str, ...] | None = None  # what it takes by name beside votes and activity; None: no route
+    route_takes_activity = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "route" in vars(cls):
             takes = inspect.signature(cls.route)
+            third = [*takes.parameters.values(), None, None, None][2]
+            own = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
             try:
-                bound = takes.bind_partial(None, None, None).arguments
+                bound = takes.bind_partial(None, None, *[None] * (not own)).arguments
             except TypeError:
                 got = ", ".join(takes.parameters)
                 raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            cls.route_options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
+                if name in options:
+                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: the layer takes it from a call")
+            cls.route_options, cls.route_takes_activity = options, not own
 
     def __init__(
         self,
@@ -346,14 +355,17 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         takes = self.route_options
         if takes is None:
             raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activity)")
-        given = {"iterations": iterations, "return_coefficients": return_coefficients}
+        given = dict(zip(_OF_ROUTE, (iterations, return_coefficients), strict=True))
         usual = {"iterations": self.iterations, "return_coefficients": False}
+        activity = (call.activity,) if self.route_takes_activity else ()
+        if call.activity is not None and not activity:
+            raise TypeError(f"{self.activity_name} must be left out: {type(self).__name__}.route does not take them")
         for name, value in given.items():
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
-        found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
+        found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **own)
         poses = found[0] if isinstance(found, (tuple, list)) and found else found
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
             what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
