@@ -169,13 +169,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 got = ", ".join(takes.parameters)
                 raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            named = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
             for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
-                if name in options:
-                    raise TypeError(
-                        f"{cls.__name__}.route cannot have an option {name}: the layer takes it from a call"
-                    )
-            cls.route_options, cls.route_takes_activity = options, not own
+                if name in named:
+                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
+            cls.route_options, cls.route_takes_activity = named, not own
 
     def __init__(
         self,
