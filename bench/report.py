@@ -251,9 +251,9 @@ def start(rows: Sequence[Row]) -> str:
 
 
 PUBLIC_LEGEND = (
-    "A training step is forward and backward; times are medians of steps in turns, in one process; memory is what a "
-    "step adds at its peak, results and gradients included. Equal to: the largest difference of a result or a gradient in "
-    "float32, as a share of its tensor's largest number."
+    "A training step is forward and backward. Times are medians of steps in turns, in one process. Memory is what a "
+    "step adds at its peak, results and gradients included. Equal to: the largest difference of a result or a "
+    "gradient in float32, relative to its tensor's largest value."
 )
 
 
