@@ -71,11 +71,7 @@ class Diagnosis:
 
 @known_arguments
 def diagnose(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    threshold: float = 0.01,
+    model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None, threshold: float = 0.01
 ) -> Diagnosis:
     r"""Return dead capsules, routing entropy and gradient norms of every capsule layer of ``model`` in one batch.
 

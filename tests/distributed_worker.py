@@ -244,10 +244,10 @@ def check_errors(mesh: DeviceMesh) -> None:
     whole = Replicate()
     for text, given, matrices, cut, other in (
         ("children must be sharded over the batch or the children", children, weight[:1], Shard(2), whole),
-        ("children must leave every process one", children[:, :1], weight[:1], Shard(1), whole),
-        ("parents must leave every process one", children, weight[:1, :1], whole, Shard(1)),
+        ("children must be >= 1 on every process", children[:, :1], weight[:1], Shard(1), whole),
+        ("parents must be >= 1 on every process", children, weight[:1, :1], whole, Shard(1)),
         ("weight [G, ...] must have a G of 12", children, torch.randn(4, 4, 3, 3), Shard(1), whole),
-        ("parents must be whole where the children are a grid", grid, weight[:4], whole, Shard(1)),
+        ("parents must be whole if the children are a grid", grid, weight[:4], whole, Shard(1)),
     ):
         there, matrices = distribute_tensor(given, mesh, [cut]), distribute_tensor(matrices, mesh, [other])
         try:

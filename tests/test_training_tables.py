@@ -106,7 +106,10 @@ def test_a_table_is_trained_and_collected(
     page = reproduction_page.page(f"Said.\n{marks}", found)
     assert f"|  | two turns | {shown} | 40.00 ± 1.5 | 1 × 128 | {results[0]['parameters']:,} |\n" in page
     assert "| `digits.yaml`: test error in % | one turn | not run | 60.00 | 1 × 128 |  |\n" in page
-    assert "| `digits.yaml` (Somebody 2020, section 1, Table 1) | More turns know more. | Shortened: epochs 1" in page
+    assert (
+        "- **`digits.yaml`** (Somebody 2020, section 1, Table 1). The claim: More turns know more. Shortened: epochs 1"
+        in page
+    )
     assert "\n\nMade by fastcaps" in page and (digits.parent / "pictures" / "digits.yaml.png").exists()
 
     (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs
@@ -174,7 +177,7 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
         ("measure: error", "measure: speed", "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory'"),
         ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
-        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
+        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it for lines"),
         ("name: two", "name: ..", "row 'two turns': name: got '..', want letters"),
     ],
 )

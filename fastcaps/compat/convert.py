@@ -17,12 +17,7 @@ from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, Digit
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
-from fastcaps.compat.slim_capsules import (
-    ConvSlimCapsule2D,
-    ConvSlimCapsule3D,
-    DeconvSlimCapsule2D,
-    DeconvSlimCapsule3D,
-)
+from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
 from fastcaps.compat.twin import Twin
 
 _KINDS = (
@@ -185,7 +180,6 @@ def _missing(module: nn.Module, kind: type[Twin]) -> str:
 
 
 def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
-    """Return the twin that replaces ``module``, or None, and why."""
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:
