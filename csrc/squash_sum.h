@@ -1,6 +1,5 @@
-// A call of the kernels, on the CPU and on a GPU: out = a squash(x) [+ b squash(y)] over capsules in channels, [B,
-// types
-// * dim, H * W], and its gradients. A row is one type of one sample: dim channels of x, one of a.
+// A call of the kernels, on the CPU and on a GPU: out = a squash(x) [+ b squash(y)] over capsules in channels,
+// [B, types * dim, H * W], and its gradients. A row is one type of one sample: dim channels of x, one of a.
 #pragma once
 
 #include "votes.h"
