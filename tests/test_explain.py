@@ -149,6 +149,26 @@ def test_a_module_whose_way_depends_on_numbers_says_so() -> None:
         explain(lambda x: x[x > 0], torch.randn(3))  # a shape that depends on them
 
 
+def test_a_reason_is_told_once() -> None:
+    """Of all calls of a network, and of the verbs of a routing written here, whose equal calls share a line."""
+
+    class Own(fastcaps.nn.RoutingLayer):
+        def route(self, votes: fastcaps.Votes, activity: Tensor | None) -> Tensor:
+            parents = votes.sum(1 / votes.parents)
+            for _ in range(3):
+                parents = votes.sum(votes.agreement(parents))
+            return parents
+
+    for told in (explain(Network(), images()), explain(Own(6, 3, 4, 4))):
+        lines = str(told).splitlines()
+        heads = [line.partition("]")[0].strip("[").split(", ") for line in lines if line.startswith("[")]
+        assert sorted(int(k) for head in heads for k in head) == [*range(len(told))]
+        assert len({(one.how, one.call, one.forward) for one in told}) == len(heads)
+        why_not = [line.partition(": ")[2] for line in lines if line.startswith("  not ")]
+        reasons = {reason for one in told for reason in one.reasons.values() if reason != one.how}
+        assert reasons and sorted(why_not) == sorted(reasons)
+
+
 @native_only
 def test_the_schedule_is_that_of_the_call() -> None:
     """With its dtype, bias and turns: matrices are folded into parents in float32 without a bias, children may stay."""

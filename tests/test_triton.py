@@ -118,6 +118,8 @@ WAYS: dict[str, Any] = {
     "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
     "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
     "tf32x3": (6, TILES, {"batch": 2, **DEEP}),
+    "bfloat16": (0, TILES, {"batch": 3, **DEEP, "dtype": torch.bfloat16, "eps": 0.3}),  # products of that type, too
+    "bfloat16-ordered": (1, TILES, {"batch": 3, **DEEP, "dtype": torch.bfloat16, "eps": 0.3}),
 }
 
 
@@ -184,6 +186,34 @@ def test_offsets_beyond_int32(options: int) -> None:
     near, far = interpret("triton_worker.attention", options)
     for one, other in zip(near, far, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "far", "padding", "bits"),
+    [
+        ({}, "", 0, 32),
+        ({"children": (1, 3, 1, 2, 3, 3)}, "children", 0, 32),
+        ({"children": (1, 3, 1, 2, 3, 3)}, "children", 1, 64),  # a window begins before the first row
+        ({"children": (1, 4, 1, 2, 3, 3)}, "children", 0, 64),
+        ({"children": (1, 4, 1, 2, 3, 3), "gate": (1, 4, 1, 2)}, "gate", 0, 64),
+        ({"weight": (2, 4, 3, 3)}, "weight", 0, 64),
+        ({"weight": (2, 1 << 28, 3, 3)}, "", 0, 64),  # dense gradients reach as far
+        ({"children": (1 << 28, 1, 1, 2, 3, 3)}, "", 0, 64),
+    ],
+)
+def test_offsets_are_as_wide_as_tensors_reach(
+    sizes: dict[str, tuple[int, ...]], far: str, padding: int, bits: int
+) -> None:
+    """The second dimension of the ``far`` tensor has a stride of 2**29; the others' numbers are all the same one."""
+    tensors = {"children": (1, 1, 1, 2, 3, 3), "weight": (2, 1, 3, 3), "gate": (1, 1, 1, 2), **sizes}
+    one = torch.empty(1, device="meta")
+    given = {
+        name: one.as_strided(shape, [(1 << 29) * (k == 1 and name == far) for k in range(len(shape))])
+        for name, shape in tensors.items()
+    }
+    votes = (given["children"], given["weight"], None, given["gate"], tensors["weight"][1])
+    made = call.Call(module_of(ATTENTION.name).ROUTING, (*votes, (1, 1, 1, 1, padding, 0, 1, 1)))
+    assert str(made.votes.INDEX.value) == f"int{bits}"
 
 
 # ---- promises -------------------------------------------------------------------------------------------------------

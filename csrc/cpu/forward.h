@@ -37,6 +37,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Units;
   using Pass = Policy<T, X>;
   using Call = ForwardCall<typename Pass::Operands>;
+  static constexpr int64_t kJoined = Pass::kJoined;
   static constexpr bool kEvenSums =
       Pass::kEvenSums && kLane == Lanes::kPositions && !Pose::kDynamic && !Pose::kIdentity;
   const Pass pass;
@@ -57,19 +58,21 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     logits = arena.take<V>(slots * in.M);
     highest = arena.take<V>(slots);
     shares = arena.take<V>(slots * Pass::kShares);
-    local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, 1)) : nullptr;
+    local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, kJoined)) : nullptr;
   }
 
   X* state(int64_t t) const { return states + t * state_size; }
   X* result(int64_t t) const { return results + t * result_size; }
 
-  // The results that parent m of row t takes its votes into: the row's, or, where lanes are children, the block's own.
+  // The results that the parents of row t take their votes into: the row's, or, where lanes are children, the block's
+  // own for kJoined parents, whose lanes are added up together; and which of them are parent m's.
   Planes<V> target(int64_t t) const {
     if constexpr (kChildLanes)
-      return Pass::planes(local + t * Pass::result_numbers(in, 1), in, 1);
+      return Pass::planes(local + t * Pass::result_numbers(in, kJoined), in, kJoined);
     else
       return Pass::planes(result(t) + before, in, in.M);
   }
+  static FASTCAPS_INLINE int64_t in_target(int64_t m) { return kChildLanes ? m % kJoined : m; }
 
   void run(int64_t item) {
     const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks;
@@ -223,13 +226,18 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     const int64_t slot = t * schedule.block_children;
     V* share = shares + slot * Pass::kShares;
     const Planes<V> to = target(t);
-    if (kChildLanes) Pass::clear(to.base, in, 1);
-    pass.weigh(logits + slot * in.M + m, gates + slot, Units{}, range, first, count, m, to, kChildLanes ? 0 : m, share);
+    if (kChildLanes && m % kJoined == 0) Pass::clear(to.base, in, kJoined);
+    pass.weigh(logits + slot * in.M + m, gates + slot, Units{}, range, first, count, m, to, in_target(m), share);
     return share;
   }
 
-  void join_lanes(int64_t t, int64_t m) {
-    if constexpr (kChildLanes) pass.join_lanes(target(t), result(t), m);
+  // The lanes of the parents up to m, of `all`, once there are kJoined or no more.
+  void join_lanes(int64_t t, int64_t m, int64_t all) {
+    if constexpr (kChildLanes) {
+      const int64_t last = m % kJoined;
+      if (last + 1 == kJoined || m + 1 == all)
+        pass.join_lanes(Pass::planes(target(t).base, in, last + 1), result(t), m - last);
+    }
   }
 
   void add_kept(int64_t first, int64_t count, int64_t nt) {
@@ -237,8 +245,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       for (int64_t m = 0; m < in.M; ++m) {
         const V* share = weigh(first, count, t, m);
         pass.add(state(t), m, votes_kept + (m * slots + t * schedule.block_children) * CE, share, count, target(t),
-                 kChildLanes ? 0 : m);
-        join_lanes(t, m);
+                 in_target(m));
+        join_lanes(t, m, in.M);
       }
   }
 
@@ -265,10 +273,10 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children;
           pass.add_again(pose, state(t), m, P + (slot + j) * CD, W, bias, shares + (slot + j) * Pass::kShares,
-                         target(t), kChildLanes ? 0 : m);
+                         target(t), in_target(m));
         }
       }
-      for (int64_t t = 0; t < nt; ++t) join_lanes(t, m);
+      for (int64_t t = 0; t < nt; ++t) join_lanes(t, m, many);
     }
   }
 

@@ -59,6 +59,7 @@ struct GaussianForward {
   using V = Vec<T>;
   static constexpr int kShares = 2;
   static constexpr bool kHasBase = true, kFolds = false, kEvenSums = false;
+  static constexpr int kJoined = 1;
   const ForwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
@@ -256,6 +257,7 @@ struct GaussianBackward {
   static constexpr int kScores = 2;         // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
   static constexpr bool kBetas = true, kRest = true, kFolds = false;
+  static constexpr int kJoined = 1;
   const BackwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;

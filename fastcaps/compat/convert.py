@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastcaps.checks import known_arguments
 from fastcaps.compat import batch_averaged
 from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
@@ -87,6 +88,7 @@ class ConversionReport:
         return "\n".join((head, *lines))
 
 
+@known_arguments
 def convert(
     model: nn.Module,
     *,

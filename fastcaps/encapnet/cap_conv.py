@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, shape_text
 from fastcaps.encapnet.op import squash_sum
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import squash
@@ -65,6 +65,7 @@ class CapConv2d(nn.Module):
     of_aide: nn.Conv2d | None
     shortcut: nn.Conv2d | None
 
+    @known_arguments
     def __init__(
         self,
         types: int,
@@ -211,6 +212,7 @@ class CapFC(nn.Module):
 
     activation = "squash"
 
+    @known_arguments
     def __init__(
         self,
         in_capsules: int,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite, check_table, is_tracing, widen
+from fastcaps.checks import check_choice, check_count, check_finite, check_table, is_tracing, known_arguments, widen
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
@@ -57,6 +57,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     return [float(value) for value in values]
 
 
+@known_arguments
 def em_routing(
     children: Tensor | Votes,
     activations: Tensor | None,

@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, check_table, widen
+from fastcaps.checks import (
+    accumulation_dtype,
+    check_choice,
+    check_count,
+    check_finite,
+    check_table,
+    known_arguments,
+    widen,
+)
 from fastcaps.functional.em import inverse_temperatures, result_dtype
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Gaussians, RoutedGaussians
@@ -17,6 +25,7 @@ from fastcaps.votes import VoteInputs, Window
 MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
 
+@known_arguments
 def heinsen_routing(
     children: Tensor | Votes,
     scores: Tensor | None,

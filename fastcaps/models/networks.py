@@ -8,13 +8,13 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_images, image_size
+from fastcaps.checks import check_choice, check_count, check_images, image_size, refuse_unknown
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
-from fastcaps.nn.layer import RoutingLayer, refuse_unknown
+from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments
 from fastcaps.nn.stack import CapsuleSpec
 

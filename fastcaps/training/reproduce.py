@@ -203,7 +203,8 @@ def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
     """Draw a table's picture: its values beside the paper's, or a figure of its first seed's networks."""
-    title = f"{table.title}{' (short runs)' if short else ''}\n{table.source}"
+    kind = " (small batch)" if table.measure in COSTS else " (short runs)"
+    title = f"{table.title}{kind if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
         trained = []
         for line in lines:

@@ -74,7 +74,7 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     contributions = shares * (votes @ reading)
     if trace.activations[-1] is not None:
         contributions = contributions * trace.activations[-1][:, None]
-    return contributions.unflatten(1, below.shape[1:4]).sum(1).permute(0, 3, 1, 2)
+    return contributions.reshape(*below.shape[:4], -1).sum(1).permute(0, 3, 1, 2)
 
 
 def listening_map(

@@ -31,8 +31,8 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
     perturbed = capsules[:, None, None].repeat(1, dim, len(steps), 1, 1)  # [B, d, steps, M, d]
     one_number = torch.eye(dim)[:, None] * steps[:, None]  # [d, steps, d]: a step of one number, the others 0
     perturbed[torch.arange(count), :, :, labels] += one_number
-    drawn = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
-    return drawn.unflatten(0, (count, dim, len(steps)))
+    drawn: Tensor = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
+    return drawn.reshape(count, dim, len(steps), *drawn.shape[1:])
 
 
 def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], title: str) -> Path:

@@ -55,9 +55,10 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
         gates = gates.sigmoid()
 
     def read(gates: Tensor) -> Tensor:
-        row: Any = (layer.in_capsules, 1, -1)  # how a layer over a whole grid reads a set
-        is_row = layer.on_grid and children.dim() == 3
-        return seen(layer, *(each.unflatten(1, row) if is_row else each for each in (children, gates)))
+        if layer.on_grid and children.dim() == 3:  # how a layer over a whole grid reads a set
+            row = len(children), layer.in_capsules or 1, 1, -1
+            return seen(layer, children.reshape(*row, children.shape[2]), gates.reshape(row))
+        return seen(layer, children, gates)
 
     at_places, gather = torch.func.vjp(read, gates.float())[:2]
     parts = shares * at_places[..., None]
@@ -90,7 +91,9 @@ def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> T
             if pools:
                 shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].given["features"].shape[2:]
                 shares = torch.full_like(shares, 1 / shares.shape[1]) if even else shares
-                return shares.unflatten(1, (*grid, -1)).sum(3).movedim(-1, 1)  # from [B, H'W' (groups), M]
+                return (
+                    shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
+                )  # from [B, H'W' (groups), M]
     raise ValueError(
         f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
         f"got {type(network).__name__}"
