@@ -108,10 +108,7 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: 
 
 
 def known_arguments(call: Call) -> Call:
-    """Return a function that answers an argument it does not have with the nearest one and a list of all.
-
-    It decorates what users call with many arguments by name.
-    """
+    """Return a function with a better message for unknown keyword arguments: the nearest name, and all of them."""
     known = [name for name in inspect.signature(call).parameters if name != "self"]
     what = call.__qualname__.removesuffix(".__init__")
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from fastcaps.cli import bench, completion, demo, explain, info, reproduce, train
-
-
-class Shell(str, Enum):
-    """A shell that has a script for tab completion; both have the same."""
-
-    bash = "bash"
-    zsh = "zsh"
-
 
 app = typer.Typer(
     name="fastcaps",
@@ -31,10 +22,10 @@ def fastcaps(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
     show_completion: Annotated[
-        Shell | None, typer.Option(help="print a script for tab completion, for the shell to read when it starts")
+        Literal["bash", "zsh"] | None, typer.Option(help="print a script for tab completion (both have the same)")
     ] = None,
 ) -> int:
-    """Print the version, the script for tab completion, or the help if there is no command."""
+    """Print the version, the script for tab completion, or the help."""
     if version:
         from fastcaps import __version__
 
