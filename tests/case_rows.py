@@ -171,7 +171,7 @@ _ATTENTION_LANES = (
     _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
     _squash("folded-any", batch=20, types=9, parents=5, pose=(2, 3, 5), groups="one", turns=2),
     _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", turns=2),
-    _norm("folded-sharing-1x8", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one"),
+    _squash("folded-sharing-1x8", batch=3, types=512, parents=7, pose=(1, 8, 16), groups=8, turns=3, gate="some"),
     _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=WHOLE, groups="types",
           turns=2),
