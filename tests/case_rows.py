@@ -168,19 +168,11 @@ _ATTENTION_LANES = (
     *_lanes(_norm),
     *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
     # weights that act on the parents instead of on the children
-<<<<<<< HEAD
     _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", iterations=3),
     _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", iterations=2, gate="some"),
     _squash("folded-any", batch=20, types=9, parents=5, pose=(2, 3, 5), groups="one", iterations=2),
     _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", iterations=2),
-    _norm("folded-sharing-1x8", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one"),
-=======
-    _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", turns=3),
-    _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
-    _squash("folded-any", batch=20, types=9, parents=5, pose=(2, 3, 5), groups="one", turns=2),
-    _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", turns=2),
-    _squash("folded-sharing-1x8", batch=3, types=512, parents=7, pose=(1, 8, 16), groups=8, turns=3, gate="some"),
->>>>>>> k1
+    _squash("folded-sharing-1x8", batch=3, types=512, parents=7, pose=(1, 8, 16), groups=8, iterations=3, gate="some"),
     _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=WHOLE, groups="types",
           iterations=2),
