@@ -273,15 +273,20 @@ class Traffic(TorchDispatchMode):
 
 
 def check_traffic(mesh: DeviceMesh) -> None:
-    """What crosses in a turn is what docs/distributed.md says: the parents' state, or two numbers a child."""
-    turns, pose = 3, 2 * 3
+    """What crosses in an iteration is what docs/distributed.md says: the parents' state, or two numbers a child."""
+    iterations, pose = 3, 2 * 3
     state, child = BATCH * PARENTS, BATCH * CHILDREN
     for name, cut, forward, backward in (
         ("dynamic-parents", "batch", 0, 0),
-        ("dynamic-parents", "children", turns * state * pose, (turns - 1) * state * pose),
-        ("em", "children", turns * state * (2 * pose + 2), (turns - 1) * state * (2 * pose + 1) + turns * state * pose),
-        ("pool-weights", "children", turns * state * (pose + 2), (turns - 1) * state * pose),
-        ("dynamic-parents", "parents", (turns - 1) * 2 * child, (turns - 1) * child),
+        ("dynamic-parents", "children", iterations * state * pose, (iterations - 1) * state * pose),
+        (
+            "em",
+            "children",
+            iterations * state * (2 * pose + 2),
+            (iterations - 1) * state * (2 * pose + 1) + iterations * state * pose,
+        ),
+        ("pool-weights", "children", iterations * state * (pose + 2), (iterations - 1) * state * pose),
+        ("dynamic-parents", "parents", (iterations - 1) * 2 * child, (iterations - 1) * child),
         ("pool-weights", "parents", 0, 0),
     ):
         case = Case(OF[name], (cut,), share=True)
@@ -300,7 +305,7 @@ def _ops() -> list[tuple[Routing, OneCall, str]]:
     """One case of the raw ops for every rule, the batch in shards; and a sum over children in shards."""
     options: dict[str, Any] = {"batch": 5, "types": 7, "bias": "IM", "gate": "some"}
     found = [
-        (routing, OneCall(f"{routing}-{rule.name}", rule, turns=2, start=rule != Rule.SQUASH, **options), "batch")
+        (routing, OneCall(f"{routing}-{rule.name}", rule, iterations=2, start=rule != Rule.SQUASH, **options), "batch")
         for routing in ROUTINGS
         for rule in sorted(routing.rules)
     ]

@@ -156,7 +156,7 @@ WRONG = [
      {"inverse_temperature": np.array([0.1, 0.2])}),
     (TypeError, "inverse_temperature must be a number, got tensor", EM, {"inverse_temperature": torch.ones(3)}),
     (ValueError, "inverse_temperature must be a finite number >= 0, got nan", EM, {"inverse_temperature": math.nan}),
-    (TypeError, "inverse_temperature must be a number", EM, {"inverse_temperature": lambda turn: "hot"}),
+    (TypeError, "inverse_temperature must be a number", EM, {"inverse_temperature": lambda iteration: "hot"}),
     (ValueError, "model must be one of 'gaussian', 'kmeans', got 'skm'", HEINSEN, {"model": "skm"}),
 ]  # fmt: skip
 

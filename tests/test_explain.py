@@ -95,7 +95,7 @@ def test_nothing_is_computed() -> None:
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_every_function_in_its_settings(routing: Routing, window: Window | None) -> None:
-    """What is told of fits the call: its sizes, its window, its kind; the uniform turn is the library's."""
+    """What is told of fits the call: its sizes, its window, its kind; the uniform iteration is the library's."""
     routing_calls: list[Any] = []
 
     def call(given: Any) -> Any:
@@ -171,7 +171,7 @@ def test_a_reason_is_told_once() -> None:
 
 @native_only
 def test_the_schedule_is_that_of_the_call() -> None:
-    """With its dtype, bias and turns: matrices are folded into parents in float32 without a bias, children may stay."""
+    """With its dtype, bias and iterations: in float32 without a bias matrices are folded, and children may stay."""
     children, weight = torch.randn(2, 256, 1, 8), torch.randn(32, 10, 8, 16)
     with backend("cpu"):
         plain = explain(functional.dynamic_routing, children, weight)

@@ -35,7 +35,7 @@ def test_every_recipe_is_whole(name: str) -> None:
     assert sum(p.numel() for p in network.parameters()) > 10_000
     assert all(p.is_meta for p in network.parameters())
     config = models.config(read.config.network.name)
-    if getattr(config, "iterations", None) is not None:  # where a network makes turns, the recipe says how many
+    if getattr(config, "iterations", None) is not None:  # where a network makes iterations, the recipe says how many
         assert "iterations" in read.config.network.options
 
 

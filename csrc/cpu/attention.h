@@ -107,13 +107,13 @@ struct AttentionForward : QueryForward<T, X, Attention> {
     return (dot[0] + dot[1]) * T(with.scale * kLog2E);
   }
 
-  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, in.M, highest, gate); }
+  FASTCAPS_INLINE V compete(V* row, V highest, V gate) const { return exponentials<T>(row, in.M, highest, gate); }
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V*, Units, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
-                             int64_t, V* share) const {
-    for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
+  FASTCAPS_INLINE void weigh(const V* row, const V* factors, const V*, Units, const Range&, int64_t, int64_t count,
+                             int64_t, Planes<V>, int64_t, V* share) const {
+    for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M] * factors[j];
   }
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, block.numbers(0), result + m * CE);

@@ -379,6 +379,11 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
             },
             P + slot * CD, W, dP + slot * CD, sums);
       } else {
+        if constexpr (Pose::kIdentity)
+          if (gradient_is_childs()) {
+            if (call.dchildren) add_vote_gradient(m, row, slot, vote, dP + slot * CD);
+            continue;
+          }
         vote_gradient<0>(m, row, slot, vote, 0, int(CE), sum);
         for (int64_t k = 0; unsafe && k < CE; ++k) sum[k] = here != 0 ? sum[k] : V{};
       }
@@ -389,7 +394,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // dP += dV W^T of unit j in all rows, for parents [m0, m0 + kMany), unless it was met at once.
   template <int kMany>
   FASTCAPS_INLINE void add_child_gradients(int64_t j, int64_t m0, const Weight* W) {
-    if constexpr (!kAtOnce)
+    if constexpr (!kAtOnce) {
+      if (gradient_is_childs()) return;
       each_group<Pose::kTiles>(call.dchildren ? block.nt : 0, [&](int64_t t, auto many) {
         const int64_t stride = schedule.block_children, slot = t * stride + j;
         if constexpr (Pose::kTiles > 1)
@@ -397,6 +403,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         else
           add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
       });
+    }
   }
 
   // The block's gradients of parents [m0, m0 + kMany), whose lanes are children, into those of the rows.
@@ -425,6 +432,14 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     };
     dvote(0, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] = number; });
     for (int64_t k = 1; k < iterations; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
+  }
+
+  // Whether the gradients of votes are at once added to those of the children, which are the votes themselves.
+  bool gradient_is_childs() const { return Pose::kIdentity && !unsafe && !dB; }
+  FASTCAPS_INLINE void add_vote_gradient(int64_t m, int64_t row, int64_t slot, const V* vote, V* sum) const {
+    for (int64_t k = 0; k < iterations; ++k)
+      passes[k].template dvote<Pose::kNumbers>(state(row, k), m, scores_of(k) + slot * in.M + m, slots * in.M, vote, 0,
+                                               int(CE), [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
   }
 
   // What `count` votes, of units from `slot` on, add to the gradient of parent m of the block's row t.

@@ -15,7 +15,15 @@ template <class T, class X>
 struct PullBack {
   static constexpr bool kSingle = kOnePosition<T, X>;
 
-  static constexpr int n = kLanes<T>;
+  static constexpr int n = kLanes<T>, kAhead = 2048;  // numbers
+
+  // f(row, m) for each row of all parents m: no division meets the loops inside.
+  template <class F>
+  static FASTCAPS_INLINE void each_row(const Votes& in, F&& f) {
+    int64_t row = 0;
+    for (int64_t m = 0; m < in.M; ++m)
+      for (int64_t c = 0; c < in.C; ++c) f(row++, m);
+  }
 
   // U[m] = Q[m] W[m]^T for all m.
   static void to_children(const Votes& in, const X* Q, const T* W, X* U) {
@@ -28,36 +36,38 @@ struct PullBack {
       if (E % n == 0 && (rows * D) % n == 0) {  // dot products along E, n of them added up at once
         Vec<T> part[n];
         int filled = 0;
-        for (int64_t row = 0; row < rows; ++row)
-          for (int64_t d = 0; d < D; ++d, ++U) {
-            const T *q = Q + row * E, *w = W + (row / in.C * D + d) * E;
-            Vec<T> sum = load<T>(q) * load<T>(w);
-            for (int64_t e = n; e < E; e += n) sum += load<T>(q + e) * load<T>(w + e);
-            part[filled] = sum;
-            if (++filled == n) {
-              zero(U - (n - 1), n);
-              add_lane_sums<T>(part, n, U - (n - 1));
-              filled = 0;
-            }
+        each_row(in, [&](int64_t row, int64_t m) {
+          const T *q = Q + row * E, *w = W + m * D * E;
+          for (int64_t d = 0; d < D; ++d, w += E) {
+            part[filled] = load<T>(q) * load<T>(w);
+            __builtin_prefetch(w + kAhead);  // all groups' matrices do not fit the cache
+            for (int64_t e = n; e < E; e += n) part[filled] += load<T>(q + e) * load<T>(w + e);
+            if (++filled < n) continue;
+            fold_lanes<T>(part);
+            store<T>(U, part[0]);
+            U += n;
+            filled = 0;
           }
+        });
         return;
       }
     }
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t d = 0; d < D; ++d, ++U) {
-        const T* w = W + (row / in.C * D + d) * E;
+    each_row(in, [&](int64_t row, int64_t m) {
+      const T* w = W + m * D * E;
+      for (int64_t d = 0; d < D; ++d, ++U, w += E) {
         X sum{};
         for (int64_t e = 0; e < E; ++e) sum += Q[row * E + e] * w[e];
         *U = sum;
       }
+    });
   }
 
   // S[m] += P[m] W[m] for all m; P of one parent serves all where `one`.
   static void add_to_parents(const Votes& in, const X* P, bool one, const T* W, X* S) {
-    const int64_t D = in.D, E = in.E, rows = in.M * in.C;
-    for (int64_t row = 0; row < rows; ++row) {
-      const X* p = P + (one ? row % in.C : row) * D;
-      const T* w = W + row / in.C * D * E;
+    const int64_t D = in.D, E = in.E;
+    each_row(in, [&](int64_t row, int64_t m) {
+      const X* p = P + (one ? row - m * in.C : row) * D;
+      const T* w = W + m * D * E;
       for (int64_t e = 0; !W && e < E; ++e) S[row * E + e] += p[e];
       int64_t first = 0;
       if constexpr (kSingle)
@@ -68,7 +78,7 @@ struct PullBack {
         }
       for (int64_t d = 0; W && d < D; ++d)
         for (int64_t e = first; e < E; ++e) S[row * E + e] += p[d] * w[d * E + e];
-    }
+    });
   }
 
   // dW[m] += P[m]^T S[m], the lanes added up.

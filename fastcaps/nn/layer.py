@@ -144,7 +144,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     """
 
     _fields = ("__init__", "forward", "output_size", "reset_parameters")  # help() begins with these
-    activity_name = "activations"  # a call's second argument: "activations" in [0, 1], or "scores", any real values
+    activity_name = "activations"  # a call's argument besides poses: in [0, 1]; or "scores", any real values
     head = "linear"  # what ClassHead reads of the parents; "activations" needs activations of the children, too
     compete = "parents"  # the softmax runs over "parents" for each child, or over "children" for each parent
     takes_parents = False  # whether a call may go on from the parents that an earlier call returned

@@ -43,9 +43,7 @@ def library_serves(votes: VoteInputs) -> bool:
 
 @torch.compiler.assume_constant_result
 def _rounds(convolution: bool) -> bool:
-    """Return whether torch's float32 products on a GPU round to TF32 against :mod:`fastcaps.backends`' settings.
-
-    Convolutions have a separate setting."""
+    """Return whether torch's float32 products on a GPU may round to TF32 more than :mod:`fastcaps.backends` allows."""
     alone = torch.backends.cudnn.conv.fp32_precision == "tf32" and not backends.tf32_allowed()  # type: ignore[attr-defined]
     return backends.tf32x3_wanted() or (convolution and alone)
 
