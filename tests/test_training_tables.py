@@ -106,7 +106,7 @@ def test_a_table_is_trained_and_collected(
     page = reproduction_page.page(f"Said.\n{marks}", found)
     assert f"|  | two turns | {shown} | 40.00 ± 1.5 | 1 × 128 | {results[0]['parameters']:,} |\n" in page
     assert "| `digits.yaml`: test error in % | one turn | not run | 60.00 | 1 × 128 |  |\n" in page
-    assert "- **`digits.yaml`** (Somebody 2020, section 1, Table 1). The claim: More turns know more. Shortened: epochs 1" in page
+    assert "\n- **`digits.yaml`** (Somebody 2020, section 1, Table 1). The claim: More turns know more. Shortened: " in page
     assert "\n\nMade by fastcaps" in page and (digits.parent / "pictures" / "digits.yaml.png").exists()
 
     (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs

@@ -16,7 +16,7 @@ from typing import Any
 import griffe
 from latex2mathml.converter import convert
 
-__all__ = ["Docstrings", "fenced", "latex_left", "translated"]
+__all__ = ["Docstrings", "described", "fenced", "latex_left", "translated"]
 
 BLOCK = re.compile(
     r"^(?P<indent> *)\.\. math::(?P<first>[^\n]*)\n(?P<rest>(?:(?P=indent) +[^\n]*\n|[ ]*\n)*)", re.MULTILINE
@@ -45,7 +45,11 @@ def fenced(latex: str, *_: Any, **__: Any) -> str:
     if "&" in latex and r"\begin" not in latex:
         latex = rf"\begin{{align*}}{latex}\end{{align*}}"
     latex = re.sub(r"\\[Bb]ig(l|r)\b", lambda size: r"\left" if size[1] == "l" else r"\right", latex)
-    drawn = re.sub(r"<mi>(exp|ln|log|max|min)</mi>", r'<mo lspace="0.17em" rspace="0.17em">\1</mo>', convert(latex, display="block"))
+    drawn = re.sub(
+        r"<mi>(exp|ln|log|max|min)</mi>",
+        r'<mo lspace="0.17em" rspace="0.17em">\1</mo>',
+        convert(latex, display="block"),
+    )
     return " ".join(re.sub(r"<msup>(<mi>[^<]*)</mi><mi>(&#x02032;)</mi></msup>", r"\1\2</mi>", drawn).split())
 
 
@@ -107,8 +111,8 @@ def _inherited(function: griffe.Function, text: str) -> str:
 
 
 def _role(found: re.Match[str]) -> str:
-    if found["role"] == "math":
-        return convert(found["text"], display="inline")
+    if found["role"] == "math":  # within a span: at a line's start Markdown takes math for a block
+        return f"<span>{convert(found['text'], display='inline')}</span>"
     return f"`{found['text'].rpartition('.')[2] if found['text'].startswith('~') else found['text']}`"
 
 

@@ -22,7 +22,12 @@ from fastcaps.training.tables import names
 __all__ = ["collect", "main", "page"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reproduction.md"
-COLUMNS = {"ours": "short run", "paper": "paper, in full", "epochs × images": "epochs × images", "parameters": "parameters"}
+COLUMNS = {
+    "ours": "short run",
+    "paper": "paper, in full",
+    "epochs × images": "epochs × images",
+    "parameters": "parameters",
+}
 
 
 def collect(runs: Path, pictures: Path) -> dict[str, Any]:
