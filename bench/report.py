@@ -42,6 +42,7 @@ DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
     "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
 )
+SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "own MB (of votes)")
 
 
 def _short(name: str) -> str:
@@ -84,10 +85,10 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the lines of a table, the first being its head."""
+def table(rows: Sequence[Row], short: bool = False) -> list[list[str]]:
+    """Return the lines of a table, the first being its head; ``short`` fits a terminal."""
     made = [cells(row) for row in rows]
-    columns = list(max(made, key=len))
+    columns = [name for name in max(made, key=len) if not short or name in SHORT]
     return [columns, *[[one.get(name, "") for name in columns] for one in made]]
 
 
@@ -122,7 +123,7 @@ def about(rows: Sequence[Row]) -> str:
     return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
@@ -131,7 +132,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
         wanted = precision, single, mode
         part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
         if part:
-            found.append((title, table(part)))
+            found.append((title, table(part, short)))
     return found
 
 
@@ -153,10 +154,10 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], short: bool = False) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     lines = [about(rows), "", _legend(rows), ""]
-    for title, made in tables(rows):
+    for title, made in tables(rows, short):
         lines += [f"**{title}**", "", as_markdown(made), ""]
     for title, sentences in (
         ("Targets missed:", shortfalls(rows)),
@@ -247,6 +248,36 @@ def start(rows: Sequence[Row]) -> str:
         )
     machine = rows[0]["machine"]
     return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
+
+
+PUBLIC_LEGEND = (
+    "A training step is forward and backward. Times are medians of steps in turns, in one process. Memory is what a "
+    "step adds at its peak, results and gradients included. Equal to: the largest difference of a result or a "
+    "gradient in float32, relative to its tensor's largest value."
+)
+
+
+def public(rows: Sequence[Row], full: bool = False) -> str:
+    """Return a table of public programs as published and with our layers; in ``full`` with networks and compiled."""
+    lines = [["program", "layer (batch)", "time of a step, ms", "peak memory of a step, MB", "results equal to"]]
+    lines[0] += ["in float64", "theirs, compiled, ms"] * full
+    for row in rows if full else [row for row in rows if not row["network"]]:
+        link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
+        line = [link + f", {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
+        if "refused" in row:
+            lines.append([*line, f"refused: {row['refused']}", *[""] * (len(lines[0]) - 3)])
+            continue
+        times = [row[name]["median"] * 1e3 for name in ("theirs", "ours")]
+        for theirs, ours in (times, [row["memory"][name] / 1e6 for name in ("theirs", "ours")]):
+            line.append(f"{number(theirs)} → {number(ours)} (**{number(theirs / ours)}×**)")
+        equal = {name: f"{max(far):.0e}" for name, far in row["equal"].items()}
+        compiled = row.get("compiled", {})
+        line += [equal["float32"], *[equal["float64"], compiled.get("failed") or _milliseconds(compiled)] * full]
+        lines.append(line)
+    machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
+    about = f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
+    about += f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}"
+    return f"{about}, load {loads[0]:.1f} to {loads[-1]:.1f}.\n{PUBLIC_LEGEND}\n\n{as_markdown(lines)}"
 
 
 def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:

@@ -209,7 +209,12 @@ def test_the_newest_complete_row_wins_by_the_date_inside(row: dict[str, Any]) ->
 def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
     rows = record.merge(record.load(record.RESULTS))
     (tmp_path / "docs" / "performance").mkdir(parents=True)
-    for path in (ROOT / "README.md", ROOT / "docs/index.md", *(ROOT / "docs").glob("performance*"), *(ROOT / "docs/performance").glob("*")):
+    for path in (
+        ROOT / "README.md",
+        ROOT / "docs/index.md",
+        *(ROOT / "docs").glob("performance*"),
+        *(ROOT / "docs/performance").glob("*"),
+    ):
         if path.is_file():
             (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
     written = report.write(rows, tmp_path)
