@@ -45,7 +45,7 @@ def _guo(batch: int, network: bool) -> Made:
     return net, [torch.rand(batch, 1, 28, 28), torch.eye(10)[torch.arange(batch) % 10]]
 
 
-def _matrix_capsules(batch: int, network: bool) -> Made:
+def _yl(batch: int, network: bool) -> Made:
     net = import_module("model.capsules").capsules(A=64, B=8, C=16, D=16, E=10, iters=2)
     capsules = torch.cat([torch.randn(batch, 14, 14, 8 * 16), torch.rand(batch, 14, 14, 8)], -1)
     return (net, [torch.rand(batch, 1, 28, 28)]) if network else (net.conv_caps1, [capsules])
@@ -61,7 +61,7 @@ class _TwoIterations(nn.Sequential):
         return self[0](children, 1, self[0](children, 0))
 
 
-def _inverted_attention(batch: int, network: bool) -> Made:
+def _tsai(batch: int, network: bool) -> Made:
     settings = json.loads(Path(sys.path[0], "configs/resnet_backbone_CIFAR10.json").read_text())
     net = import_module("src.capsule_model").CapsModel(32, settings, "resnet", 0.0, 2, sequential_routing=False)
     layer = _TwoIterations(net.capsule_layers[0])
@@ -78,16 +78,14 @@ def _ucaps(batch: int, network: bool) -> Made:
     return nn.Sequential(*made) if network else made[2], [torch.randn(batch, kinds[first], atoms[first], 32, 32, 32)]
 
 
-_CONV = "`CapsuleCONV`, 16² × 32 to 7² × 32", 8, _inverted_attention, False
 CASES = (
     ("XifengGuo/CapsNet-Pytorch", "`DenseCapsule`, 1,152 to 10", 100, _guo, False),
     ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo, True),
-    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32, _matrix_capsules, False),
-    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _matrix_capsules, True),
+    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32, _yl, False),
+    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _yl, True),
     ("glassroom/heinsen_routing", "`GenerativeMatrixRouting`, 100 to 10", 128, _heinsen, False),
-    ("apple/ml-capsules-inverted-attention-routing", *_CONV),
-    ("yaohungt/Capsules-Inverted-Attention-Routing", *_CONV),
-    ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 8, _inverted_attention, True),
+    ("apple/ml-capsules-inverted-attention-routing", "`CapsuleCONV`, 16² × 32 to 7² × 32", 4, _tsai, False),
+    ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 4, _tsai, True),
     ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 32³ × 16 to 32³ × 16", 1, _ucaps, False),
     ("VinAIResearch/3D-UCaps", "the seven `ConvSlimCapsule3D` of `UCaps3D`", 1, _ucaps, True),
 )
@@ -152,7 +150,7 @@ class Program:
             if not far <= 1e-3:
                 raise ValueError(f"wrong result: differs by {far:.1e}")
         calls = {name: partial(_step, *side) for name, side in sides.items()}
-        once = {name: min(time_calls(call, 2, 1)) for name, call in calls.items()}
+        once = {name: time_calls(call, 1, 1)[0] for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(TURNS):
             for name, call in calls.items():
@@ -169,8 +167,8 @@ def measure(case: int, folder: Path, threads: int) -> dict[str, Any]:
     """Return the row of a case whose repository is in a folder; ``refused`` says why it has no figures."""
     (repository, what, batch, _, network), at = CASES[case], ["git", "-C", str(folder)]
     row: dict[str, Any] = {"repository": repository, "what": what, "batch": batch, "network": network}
-    row |= {"commit": subprocess.check_output([*at, "rev-parse", "HEAD"], text=True).strip(), "load": os.getloadavg()[0]}
-    remote = Remote(threads, Program, str(folder), case)
+    row["commit"] = subprocess.check_output([*at, "rev-parse", "HEAD"], text=True).strip()
+    row["load"], remote = os.getloadavg()[0], Remote(threads, Program, str(folder), case)
     try:
         if subprocess.check_output([*at, "status", "--porcelain", "--untracked-files=no"]):
             raise WorkerError("its source is modified")
@@ -200,10 +198,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     given = parser.parse_args(None if arguments is None else list(arguments))
     machine, rows = record.describe(given.threads), []
     for index, (repository, *_) in enumerate(CASES):
-        places = [given.folder / repository.replace("/", "+"), given.folder / repository.partition("/")[2]]
-        for place in [one for one in places if one.is_dir() and given.only in repository][:1]:
+        for place in given.folder.glob("*" + repository.partition("/")[2]) if given.only in repository else ():
             rows.append({**measure(index, place, given.threads), "machine": machine})
-            print(report.public(rows[-1:], full=True), flush=True)
+            print(report.public(rows[-1:]), flush=True)
     if not rows:
         parser.exit(1, f"public: no repository of {', '.join(sorted({one[0] for one in CASES}))} in {given.folder}\n")
     if given.write:
