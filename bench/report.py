@@ -43,6 +43,7 @@ DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
     "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
 )
+SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "own MB (of votes)")
 
 
 def _short(name: str) -> str:
@@ -85,10 +86,10 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the lines of a table, the first being its head."""
+def table(rows: Sequence[Row], short: bool = False) -> list[list[str]]:
+    """Return the lines of a table, the first being its head; ``short`` fits a terminal."""
     made = [cells(row) for row in rows]
-    columns = list(max(made, key=len))
+    columns = [name for name in max(made, key=len) if not short or name in SHORT]
     return [columns, *[[one.get(name, "") for name in columns] for one in made]]
 
 
@@ -123,7 +124,7 @@ def about(rows: Sequence[Row]) -> str:
     return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
@@ -132,7 +133,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
         wanted = precision, single, mode
         part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
         if part:
-            found.append((title, table(part)))
+            found.append((title, table(part, short)))
     return found
 
 
@@ -154,10 +155,10 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], short: bool = False) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     lines = [about(rows), "", _legend(rows), ""]
-    for title, made in tables(rows):
+    for title, made in tables(rows, short):
         lines += [f"**{title}**", "", as_markdown(made), ""]
     for title, sentences in (
         ("Targets missed:", shortfalls(rows)),
@@ -234,6 +235,22 @@ def first(rows: Sequence[Row]) -> str:
     )
 
 
+def start(rows: Sequence[Row]) -> str:
+    """Return the figures of the documentation's first page: what two layers gain in a training step."""
+    steps = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
+    lines = []
+    for name, layer in (("tsai-c10-conv1", "A capsule convolution for CIFAR-10 (Tsai et al.)"),
+                        ("sabour-mnist", "The class capsules of Sabour et al.'s network for MNIST")):  # fmt: skip
+        step = steps[name][charts.MODES[1]]
+        own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
+        lines.append(
+            f"- {layer}: a training step is **{_speedup(step)}** as fast as the fastest of several PyTorch "
+            f"alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
+        )
+    machine = rows[0]["machine"]
+    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
+
+
 def public(rows: Sequence[Row], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
     lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB"]]
@@ -254,10 +271,10 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
     return (
         f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
         f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}, load average before "
-        f"a row {loads[0]:.1f} to {loads[-1]:.1f}. A step is forward and backward: published → with our layers, in "
-        "turns in one process; memory is what a step adds at its peak, gradients included. Equal to: the largest "
-        "difference of results and gradients in float64, relative to the largest value of each tensor; in float32 ours "
-        f"err at most three times as much as theirs, or 1e-5.\n\n{as_markdown(lines)}"
+        f"a row {loads[0]:.1f} to {loads[-1]:.1f}. Published → with our layers. A step is forward and backward; times "
+        "are medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients included. "
+        "Equal to: largest difference of a result or a gradient in float64, relative to its tensor's largest value. "
+        f"In float32 our error is at most three times theirs, or 1e-5.\n\n{as_markdown(lines)}"
     )
 
 
@@ -275,6 +292,7 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
         (root / "README.md", "figures", on_cpu, first),
         (root / "README.md", "public", programs, partial(public, full=False)),
         (docs.parent / "relation.md", "public", programs, public),
+        (docs.parent / "index.md", "start", on_cpu, start),
         (docs.parent / "performance.md", "summary", on_cpu, summary),
         (docs / "attention.md", "attention", [row for row in on_cpu if row["workload"] in passes], markdown),
         (docs / "routings.md", "routings", [row for row in on_cpu if row["workload"] not in passes], markdown),

@@ -39,7 +39,7 @@ class Small(nn.Module):
 
     def forward(self, images):
         children = self.conv(images).unflatten(1, (8, 8)).movedim(2, -1).flatten(1, 3)
-        return self.digits(fastcaps.vectors.squash(children))
+        return self.digits(fastcaps.functional.squash(children))
 
 
 net = Small().eval()

@@ -197,7 +197,7 @@ class SelfAttentionRouting(fastcaps.nn.RoutingLayer):
         super().__init__(*sizes, **options)
         self.prior = nn.Parameter(torch.zeros(self.own_children, self.out_capsules))
 
-    def route(self, votes, activations):
+    def route(self, votes):
         logits = votes.agreement(votes.sum(1.0)) / math.sqrt(self.out_dim)
         parents = votes.sum(logits.softmax(-1) + self.prior)
         return -torch.expm1(-parents.norm(dim=POSE, keepdim=True)) * unit(parents, POSE)
@@ -244,7 +244,7 @@ class SlotAttention(nn.Module):
 
 # %%
 class CosineTopK(fastcaps.nn.RoutingLayer):
-    def route(self, votes, activations, iterations):
+    def route(self, votes, iterations):
         lengths = votes.distance(0.0).clamp(min=1e-16).sqrt()
         parents = votes.sum(1 / votes.parents)
         for _ in range(iterations - 1):

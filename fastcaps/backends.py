@@ -39,30 +39,10 @@ from fastcaps.settings import Setting
 from fastcaps.votes import VoteInputs, autocast_dtype
 
 __all__ = [
-    "NAMES",
-    "Backend",
-    "BackendError",
-    "Call",
-    "backend",
-    "choose",
-    "chosen",
-    "forced",
-    "listing",
-    "native_capability",
-    "native_facts",
-    "native_serves",
-    "on_cpu",
-    "refusal",
-    "refuse_unless_reference",
-    "settings",
-    "show",
-    "takes_iterations",
-    "tf32_allowed",
-    "tf32x3",
-    "tf32x3_wanted",
-    "triton_kernels",
-    "under",
-]
+    "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "chosen", "forced", "listing",
+    "native_capability", "native_facts", "native_serves", "on_cpu", "refusal", "refuse_unless_reference",
+    "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted", "triton_kernels", "under",
+]  # fmt: skip
 
 NAMES = ("cuda", "triton", "cpu", "reference")
 """The backends in order of preference."""
@@ -282,13 +262,6 @@ def show() -> None:
 # ---- choice ----------------------------------------------------------------------------------------------------------
 
 
-def _dtype_problem(dtype: torch.dtype, taken: tuple[torch.dtype, ...]) -> str:
-    if dtype in taken:
-        return ""
-    names = [str(one).removeprefix("torch.") for one in taken]
-    return f"it takes {', '.join(names[:-1])} and {names[-1]}, got {str(dtype).removeprefix('torch.')}"
-
-
 def refusal(name: str, call: Call) -> str | None:
     """Return why a backend, one of :data:`NAMES`, cannot take a call, or None if it can."""
     if name == "reference":
@@ -300,9 +273,12 @@ def refusal(name: str, call: Call) -> str | None:
     if call.device.type != wanted:
         where = "the CPU" if wanted == "cpu" else "a GPU"
         return f"it runs on {where} only, the tensors are on {call.device}"
-    problem = _dtype_problem(call.dtype, _CPU_DTYPES if name == "cpu" else _GPU_DTYPES)
-    if problem or name == "cpu":
-        return problem or None
+    taken = _CPU_DTYPES if name == "cpu" else _GPU_DTYPES
+    if call.dtype not in taken:
+        *names, last, got = (str(one).removeprefix("torch.") for one in (*taken, call.dtype))
+        return f"it takes {', '.join(names)} and {last}, got {got}"
+    if name == "cpu":
+        return None
     if name == "cuda" and call.stem == "verbs":
         return "it has no kernels of the verbs"
     if name == "cuda":

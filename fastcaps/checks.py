@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 _MOST_PAIR = 1 << 31  # so that products of two values of a window and a size fit into int64
 _MOST_COUNT = 2**63 - 2  # int64's maximum minus 1, as some callers add 1
 
@@ -95,6 +98,26 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     spelled = {end: path for end, path in shortest.items() if len(ends[end]) == 1 or "." not in path}
     near = [spelled[each] for each in difflib.get_close_matches(str(name).lower(), spelled, n=most)]
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
+    """Raise for the first name that is not known."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
+
+
+def known_arguments(call: Call) -> Call:
+    """Return a function with a better message for unknown keyword arguments: the nearest name, and all of them."""
+    known = [name for name in inspect.signature(call).parameters if name != "self"]
+    what = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        refuse_unknown(what, options, known)
+        return call(*arguments, **options)
+
+    return checked  # type: ignore[return-value]
 
 
 def _integer(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_finite
+from fastcaps.checks import check_finite, known_arguments
 from fastcaps.inside import Inside, watched
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 
@@ -69,12 +69,9 @@ class Diagnosis:
         return str(self)
 
 
+@known_arguments
 def diagnose(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    threshold: float = 0.01,
+    model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None, threshold: float = 0.01
 ) -> Diagnosis:
     r"""Return dead capsules, routing entropy and gradient norms of every capsule layer of ``model`` in one batch.
 

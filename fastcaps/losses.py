@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
 from fastcaps.vectors import length
 
-__all__ = [
-    "ReconstructionDecoder",
-    "length",
-    "margin_loss",
-    "reconstruction_loss",
-    "spread_loss",
-    "spread_margin",
-]
+__all__ = ["ReconstructionDecoder", "length", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
 
 
 def _reduce(per_sample: Tensor, reduction: str) -> Tensor:

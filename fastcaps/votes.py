@@ -377,7 +377,6 @@ def _check(
     parents_at: int | None,
     check: Callable[..., None] | None,
 ) -> int:
-    """Check what the user gave; return M."""
     children, weight, bias, gate, *others = given
     for name, value in zip(("children", "weight", "bias", gate_name), given, strict=False):  # they have no shape
         if isinstance(value, Tensor):

@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$")
-NAMED = re.compile(r'^    "(training|data)",\n', re.MULTILINE)  # in the list of public names
+NAMED = re.compile(r'^    "(data|training|viz)",\n', re.MULTILINE)  # in the list of public names
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)
 
@@ -86,6 +86,7 @@ def write(wheel: Path, out: Path) -> Path:
         "id": "fastcaps",
         "version": int(version.split(".")[0]),
         "license": "Apache-2.0",
+        "python-depends": [],
         "backend": {"type": "cpu"},
         "digest": {"algorithm": "sha256", "files": digests},
     }

@@ -61,7 +61,7 @@ def test_models_of_every_kind():
     assert report.layers[0].path == "(the model)"
     with torch.device("meta"):  # a default device does not matter
         report = fastcaps.convert(nn.Sequential(fc().to(torch.bfloat16), fc().to("meta"), fc().double()))
-    assert report.converted == ["0", "1", "2"] and "no numbers yet" in report.layers[1].why
+    assert report.converted == ["0", "1", "2"] and "no values yet" in report.layers[1].why
     report = fastcaps.convert(nn.Linear(2, 2))
     assert isinstance(report, ConversionReport) and report.layers == [] and "this model has none of" in str(report)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fastcaps
 from fastcaps import models
 from tools import routing_pictures, site
 
@@ -40,6 +44,32 @@ def blocks(path: Path) -> list[str]:
 def shape(text: str) -> str:
     """A shape as it is printed, or as a comment has it for short."""
     return re.sub(r"torch\.Size\(|\)|,(?= \[)", "", text)
+
+
+def test_the_package_shows_what_the_pages_use_and_nothing_else() -> None:
+    pytest.importorskip("lightning")
+    examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    code = "\n".join([*(block for path in PAGES for block in blocks(path)), examples])
+    used = set(re.findall(r"^(?!\s*from |\s*import ).*?\bfastcaps\.([a-zA-Z]\w*)", code, re.MULTILINE))
+    assert len(used) > 8 and used <= {*fastcaps.__all__}
+    known = set(re.findall(r"\w+", "\n".join([*(path.read_text() for path in PAGES), examples])))
+    assert {*fastcaps.__all__} <= known | {"__version__"}
+    assert dir(fastcaps) == sorted(fastcaps.__all__)
+    assert all(getattr(fastcaps, name) is not None for name in fastcaps.__all__)
+
+
+def test_help_begins_with_what_a_user_calls() -> None:
+    """Before what torch's modules bring."""
+    layers = [
+        kind for kind in vars(fastcaps.nn).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)
+    ]
+    for layer in layers:
+        shown = pydoc.render_doc(layer, renderer=pydoc.plaintext)
+        methods = re.findall(r"^ \|  (\w+)\(self", shown.partition("torch.nn.modules.module.Module:")[0], re.MULTILINE)
+        assert "forward" in methods
+        if issubclass(layer, fastcaps.nn.RoutingLayer):  # first of its class's
+            assert methods[methods.index("forward") - 1] in ("__init__", "run", "first_std")
+    assert methods
 
 
 @pytest.fixture

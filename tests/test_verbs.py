@@ -269,13 +269,13 @@ def test_a_layer_of_ones_own() -> None:
 
 
 class Scaled(fastcaps.nn.RoutingLayer):
-    """A routing with a parameter and an option of its own, and without coefficients."""
+    """A routing with a parameter and an option of its own, and without activations and coefficients."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.scale = torch.nn.Parameter(torch.ones(()))
 
-    def route(self, votes: Votes, activity: Tensor | None, *, factor: float = 1.0) -> Tensor:
+    def route(self, votes: Votes, *, factor: float = 1.0) -> Tensor:
         return votes.sum(self.scale * factor)
 
 
@@ -365,10 +365,8 @@ def routed(found: Any, **options: Any) -> Any:
     return Wrong(2, 3, 4, 4, kernel_size=3, padding=1)(small_layer()[1], **options)
 
 
-def without_activity() -> None:
-    class Short(RoutingLayer):
-        def route(self, votes: Votes) -> Tensor:
-            return votes.sum(1.0)
+def define(route: Any) -> None:
+    type("Own", (RoutingLayer,), {"route": route})
 
 
 WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -431,7 +429,9 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "route must return parents of shape ... got NoneType", lambda: routed(None)),
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
-    (TypeError, "route must take (self, votes, activity), got (self, votes)", without_activity),
+    (TypeError, "route must take (self, votes, activity), got (self)", lambda: define(lambda self: None)),
+    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, activity, bias=None: None)),
+    (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip
 

@@ -45,7 +45,12 @@ def fenced(latex: str, *_: Any, **__: Any) -> str:
     if "&" in latex and r"\begin" not in latex:
         latex = rf"\begin{{align*}}{latex}\end{{align*}}"
     latex = re.sub(r"\\[Bb]ig(l|r)\b", lambda size: r"\left" if size[1] == "l" else r"\right", latex)
-    return " ".join(convert(latex, display="block").split())
+    drawn = re.sub(
+        r"<mi>(exp|ln|log|max|min)</mi>",
+        r'<mo lspace="0.17em" rspace="0.17em">\1</mo>',
+        convert(latex, display="block"),
+    )
+    return " ".join(re.sub(r"<msup>(<mi>[^<]*)</mi><mi>(&#x02032;)</mi></msup>", r"\1\2</mi>", drawn).split())
 
 
 def _entries(text: str, home: str) -> dict[str, str]:

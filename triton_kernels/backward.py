@@ -26,6 +26,7 @@ import triton.language as tl
 from .forward import load_of_child, range_of
 from .tiles import (
     ATOMIC,
+    INTERPRETED,
     STORE,
     Sizes,
     block_of,
@@ -76,6 +77,19 @@ def flattened(dvote, tile):
 
 
 @triton.jit
+def factors(numbers, gradients):
+    """Return children or matrices, and dV, in the type that they are multiplied in.
+
+    That is bfloat16 where the first are, since the result will be rounded to it; float16 is too narrow for gradients.
+    """
+    if numbers.dtype == tl.bfloat16:
+        gradients = gradients.to(tl.bfloat16)
+    if INTERPRETED or numbers.dtype != tl.bfloat16:
+        numbers, gradients = numbers.to(tl.float32), gradients.to(tl.float32)
+    return numbers, gradients
+
+
+@triton.jit
 def add_pose_gradient(dvote, votes, sizes, tile, dchildren, block, child, at, HOW: tl.constexpr):
     """dP_i += dV_im W_gm^T, ``[BL * BC, BM * BE]`` by ``[BM * BE, D]``."""
     matrices = matrices_of(votes, sizes, child.i)
@@ -91,8 +105,8 @@ def add_pose_gradient(dvote, votes, sizes, tile, dchildren, block, child, at, HO
         mask = child_of(votes, sizes, block.rows, child.i).seen & (c < tile.C)
         flat = flattened(dvote, tile)
         for k in range(0, tile.D, tile.DEPTH):
-            columns = load_matrices(votes, tile, matrices, at, k, tile.DEPTH).to(tl.float32)
-            found = tl.dot(flat, tl.trans(columns), input_precision=tile.PRECISION)
+            columns, slopes = factors(load_matrices(votes, tile, matrices, at, k, tile.DEPTH), flat)
+            found = tl.dot(slopes, tl.trans(columns), input_precision=tile.PRECISION)
             d = k + tl.arange(0, tile.DEPTH)
             put(dchildren + offsets[:, None] + d[None, :], found, mask[:, None] & (d < tile.D)[None, :], HOW)
     else:
@@ -106,7 +120,7 @@ def add_pose_gradient(dvote, votes, sizes, tile, dchildren, block, child, at, HO
 
 
 @triton.jit
-def matrix_offsets(tile, first, M, k):
+def matrix_offsets(votes, tile, first, M, k):
     """Return where rows k to k + DEPTH of the matrices of the parents from ``first`` on lie in ``[M, D, E]``.
 
     And which of these are there: ``[DEPTH, BM * BE]``, column m * BE + e.
@@ -114,7 +128,7 @@ def matrix_offsets(tile, first, M, k):
     column = tl.arange(0, tile.BM * tile.BE)
     m, e = first + column // tile.BE, column % tile.BE
     d = k + tl.arange(0, tile.DEPTH)
-    offsets = (d * tile.E)[:, None] + (m.to(tl.int64) * (tile.D * tile.E) + e)[None, :]
+    offsets = (d * tile.E)[:, None] + (m.to(votes.INDEX) * (tile.D * tile.E) + e)[None, :]
     return offsets, (d < tile.D)[:, None] & ((m < M) & (e < tile.E))[None, :]
 
 
@@ -126,9 +140,9 @@ def add_matrix_gradient(dvote, votes, sizes, tile, dweight, block, child, at):
         flat = flattened(dvote, tile)
         opened = child_of(votes, sizes, block.rows, child.i).opened
         for k in range(0, tile.D, tile.DEPTH):
-            poses = load_poses(votes, tile, child, block.rows, opened, k, tile.DEPTH).to(tl.float32)
-            found = tl.dot(tl.trans(poses), flat, input_precision=tile.PRECISION)
-            offsets, mask = matrix_offsets(tile, at.first, at.M, k)
+            poses, slopes = factors(load_poses(votes, tile, child, block.rows, opened, k, tile.DEPTH), flat)
+            found = tl.dot(tl.trans(poses), slopes, input_precision=tile.PRECISION)
+            offsets, mask = matrix_offsets(votes, tile, at.first, at.M, k)
             put(dmatrices + offsets, found, mask, ATOMIC)
     else:
         poses, pose_mask = pose_rows(votes, tile, child, block.windows, child.opened)
@@ -137,7 +151,7 @@ def add_matrix_gradient(dvote, votes, sizes, tile, dweight, block, child, at):
         for d in range(tile.D):
             pose = tl.load(poses + tl.cast(d, tl.int64) * votes.cs_d, mask=pose_mask, other=0.0).to(tl.float32)
             found = tl.sum(tl.sum(pose * dvote, axis=0), axis=1)
-            places = dmatrices + m.to(tl.int64) * (tile.D * tile.E) + d * tile.E + e
+            places = dmatrices + (m.to(votes.INDEX) * (tile.D * tile.E) + d * tile.E + e)
             put(places, found, (m < at.M) & (e < tile.E), ATOMIC)
 
 
@@ -240,12 +254,13 @@ def _matrix_backward_kernel(
             )  # fmt: skip
             if dweight is not None:
                 opened = child_of(votes, sizes, block.rows, i).opened
-                poses = load_poses(votes, tile, child, block.rows, opened, depth, tile.DEPTH).to(tl.float32)
+                poses = load_poses(votes, tile, child, block.rows, opened, depth, tile.DEPTH)
                 flat = flattened(dvote, tile)
                 if tile.BL * tile.BC >= 16:
+                    poses, flat = factors(poses, flat)
                     matrix_sum = tl.dot(tl.trans(poses), flat, matrix_sum, input_precision=tile.PRECISION)
                 else:
-                    matrix_sum += tl.sum(poses[:, :, None] * flat[:, None, :], axis=0)
+                    matrix_sum += tl.sum(poses.to(tl.float32)[:, :, None] * flat[:, None, :], axis=0)
             if dbias is not None:
                 bias_sum += tl.sum(dvote, axis=2, keep_dims=True)
             if dbetas is not None:
@@ -262,5 +277,5 @@ def _matrix_backward_kernel(
         if depth == 0:
             tl.store(dbias + part * pose_size + bias_offsets, bias_sum, mask=bias_mask)
     if dweight is not None:
-        offsets, mask = matrix_offsets(tile, first, M, depth)
+        offsets, mask = matrix_offsets(votes, tile, first, M, depth)
         tl.store(dweight + part * (tl.cast(M, tl.int64) * (tile.D * tile.E)) + offsets, matrix_sum, mask=mask)

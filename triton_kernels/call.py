@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,25 +28,14 @@ _POSE_NUMBERS = 2048  # of a tile in the kernels that walk over poses
 class Routing:
     """What the host must know of a routing.
 
-    Attributes
-    ----------
-    name
-        As in the names of its ops.
-    algebra
-        Its functions.
-    sums
-        What its sums over a range of children are: "pose" for a parents tensor, "each" for a number a parent. Empty if
-        it has none: then there is nothing to join.
-    gradients
-        The same of the gradients of its parents.
-    traits
-        What a schedule must know of it.
+    ``sums``: what its sums over a range of children are, "pose" for a parents tensor, "each" for a number a parent.
+    Empty if it has none: then there is nothing to join.
     """
 
-    name: str
+    name: str  # as in the names of its ops
     algebra: Algebra
     sums: tuple[str, ...]
-    gradients: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()  # the same of the gradients of its parents
     traits: Traits = ATTENTION
 
     def refusal(
@@ -177,6 +168,7 @@ class Call:
             *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *table_strides(bias)),
             *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw)),
+            tl.constexpr(tl.int32 if self._reach() < 1 << 31 else tl.int64),
         )
         self.sizes = {
             "positions": self.positions, "H": height, "W": width, "N": types, "Ho": ho, "Wo": wo,
@@ -190,6 +182,18 @@ class Call:
             *(self.positions, self.children, parents, self.pose, self.groups, None if weight is not None else False),
             *(tensor_cores, processors(self.device), limits, routing.traits),
         )
+
+    def _reach(self) -> int:
+        """Return how far offsets lead, at most: in children, gates and the matrices of a group, and their gradients."""
+        children, weight, _, gate = self.tensors
+        batch, height, width, *others = children.shape
+        high, wide = (2 * pad for pad in self.window[4:6])  # windows begin in the padding
+        cells = (batch, height + high, width + wide, *others)
+        reaches = [(cells, children.stride())]
+        reaches += [] if gate is None else [(cells, gate.stride())]
+        reaches += [] if weight is None else [(weight.shape[1:], weight.stride()[1:])]
+        dense = max(math.prod(sizes) for sizes, _ in reaches)
+        return max(dense, *(sum(map(operator.mul, *reach)) for reach in reaches))
 
     def schedule(self, backward: bool, children: int | None = None) -> Schedule:
         """Return the schedule of this call, or of a launch over fewer children of it."""

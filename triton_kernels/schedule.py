@@ -9,53 +9,32 @@ from dataclasses import dataclass, replace
 class Limits:
     """What a program may hold.
 
-    Attributes
-    ----------
-    forward, backward
-        Numbers of one tile that a thread holds, where forward keeps three tiles (attention: votes, query, sums) and
-        backward five; what others keep tell their :class:`Traits`.
-    warps
-        The most warps of a program, and the most where the pose of one parent alone asks for it.
-    positions
-        The most positions of a program.
-    resident
-        Warps that one processor should get; children are split over programs until there are as many.
-    part_bytes
-        The most memory for parts of dW in the deterministic mode, unless one part is larger.
+    ``forward`` and ``backward`` are for routings that keep three tiles (attention: votes, query, sums) and five; what
+    others keep tell their :class:`Traits`.
     """
 
-    forward: int = 32
+    forward: int = 32  # numbers of one tile that a thread holds
     backward: int = 16
-    warps: tuple[int, int] = (8, 16)
-    positions: int = 64
-    resident: int = 16
-    part_bytes: int = 1 << 26
+    warps: tuple[int, int] = (8, 16)  # the most, and the most where the pose of one parent alone asks for it
+    positions: int = 64  # the most
+    resident: int = 16  # warps that one processor should get: children are split over programs until there are as many
+    part_bytes: int = 1 << 26  # the most for parts of dW in the deterministic mode, unless one part is larger
 
 
 @dataclass(frozen=True)
 class Traits:
     """What a schedule must know of a routing, by default as attention is: above all how much its programs keep on chip.
 
-    Attributes
-    ----------
-    forward, products, backward
-        How many times as many tiles: in forward where votes are made column by column, or by matrix products; and in
-        backward.
-    pose
-        A pose counts as no fewer numbers than this, where numbers of a parent, not of its pose, fill registers too.
-    competing
-        Whether parents compete for a child, so that tiles of them cost a second sweep. Else a program takes as few as
-        fill it.
-    same_votes
-        Whether votes must have the same bits in all kernels.
+    ``competing``: whether parents compete for a child, so that tiles of them cost a second sweep. Else a program takes
+    as few as fill it.
     """
 
-    forward: int = 1
-    products: int = 1
-    backward: int = 1
-    pose: int = 1
+    forward: int = 1  # how many times as many tiles forward keeps where votes are made column by column,
+    products: int = 1  # or by matrix products,
+    backward: int = 1  # and how many backward
+    pose: int = 1  # what a pose counts as at least, where numbers of a parent, not of its pose, fill registers too
     competing: bool = True
-    same_votes: bool = False
+    same_votes: bool = False  # whether votes must have the same bits in all kernels
 
     def per_thread(self, limits: Limits, backward: bool, products: bool) -> int:
         """Return how many numbers of one tile a thread holds."""
@@ -71,30 +50,16 @@ _DOT = 16  # the least size of each side of a matrix product
 
 @dataclass(frozen=True)
 class Facts:
-    """What a schedule depends on.
+    """What a schedule depends on."""
 
-    Attributes
-    ----------
-    positions, children, parents, pose, groups
-        B * Ho * Wo, I, M, (C, D, E) and G.
-    products
-        Whether votes are matrix products: False where they are none, None where that is to be decided.
-    tensor_cores
-        Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
-    processors
-        Of the device (132 on an H200).
-    limits, traits
-        What a program may hold, and what the routing is like.
-    """
-
-    positions: int
+    positions: int  # B * Ho * Wo
     children: int
     parents: int
-    pose: tuple[int, int, int]
+    pose: tuple[int, int, int]  # (C, D, E)
     groups: int = 1
-    products: bool | None = None
-    tensor_cores: bool = False
-    processors: int = 132
+    products: bool | None = None  # whether votes are matrix products: False where they are none, None: to be decided
+    tensor_cores: bool = False  # whether products may run there: half precision, or float32 with TF32 allowed
+    processors: int = 132  # of an H200
     limits: Limits = LIMITS
     traits: Traits = ATTENTION
 
@@ -103,35 +68,21 @@ class Facts:
 class Schedule:
     """One way to run a kernel.
 
-    Attributes
-    ----------
-    positions, rows, parents, columns
-        A tile: BL positions, BC rows, BM parents, BE columns of a pose, powers of two.
-    votes, depth
-        Columns of a child's pose that one matrix product takes, for votes and for gradients; 0 where these are made
-        column by column instead.
-    blocks, tiles, splits
-        Blocks of positions, tiles of parents, ranges of children: programs in all three directions.
-    per_split
-        Children of a range.
-    warps
-        Warps of a program.
-    competing
-        Whether tiles of parents need to know of each other.
+    A tile has BL ``positions``, BC ``rows``, BM ``parents`` and BE ``columns`` of a pose, powers of two.
     """
 
     positions: int
     rows: int
     parents: int
     columns: int
-    votes: int
-    depth: int
-    blocks: int
-    tiles: int
-    splits: int
-    per_split: int
-    warps: int
-    competing: bool = True
+    votes: int  # columns of a child's pose that a matrix product takes for votes; 0: they are made column by column
+    depth: int  # the same for gradients
+    blocks: int  # of positions
+    tiles: int  # of parents
+    splits: int  # ranges of children
+    per_split: int  # children of a range
+    warps: int  # of a program
+    competing: bool = True  # whether tiles of parents need to know of each other
 
     @property
     def numbers(self) -> int:
@@ -150,26 +101,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class MatrixSchedule:
-    """How dW, dbias and dbetas are made in a fixed order: by the tile of ``tile``, in parts that are added up in order.
+    """How dW, dbias and dbetas are made in a fixed order: in parts that are added up in order."""
 
-    Attributes
-    ----------
-    tile
-        Schedule of the tile; its splits are not used.
-    depth
-        Rows of the matrices that a program gathers.
-    splits, group_children
-        Ranges of a group's children, and children of a range.
-    position_splits, per_split
-        Ranges of blocks of positions, and blocks of a range.
-    """
-
-    tile: Schedule
-    depth: int
-    splits: int
-    group_children: int
-    position_splits: int
-    per_split: int
+    tile: Schedule  # its splits are not used
+    depth: int  # rows of the matrices that a program gathers
+    splits: int  # ranges of a group's children
+    group_children: int  # of a range
+    position_splits: int  # ranges of blocks of positions
+    per_split: int  # blocks of a range
 
 
 def power_of_two(number: int) -> int:

@@ -23,25 +23,13 @@ from .call import Launch
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel, specialised for a launch, takes of a GPU.
-
-    Attributes
-    ----------
-    kernel, num_warps
-        Which kernel, and how it is started.
-    n_regs
-        Registers of a thread.
-    n_spills
-        Words of memory of a thread's own: registers that were spilled, and little else.
-    shared
-        Bytes of shared memory of a program.
-    """
+    """What one kernel, specialised for a launch, takes of a GPU."""
 
     kernel: str
     num_warps: int
-    n_regs: int
-    n_spills: int
-    shared: int
+    n_regs: int  # of a thread
+    n_spills: int  # words of memory of a thread's own: registers that were spilled, and little else
+    shared: int  # bytes of a program
 
 
 def target_of(name: str) -> GPUTarget:

@@ -30,7 +30,10 @@ STORE, ADD, ATOMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Votes(NamedTuple):
-    """What votes are made of: pointers, or None; strides; what is compiled in, the window's numbers among them."""
+    """What votes are made of: pointers, or None; strides; what is compiled in, the window's numbers among them.
+
+    ``INDEX``: the type of offsets in children, in gates, in the matrices of a group, and in the gradients of these.
+    """
 
     children: Any
     weight: Any
@@ -59,6 +62,7 @@ class Votes(NamedTuple):
     PW: tl.constexpr
     DH: tl.constexpr
     DW: tl.constexpr
+    INDEX: tl.constexpr
 
 
 class Sizes(NamedTuple):
@@ -175,9 +179,9 @@ def windows_of(votes, sizes, p):
     sample = inside // area
     within = inside - sample * area
     down = within // sizes.Wo
-    row = (down * votes.SH - votes.PH).to(tl.int64)
-    column = ((within - down * sizes.Wo) * votes.SW - votes.PW).to(tl.int64)
-    sample = sample.to(tl.int64)
+    row = (down * votes.SH - votes.PH).to(votes.INDEX)
+    column = ((within - down * sizes.Wo) * votes.SW - votes.PW).to(votes.INDEX)
+    sample = sample.to(votes.INDEX)
     child = sample * votes.cs_b + row * votes.cs_h + column * votes.cs_w
     gate = sample * votes.gs_b + row * votes.gs_h + column * votes.gs_w
     cell = ((sample * sizes.H + row) * sizes.W + column) * sizes.N
@@ -211,7 +215,7 @@ def child_of(votes, sizes, windows, i):
         gates = votes.gate + (dy * votes.gs_h + dx * votes.gs_w + n * votes.gs_n) + windows.gate
         gate = tl.load(gates, mask=seen, other=0.0).to(tl.float32)
         opened = seen & (gate != 0.0)
-    return Child(i, at, seen, gate, opened, (dy * sizes.W + dx) * sizes.N + n)
+    return Child(i, at, seen, gate, opened, ((dy * sizes.W + dx) * sizes.N + n).to(votes.INDEX))
 
 
 @triton.jit
@@ -280,9 +284,9 @@ INTERPRETED = tl.constexpr(not isinstance(place, triton.JITFunction))
 @triton.jit
 def load_poses(votes, tile, child, rows, seen, k, BK: tl.constexpr):
     """Return columns k to k + BK of the poses of one child, ``[BL * BC, BK]``: row l * BC + c."""
-    c = (tl.arange(0, tile.BL * tile.BC) % tile.BC).to(tl.int64)
-    d = (k + tl.arange(0, BK)).to(tl.int64)
-    poses = child.at + rows.child[:, None] + (c * votes.cs_c)[:, None] + (d * votes.cs_d)[None, :]
+    c = (tl.arange(0, tile.BL * tile.BC) % tile.BC).to(votes.INDEX)
+    d = (k + tl.arange(0, BK)).to(votes.INDEX)
+    poses = child.at + ((rows.child + c * votes.cs_c)[:, None] + (d * votes.cs_d)[None, :])
     return tl.load(poses, mask=(seen & (c < tile.C))[:, None] & (d < tile.D)[None, :], other=0.0)
 
 
@@ -290,25 +294,25 @@ def load_poses(votes, tile, child, rows, seen, k, BK: tl.constexpr):
 def load_matrices(votes, tile, matrices, at, k, BK: tl.constexpr):
     """Return rows k to k + BK of the matrices of one group, ``[BK, BM * BE]``: column m * BE + e."""
     column = tl.arange(0, tile.BM * tile.BE)
-    m, e = (at.first + column // tile.BE).to(tl.int64), (column % tile.BE).to(tl.int64)
-    d = (k + tl.arange(0, BK)).to(tl.int64)
-    places = matrices + (d * votes.ws_d)[:, None] + (m * votes.ws_m + e * votes.ws_e)[None, :]
+    m, e = (at.first + column // tile.BE).to(votes.INDEX), (column % tile.BE).to(votes.INDEX)
+    d = (k + tl.arange(0, BK)).to(votes.INDEX)
+    places = matrices + ((d * votes.ws_d)[:, None] + (m * votes.ws_m + e * votes.ws_e)[None, :])
     return tl.load(places, mask=(d < tile.D)[:, None] & ((m < at.M) & (e < tile.E))[None, :], other=0.0)
 
 
 @triton.jit
 def matrix_rows(votes, tile, matrices, at):
     """Return pointers to row 0 of the matrices of one group as a tile, and which of it are there."""
-    m = (at.first + tl.arange(0, tile.BM))[None, None, None, :].to(tl.int64)
-    e = tl.arange(0, tile.BE)[None, :, None, None].to(tl.int64)
-    return matrices + m * votes.ws_m + e * votes.ws_e, (m < at.M) & (e < tile.E)
+    m = (at.first + tl.arange(0, tile.BM))[None, None, None, :].to(votes.INDEX)
+    e = tl.arange(0, tile.BE)[None, :, None, None].to(votes.INDEX)
+    return matrices + (m * votes.ws_m + e * votes.ws_e), (m < at.M) & (e < tile.E)
 
 
 @triton.jit
 def pose_rows(votes, tile, child, windows, seen):
     """Return pointers to column 0 of the poses of one child, ``[BC, 1, BL, 1]``, and which of them are there."""
-    c = tl.arange(0, tile.BC)[:, None, None, None].to(tl.int64)
-    return child.at + windows.child[None, None, :, None] + c * votes.cs_c, seen[None, None, :, None] & (c < tile.C)
+    c = tl.arange(0, tile.BC)[:, None, None, None].to(votes.INDEX)
+    return child.at + (windows.child[None, None, :, None] + c * votes.cs_c), seen[None, None, :, None] & (c < tile.C)
 
 
 @triton.jit
@@ -322,7 +326,7 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
     matrices = matrices_of(votes, sizes, child.i)
     if votes.weight is None:
         poses, pose_mask = pose_rows(votes, tile, child, block.windows, seen)
-        e = tl.arange(0, tile.BE)[None, :, None, None].to(tl.int64)
+        e = tl.arange(0, tile.BE)[None, :, None, None].to(votes.INDEX)
         vote = tl.load(poses + e * votes.cs_d, mask=pose_mask & (e < tile.E), other=0.0).to(tl.float32)
     elif tile.BK > 0:
         flat = tl.zeros([tile.BL * tile.BC, tile.BM * tile.BE], tl.float32)
@@ -345,7 +349,7 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
     if votes.bias is not None:
         offsets, _ = pose_offsets(tile)
         m = (at.first + tl.arange(0, tile.BM))[None, None, None, :]
-        bias = votes.bias + tl.cast(child.i, tl.int64) * votes.bs_i + (m.to(tl.int64) * votes.bs_m + offsets)
+        bias = votes.bias + tl.cast(child.i, tl.int64) * votes.bs_i + (m * votes.bs_m + offsets)
         vote += tl.load(bias, mask=at.inside, other=0.0).to(tl.float32)
     if votes.weight is not None or votes.bias is not None:
         vote = tl.where(at.inside & seen[None, None, :, None], vote, 0.0)

@@ -9,7 +9,6 @@ namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
 using Kind = VerbCall::Kind;
-constexpr int64_t kMostTerms = 256;  // of a sum, before it joins others
 constexpr int kRows = 4;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -223,22 +222,23 @@ FASTCAPS_INLINE T sum_of(const T* x, int64_t count) {
   return total;
 }
 
-// Sums of many terms: `near` joins `far` before it has too many.
+// Sums of many terms: `near` joins `far` before it has more than `most`.
 template <class T>
 struct LongSum {
-  T *near = nullptr, *far = nullptr;
-  int64_t size, terms = 0;
+  T* near = nullptr;
+  double* far = nullptr;
+  int64_t size, most, terms = 0;
 
-  LongSum(bool wanted, int64_t size, Arena& arena) : size(size) {
-    if (wanted) near = arena.take<T>(size), far = arena.take<T>(size);
+  LongSum(bool wanted, int64_t size, int64_t most, Arena& arena) : size(size), most(most) {
+    if (wanted) near = arena.take<T>(size), far = arena.take<double>(size);
   }
   void clear() {
-    for (int64_t k = 0; near && k < size; ++k) near[k] = far[k] = 0;
+    for (int64_t k = 0; near && k < size; ++k) near[k] = 0, far[k] = 0;
     terms = 0;
   }
   void count(int64_t more) {
     terms += more;
-    if (near && terms + more > kMostTerms) join();
+    if (near && terms + more > most) join();
   }
   void join() {
     for (int64_t k = 0; k < size; ++k) far[k] += near[k], near[k] = 0;

@@ -11,17 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastcaps.checks import known_arguments
 from fastcaps.compat import batch_averaged
 from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
-from fastcaps.compat.slim_capsules import (
-    ConvSlimCapsule2D,
-    ConvSlimCapsule3D,
-    DeconvSlimCapsule2D,
-    DeconvSlimCapsule3D,
-)
+from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
 from fastcaps.compat.twin import Twin
 
 _KINDS = (
@@ -92,6 +88,7 @@ class ConversionReport:
         return "\n".join((head, *lines))
 
 
+@known_arguments
 def convert(
     model: nn.Module,
     *,
@@ -183,7 +180,6 @@ def _missing(module: nn.Module, kind: type[Twin]) -> str:
 
 
 def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
-    """Return the twin that replaces ``module``, or None, and why."""
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:

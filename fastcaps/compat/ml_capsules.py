@@ -168,7 +168,6 @@ class _Capsule(Twin):
         return [(children, 0, None), (children, 0, draw(2, self.out_n_capsules, *above, self.out_d_capsules))]
 
     def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return a small grid of children and that of their parents."""
         return (), ()
 
 

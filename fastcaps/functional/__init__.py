@@ -17,24 +17,7 @@ from fastcaps.vectors import length, softmax, squash, unit
 from fastcaps.votes import Window
 
 __all__ = [
-    "Capsules",
-    "Explanation",
-    "Explanations",
-    "Gaussians",
-    "Routed",
-    "RoutedCapsules",
-    "RoutedGaussians",
-    "Votes",
-    "Window",
-    "coordinate_bias",
-    "dynamic_routing",
-    "em_routing",
-    "explain",
-    "heinsen_routing",
-    "inverted_attention_routing",
-    "length",
-    "routing_pool",
-    "softmax",
-    "squash",
-    "unit",
-]
+    "Capsules", "Explanation", "Explanations", "Gaussians", "Routed", "RoutedCapsules", "RoutedGaussians", "Votes",
+    "Window", "coordinate_bias", "dynamic_routing", "em_routing", "explain", "heinsen_routing",
+    "inverted_attention_routing", "length", "routing_pool", "softmax", "squash", "unit",
+]  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite, check_table
+from fastcaps.checks import check_choice, check_count, check_finite, check_table, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.made import MadeVotes
 from fastcaps.results import Routed
@@ -19,6 +19,7 @@ from fastcaps.vectors import squash
 from fastcaps.votes import POSE, VoteInputs, Window, pose_of, positions_of, seen_of
 
 
+@known_arguments
 def dynamic_routing(
     children: Tensor | Votes,
     weight: Tensor | EllipsisType | None = ...,

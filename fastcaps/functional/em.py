@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, check_table, is_tracing
+from fastcaps.checks import check_choice, check_count, check_finite, check_table, is_tracing, known_arguments, widen
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
@@ -57,6 +57,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     return [float(value) for value in values]
 
 
+@known_arguments
 def em_routing(
     children: Tensor | Votes,
     activations: Tensor | None,
@@ -156,9 +157,10 @@ def em_routing(
     given = 1.0 if normalize_cost and inverse_temperature is None else inverse_temperature
     temperatures = inverse_temperatures(given, iterations)
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
+    use, ignore = widen(votes.children.dtype, *others)
     own = ops.Gaussian(
-        beta_use=widened(beta_u, votes),
-        beta_ignore=widened(beta_a, votes),
+        beta_use=use,
+        beta_ignore=ignore,
         temperatures=temperatures,
         rule=int(Rule.EM),
         eps=eps,
@@ -216,11 +218,6 @@ def weighed_by_ones(votes: VoteInputs) -> VoteInputs:
     """Return the votes with gates M times as large: the op starts from r = 1 / M, which makes it r = 1."""
     gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
     return votes._replace(gate=gate * votes.parents)
-
-
-def widened(tensor: Tensor, votes: VoteInputs) -> Tensor:
-    """Return a tensor in the dtype of sums over the children."""
-    return tensor.to(accumulation_dtype(votes.children.dtype))
 
 
 def result_dtype(votes: VoteInputs) -> torch.dtype:

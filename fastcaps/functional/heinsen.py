@@ -7,8 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite, check_table
-from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
+from fastcaps.checks import (
+    accumulation_dtype,
+    check_choice,
+    check_count,
+    check_finite,
+    check_table,
+    known_arguments,
+    widen,
+)
+from fastcaps.functional.em import inverse_temperatures, result_dtype
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
@@ -17,6 +25,7 @@ from fastcaps.votes import VoteInputs, Window
 MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
 
+@known_arguments
 def heinsen_routing(
     children: Tensor | Votes,
     scores: Tensor | None,
@@ -104,10 +113,12 @@ def heinsen_routing(
     iterations, eps = check_count("iterations", iterations), check_finite("eps", eps, 0.0)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here
-        votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(votes.children.dtype))
+        gate = votes.gate.to(accumulation_dtype(votes.children.dtype)).sigmoid()
+        votes = votes._replace(gate=gate.to(votes.children.dtype))
+    use, ignore = widen(votes.children.dtype, *others)
     own = ops.Gaussian(
-        beta_use=widened(beta_use, votes),
-        beta_ignore=widened(beta_ignore, votes),
+        beta_use=use,
+        beta_ignore=ignore,
         temperatures=inverse_temperatures(1.0, iterations),
         rule=MODELS[model],
         eps=eps,

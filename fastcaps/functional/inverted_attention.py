@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_count, check_finite, check_shape, check_tensor
+from fastcaps.checks import check_count, check_finite, check_shape, check_tensor, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs, Window, pose_of
 
 
+@known_arguments
 def inverted_attention_routing(
     children: Tensor | Votes,
     weight: Tensor | EllipsisType | None = ...,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite
+from fastcaps.checks import check_choice, check_count, check_finite, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
@@ -35,6 +35,7 @@ def activation_function(activation: Any) -> Callable[[Tensor], Tensor] | None:
     return ACTIVATIONS[activation]
 
 
+@known_arguments
 def routing_pool(
     children: Tensor | Votes,
     *,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_images, shape_text
+from fastcaps.checks import check_count, check_images, known_arguments, shape_text
 from fastcaps.checks import image_size as checked_size
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -64,6 +64,7 @@ class CapsNet(nn.Module):
     torch.Size([2, 10])
     """
 
+    @known_arguments
     def __init__(
         self,
         backbone: nn.Module,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, shape_text
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import length
 
@@ -32,6 +32,7 @@ class ClassHead(nn.Module):
     torch.Size([1, 10])
     """
 
+    @known_arguments
     def __init__(
         self,
         dim: int,

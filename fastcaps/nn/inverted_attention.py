@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from fastcaps import functional
 from fastcaps.checks import check_choice, check_finite, require_tensor, shape_text
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
-from fastcaps.nn.poses import normalize_poses, probability
+from fastcaps.nn.poses import normalize_poses
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
 Plain = TypeVar("Plain", Tensor, Capsules)
@@ -134,7 +134,9 @@ break_symmetry, iterations, device, dtype
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
-        self.dropout = probability(dropout, "dropout")
+        self.dropout = check_finite("dropout", dropout)
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.layer_norm = bool(layer_norm)
         self.activations = bool(activations)
         self.eps = check_finite("eps", eps, 0.0)

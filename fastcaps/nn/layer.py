@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, did_you_mean, require_tensor, shape_text
+from fastcaps.checks import check_count, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
+_OF_ROUTE = ("iterations", "return_coefficients")  # what a layer gives a route that takes it by name
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
-
-
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
-    """Raise for the first name that is not known."""
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -123,13 +117,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     ---------------------
     A subclass defines ``route(votes, activity)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits poses,
     windows, matrices, biases, sharing and checks. ``activity`` is the call's second argument, ``[B, I]`` or
-    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None. ``route`` returns the parents in the layout of
+    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; a
+    ``route`` without this parameter refuses calls with activations. ``route`` returns the parents in the layout of
     ``votes.sum``, or a tuple that starts with them, such as :class:`~fastcaps.functional.Capsules`; the layer returns
     that with flat poses. If ``route`` takes ``iterations``, ``return_coefficients`` or further keyword arguments, so do
     calls; coefficients come last in the result::
 
         class TopK(fastcaps.nn.RoutingLayer):
-            def route(self, votes, activity):
+            def route(self, votes):
                 parents = votes.sum(1 / votes.parents)
                 for _ in range(self.iterations):
                     a = votes.agreement(fastcaps.functional.unit(parents, (-2, -1)))
@@ -148,7 +143,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ``[1, 1, C, E]``, for ``break_symmetry``.
     """
 
-    activity_name = "activations"  # a call's second argument: "activations" in [0, 1], or "scores", any real values
+    _fields = ("__init__", "forward", "output_size", "reset_parameters")  # help() begins with these
+    activity_name = "activations"  # a call's argument besides poses: in [0, 1]; or "scores", any real values
     head = "linear"  # what ClassHead reads of the parents; "activations" needs activations of the children, too
     compete = "parents"  # the softmax runs over "parents" for each child, or over "children" for each parent
     takes_parents = False  # whether a call may go on from the parents that an earlier call returned
@@ -159,18 +155,25 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     bias_step: nn.Parameter | None
     route: Callable[..., Any]  # a subclass defines it
     route_options: tuple[str, ...] | None = None  # its keyword arguments beside votes and activity; None: no route
+    route_takes_activity = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "route" in vars(cls):
             takes = inspect.signature(cls.route)
+            third = [*takes.parameters.values(), None, None, None][2]
+            own = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
             try:
-                bound = takes.bind_partial(None, None, None).arguments
+                bound = takes.bind_partial(None, None, *[None] * (not own)).arguments
             except TypeError:
                 got = ", ".join(takes.parameters)
                 raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            cls.route_options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            named = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
+                if name in named:
+                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
+            cls.route_options, cls.route_takes_activity = named, not own
 
     def __init__(
         self,
@@ -262,11 +265,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ) -> Full: ...
         @overload
         def __call__(
-            self,
-            children: Tensor,
-            *activity: Tensor | None,
-            return_coefficients: bool,
-            **options: Unpack[CallOptions],
+            self, children: Tensor, *activity: Tensor | None, return_coefficients: bool, **options: Unpack[CallOptions]
         ) -> Plain | Full: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
@@ -361,14 +360,17 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         takes = self.route_options
         if takes is None:
             raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activity)")
-        given = {"iterations": iterations, "return_coefficients": return_coefficients}
+        given = dict(zip(_OF_ROUTE, (iterations, return_coefficients), strict=True))
         usual = {"iterations": self.iterations, "return_coefficients": False}
+        activity = (call.activity,) if self.route_takes_activity else ()
+        if call.activity is not None and not activity:
+            raise TypeError(f"{self.activity_name} must be left out: {type(self).__name__}.route does not take them")
         for name, value in given.items():
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
-        found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
+        found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **own)
         poses = found[0] if isinstance(found, (tuple, list)) and found else found
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
             what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__

@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_finite, is_tracing
-
-
-def probability(value: float, name: str) -> float:
-    """Return ``value`` as a float; raise ValueError naming ``name`` if it is not in [0, 1)."""
-    value = check_finite(name, value)
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be in [0, 1), got {value}")
-    return value
+from fastcaps.checks import check_count, is_tracing
 
 
 def arguments(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:

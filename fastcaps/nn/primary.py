@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_finite, check_map, shape_text
+from fastcaps.checks import check_choice, check_count, check_finite, check_map, known_arguments, shape_text
 from fastcaps.nn.layer import Pair
 from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses
 from fastcaps.results import Capsules
@@ -60,6 +60,7 @@ class PrimaryCapsules(nn.Module):
     True
     """
 
+    @known_arguments
     def __init__(
         self,
         in_channels: int,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_count, check_finite, check_map, shape_text
+from fastcaps.checks import check_count, check_finite, check_map, known_arguments, shape_text
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import arguments_repr, channels_last
@@ -149,6 +149,7 @@ class RoutingPool2d(nn.Module):
     compete = "children"
     weight: nn.Parameter | None
 
+    @known_arguments
     def __init__(
         self,
         dim: int = 16,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
 from fastcaps.nn.poses import arguments_repr
@@ -120,6 +120,7 @@ class RoutingStack(nn.Module):
     [(1, 4, 4, 72, 16), (1, 256, 10)]
     """
 
+    @known_arguments
     def __init__(
         self, layers: Iterable[RoutingLayer[Any, Any]], *, iterations: int = 2, routing: str = "concurrent"
     ) -> None:

@@ -1,4 +1,4 @@
-"""The ops of routings whose children compete: vector-normed pooling, and dynamic routing the other way round."""
+"""The ops of routings whose children compete: vector-normed pooling, and dynamic routing of that kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastcaps.votes import POSE, VoteInputs
 
 
 class Pooling(NamedTuple):
-    """What the op takes after the votes; see :func:`fastcaps.reference.pooling_routing` for one iteration."""
+    """The op's arguments after the votes; :func:`fastcaps.reference.pooling_routing` describes one iteration."""
 
     query: Tensor | None = None
     scale: float = 1.0
@@ -30,7 +30,7 @@ class Pooling(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What its backward takes after the votes."""
+    """The backward's arguments after the votes."""
 
     query: Tensor | None
     sums: Tensor

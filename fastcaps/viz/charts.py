@@ -1,4 +1,4 @@
-"""Charts: how a training went, our numbers beside those of a paper; and how a figure gets into its file."""
+"""Charts of a training, and of our values beside a paper's; saving of figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIVERGING = "PuOr_r"
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files: a machine without a screen must do."""
+    """Return matplotlib.pyplot, set up to draw into files, without a screen."""
     matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
@@ -47,10 +47,10 @@ def tidy(plot: Any, grid: str = "") -> None:
 def learning_curve(
     history: Sequence[dict[str, float]], path: str | Path, *, title: str, target: float | None = None
 ) -> Path:
-    """Draw loss and accuracy over the epochs into a file, whose path is returned.
+    """Draw loss and accuracy over the epochs into a file, and return its path.
 
     ``history`` has rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them
-    (ValueError if there is none); ``target`` is an accuracy (a share of 1) to mark with a line.
+    (ValueError if there are none); ``target`` is an accuracy from 0 to 1 to mark with a line.
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
@@ -74,7 +74,7 @@ def learning_curve(
 
 
 Measured = tuple[float, float | None] | None
-"""A number and its standard deviation; None where there is none."""
+"""A value and its standard deviation, or None."""
 
 
 def bars(

@@ -13,7 +13,7 @@ _LOWEST = 1e-6  # what is smaller is drawn there
 
 
 def diagnosis(found: Diagnosis, path: str | Path) -> Path:
-    """Draw the strengths, entropies and gradients of :func:`fastcaps.diagnose`, a line a layer, the lowest below."""
+    """Draw the strengths, entropies and gradients of :func:`fastcaps.diagnose`, a line per layer, the lowest below."""
     layers, at = found.layers, range(len(found.layers))
     figure, plots = pyplot().subplots(
         1, 3, figsize=(13, 2.4 + 0.75 * len(layers)), layout="constrained", sharey=True, width_ratios=(5, 3, 3)
