@@ -143,7 +143,7 @@ class Program:
         if compiled:
             sides["compiled"] = torch.compile(deepcopy(sides["theirs"][0]), dynamic=False), sides["theirs"][1]
             far = max(_errors(_step(*sides["compiled"]), _step(*sides["theirs"])))
-            if not far <= 1e-3:
+            if not far <= 1e-2:  # float32 alone moves some gradients by a tenth of it
                 raise ValueError(f"wrong result: differs by {far:.1e}")
         calls = {name: partial(_step, *side) for name, side in sides.items()}
         once = {name: time_calls(call, 1, 1)[0] for name, call in calls.items()}
@@ -200,10 +200,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 continue
             rows.append({**measure(index, place, given.threads), "machine": machine})
             print(report.public(rows[-1:]), flush=True)
+            if given.write:  # a run that is stopped leaves what it has
+                print(f"written: {record.write(record.RESULTS, rows, 'public')}")
     if not rows:
         parser.exit(1, f"public: no repository of {', '.join(sorted({one[0] for one in CASES}))} in {given.folder}\n")
-    if given.write:
-        print(f"written: {record.write(record.RESULTS, rows, 'public')}")
     return int(any("refused" in row for row in rows))
 
 
