@@ -101,7 +101,9 @@ class Routing(Signature, ABC):
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
             if not torch.compiler.is_compiling() and (hears := listener.get()) is not None:
-                hears.other(backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.shares)} pairs", MADE)
+                hears.other(
+                    backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
+                )
             results = self._joined(self.iterate(self._reference, votes, own))
             return _complete((*results, self._coefficients(votes, own, results)), votes.children)
         if torch.compiler.is_compiling():
@@ -279,7 +281,7 @@ class Routing(Signature, ABC):
             hears.routing(self, votes, own)
         let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
-        shares = votes.children.new_empty(votes.shares if own.coefficients else (0,), dtype=wide)
+        shares = votes.children.new_empty(votes.coefficients_shape if own.coefficients else (0,), dtype=wide)
         return (*self.fakes(votes, own), shares)
 
     def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
