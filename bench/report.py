@@ -182,7 +182,7 @@ def html(rows: Sequence[Row]) -> str:
         timed = [row for row in some if "fastcaps" in row]
         parts += [f"<h1>{escape(some[0]['machine']['device'])}</h1><p>{escape(about(some))}</p>"]
         drawn = charts.picture(timed)
-        parts += [f"<p>{escape(_legend(some))}</p>", drawn[drawn.index("<svg") :]]
+        parts += [f"<p>{escape(_legend(some))}</p>", f"<div>{drawn[drawn.index('<svg') :]}</div>"]
         for title, (head, *lines) in tables(some):
             cut = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in (head, *lines)]
             parts.append(f"<h2>{title}</h2><div><table>{''.join(cut)}</table></div>")
@@ -190,7 +190,7 @@ def html(rows: Sequence[Row]) -> str:
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
         ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
-        "svg{max-width:100%;height:auto} div{overflow-x:auto}"
+        "svg{max-width:100%;min-width:50rem;height:auto} div{overflow-x:auto}"
         "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
         "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
