@@ -176,11 +176,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 got = ", ".join(takes.parameters)
                 raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            names = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
             for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
-                if name in options:
-                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: the layer takes it from a call")
-            cls.route_options, cls.route_takes_activity = options, not own
+                if name in names:
+                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: the layer takes it itself")
+            cls.route_options, cls.route_takes_activity = names, not own
 
     def __init__(
         self,
