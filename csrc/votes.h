@@ -63,7 +63,7 @@ struct Votes {
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 
   // Whether schedules can count in 64 bits: the multiply-adds of a pass, and the bytes of the votes for one position in
-  // all lanes. Otherwise no machine could finish the call.
+  // all lanes. Larger calls would never finish.
   bool is_countable() const {
     const double position =
         double(window.kh) * double(window.kw) * double(N) * double(M) * double(C) * double(D + 2) * double(E);

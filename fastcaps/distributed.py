@@ -62,8 +62,8 @@ def route(routing: Routing, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
             results = routing(local, local_own)
     poses, place = votes.poses, local.children.dim() - 3
     finals = results[: len(routing.finals)]
-    finals = [layout.wrap(x, poses if x.dim() == len(poses) else votes.numbers, place) for x in finals]
-    shares = layout.wrap(results[-1], votes.shares, place + 1, place) if own.coefficients else None
+    finals = [layout.wrap(x, poses if x.dim() == len(poses) else votes.parent_values_shape, place) for x in finals]
+    shares = layout.wrap(results[-1], votes.coefficients_shape, place + 1, place) if own.coefficients else None
     return (*finals, *(None for _ in routing.history), shares)
 
 
@@ -261,7 +261,7 @@ def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[An
     (sums,) = layout.joined("children", sums.to(accumulation_dtype(votes.children.dtype)))
     if share is not None and own.coefficients:
         shares = shares * share.detach()[..., None]
-    return attention_routing.left(own, sums, votes.children.dtype), shares
+    return attention_routing.steps_of(own, sums, votes.children.dtype), shares
 
 
 def _pooling(layout: Layout, votes: VoteInputs, own: Pooling) -> Sequence[Any]:
@@ -272,7 +272,7 @@ def _pooling(layout: Layout, votes: VoteInputs, own: Pooling) -> Sequence[Any]:
     shares = None
     if own.coefficients:
         shares = reference.pooling_coefficients(votes, asked, own.scale, own.normalize) * part.unsqueeze(-2)
-    return sums if own.rule == Rule.UNIT else pooling_routing.left(own, sums, sums.dtype), shares
+    return sums if own.rule == Rule.UNIT else pooling_routing.steps_of(own, sums, sums.dtype), shares
 
 
 class _Pooled(torch.autograd.Function):
@@ -317,8 +317,8 @@ def _gaussian(layout: Layout, votes: VoteInputs, own: Gaussian) -> Sequence[Any]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
     betas = (one, one) if em else (own.beta_use, own.beta_ignore)
     asked = layout.entered("children", *state)
-    even = own.mean is None and own.log_weight is None
-    share = layout.share(votes, None if even else lambda seen: logits_of(seen, *asked))
+    uniform = own.mean is None and own.log_weight is None
+    share = layout.share(votes, None if uniform else lambda seen: logits_of(seen, *asked))
     gated = _gated(votes, share)
     settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
     counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)

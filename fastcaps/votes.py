@@ -195,7 +195,7 @@ class VoteInputs(NamedTuple):
         return pose_of(self)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def parent_values_shape(self) -> tuple[int, ...]:
         """The shape of one value for each parent, ``[B, Ho, Wo, M]`` or ``[B, M]``."""
         return (*positions_of(self), self.parents)
 
@@ -206,7 +206,7 @@ class VoteInputs(NamedTuple):
         return (*positions_of(self), self.parents, rows, columns)
 
     @property
-    def shares(self) -> tuple[int, ...]:
+    def coefficients_shape(self) -> tuple[int, ...]:
         """The shape of the coefficients, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``."""
         return (*positions_of(self), self.seen, self.parents)
 

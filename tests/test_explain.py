@@ -153,7 +153,7 @@ def test_a_reason_is_told_once() -> None:
     """Of all calls of a network, and of the verbs of a routing written here, whose equal calls share a line."""
 
     class Own(fastcaps.nn.RoutingLayer):
-        def route(self, votes: fastcaps.Votes, activity: Tensor | None) -> Tensor:
+        def route(self, votes: fastcaps.Votes, activations: Tensor | None) -> Tensor:
             parents = votes.sum(1 / votes.parents)
             for _ in range(3):
                 parents = votes.sum(votes.agreement(parents))

@@ -213,7 +213,7 @@ class Mine(fastcaps.nn.RoutingLayer):
 
     extra: Any = ()
 
-    def route(self, votes: Votes, activity: Tensor | None, iterations: int) -> Any:
+    def route(self, votes: Votes, activations: Tensor | None, iterations: int) -> Any:
         parents = rout(votes, iterations)
         return (parents, *self.extra) if self.extra else parents
 
@@ -359,7 +359,7 @@ def changing(then: Any) -> Tensor:
 
 def routed(found: Any, **options: Any) -> Any:
     class Wrong(Mine):
-        def route(self, votes: Votes, activity: Tensor | None, iterations: int = 3) -> Any:
+        def route(self, votes: Votes, activations: Tensor | None, iterations: int = 3) -> Any:
             return found
 
     return Wrong(2, 3, 4, 4, kernel_size=3, padding=1)(small_layer()[1], **options)
@@ -429,8 +429,8 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "route must return parents of shape ... got NoneType", lambda: routed(None)),
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
-    (TypeError, "route must take (self, votes, activity), got (self)", lambda: define(lambda self: None)),
-    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, activity, bias=None: None)),
+    (TypeError, "route must take (self, votes, activations), got (self)", lambda: define(lambda self: None)),
+    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
     (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip

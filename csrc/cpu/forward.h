@@ -115,8 +115,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     return Base::edge(chunk, in.I);
   }
 
-  // f() for each `range` of children among [begin, begin + count): one, or, where children of a type are met together
-  // for the sake of their weights, one a type, children being counted type by type. Until f is false.
+  // Calls f() for each range of children, one type at a time if they share weights; stops if f returns false.
   template <class F>
   void each_range(int64_t begin, int64_t count, F&& f) {
     if (!kByGroup || in.G == 1) {

@@ -39,14 +39,15 @@ def dynamic_routing(
     r"""Route children to parents by dynamic routing (Sabour et al. 2017, Procedure 1).
 
     .. math::
-        V_{im} = P_i W_{i \bmod G, m} + b_{im}, \quad
-        r_{im} = \operatorname{softmax}_m \Bigl\langle V_{im}, \sum_{\tau < t} v_m^\tau \Bigr\rangle, \quad
-        v_m^t = \operatorname{squash}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)
+        V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}, \quad
+        r_{im} = \operatorname{softmax}_m \Bigl\langle V_{im}, \sum_{\tau < t} \operatorname{squash}(S_m^\tau)
+                 \Bigr\rangle, \quad
+        S_m^t = \sum_i g_i r_{im} V_{im}
 
     The paper stores a logit for each pair of child and parent, and adds the vote's agreement with the parent in each
     iteration. The logits are linear in the votes, so the sum of the parents so far is enough: the state is M poses
-    instead of I * M values, and no vote is stored. In the first iteration ``r = 1 / M``. ``squash(s)`` is
-    ``|s|^2 / (1 + |s|^2) s / |s|``, with derivative 0 at the zero vector; its length is over the C * E values.
+    instead of I * M values, and no vote is stored. In the first iteration ``r = 1 / M``. The parents are ``squash(S)``,
+    ``|S|^2 / (1 + |S|^2) S / |S|``, with derivative 0 at the zero vector; the length is over the C * E values.
 
     Parameters
     ----------
@@ -159,7 +160,7 @@ def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None,
         step = squashed(results) if prior is None else F.pad(squashed(results), (0, 1))
         return {"query": step if own.query is None else own.query + step}
 
-    # a backend runs the first iteration too, as in the op that squashes
+    # `route`, not `__call__`: the kernel also runs the first iteration, which torch's matmul would run otherwise
     last = routing.iterate(routing.route, votes, own, advance)[-1]
     return squashed(last), last[-1]
 

@@ -77,7 +77,7 @@ def em_routing(
     r"""Route children to parents by EM (Hinton et al. 2018, Procedure 1).
 
     .. math::
-        V_{im} &= P_i W_{i \bmod G, m} + b_{im}, \\
+        V_{im} &= P_i W_{i \bmod G, m} + \text{bias}_{im}, \\
         r_{im} &= \operatorname{softmax}_m \Bigl(\ln a_m
                   - \sum_{ce} \ln \sigma_m - \sum_{ce} \frac{(V_{im} - \mu_m)^2}{2 \sigma_m^2}\Bigr), \quad
         n_m = \sum_i a_i r_{im}, \\

@@ -43,13 +43,13 @@ def heinsen_routing(
     r"""Route children to parents by Algorithm 1 of Heinsen 2019.
 
     .. math::
-        V_{im} &= P_i W_{i \bmod G, m} + b_{im}, \quad
+        V_{im} &= P_i W_{i \bmod G, m} + \text{bias}_{im}, \quad
         r_{im} = \operatorname{softmax}_m \bigl(\ln \operatorname{sigmoid}(a_m) + \ln p(V_{im})\bigr), \\
-        D_{im} &= \operatorname{sigmoid}(a_i)\, r_{im}, \quad
-        a_m = \sum_i \beta^{use}_{im} D_{im}
-              - \sum_i \beta^{ign}_{im} (\operatorname{sigmoid}(a_i) - D_{im}), \\
-        \mu_m &= \frac{\sum_i D_{im} V_{im}}{\sum_i D_{im} + \epsilon}, \quad
-        \sigma_m^2 = \frac{\sum_i D_{im} (V_{im} - \mu_m)^2}{\sum_i D_{im} + \epsilon} + \epsilon
+        w_{im} &= \operatorname{sigmoid}(a_i)\, r_{im}, \quad
+        a_m = \sum_i \beta^{use}_{im} w_{im}
+              - \sum_i \beta^{ign}_{im} (\operatorname{sigmoid}(a_i) - w_{im}), \\
+        \mu_m &= \frac{\sum_i w_{im} V_{im}}{\sum_i w_{im} + \epsilon}, \quad
+        \sigma_m^2 = \frac{\sum_i w_{im} (V_{im} - \mu_m)^2}{\sum_i w_{im} + \epsilon} + \epsilon
 
     The parents compete for each child: the softmax runs over m. In the first iteration ``r = 1 / M``. p is the parent's
     Gaussian with a diagonal variance or, for k-means, ``exp(-|V - mu|^2)``. No vote is stored.

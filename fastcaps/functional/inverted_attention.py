@@ -35,7 +35,7 @@ def inverted_attention_routing(
     r"""Route children to parents by inverted dot-product attention (Tsai et al. 2020).
 
     .. math::
-        V_{im} = P_i W_{i \bmod G, m} + b_{im}, \quad
+        V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}, \quad
         a_{im} = s \langle Q_m, V_{im} \rangle, \quad
         r_{im} = \operatorname{softmax}_m a_{im}, \quad
         Q'_m = \operatorname{LayerNorm}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)

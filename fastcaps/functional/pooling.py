@@ -54,9 +54,9 @@ def routing_pool(
 
     .. math::
         r_{im} = \operatorname{softmax}_i \Bigl(\lambda \sum_{\tau < t}
-                 \Bigl\langle \frac{V_{im}}{\lVert V_{im} \rVert}, \frac{s_m^\tau}{\lVert s_m^\tau \rVert}
+                 \Bigl\langle \frac{V_{im}}{\lVert V_{im} \rVert}, \frac{S_m^\tau}{\lVert S_m^\tau \rVert}
                  \Bigr\rangle\Bigr), \quad
-        s_m^t = \sum_i r_{im} V_{im}
+        S_m^t = \sum_i r_{im} V_{im}
 
     The children compete for each parent: the softmax runs over i, and a parent is a weighted mean of its votes. With
     :math:`\lambda = 0` it is their average, with a large λ nearly the vote that agrees best with the others. Without

@@ -23,9 +23,9 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     r"""Route by inverted attention until the parents stay the same: infinitely many iterations.
 
     .. math::
-        p^* = f(p^*, \theta), \quad f(p, \theta)_j = \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{ij}(p)\, v_{ij}\Big), \quad
+        Q^* = f(Q^*, \theta), \quad f(Q, \theta)_m = \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{im}(Q)\, V_{im}\Big), \quad
         \frac{dL}{d\theta} = u^T \frac{\partial f}{\partial \theta}, \quad
-        u = \frac{dL}{dp^*} + \Big(\frac{\partial f}{\partial p}\Big)^T u
+        u = \frac{dL}{dQ^*} + \Big(\frac{\partial f}{\partial Q}\Big)^T u
 
     The paper suggests it in section 8 (Tsai et al., 2020); the method is that of deep equilibrium models (Bai et al.,
     2019): the gradient at a fixed point solves the second equation. Both equations are solved by iteration without a

@@ -48,7 +48,7 @@ break_symmetry, iterations, device, dtype
         if d' = 1.
     activations : bool
         The paper's ablation C: the layer returns poses and activations. The paper only says "as in EM routing"; the
-        formula is ours: a parent's activation is ``sigmoid(<u_j, p_j> + c_j)``, u and c learned per parent type, and
+        formula is ours: a parent's activation is ``sigmoid(<u_m, Q_m> + c_m)``, u and c learned per parent type, and
         the children's activations gate their votes (the g of the equation).
     start : "zero", "random" or "learned"
         The parents before the first iteration, if a call gives none. "zero" is the paper's: every child spreads

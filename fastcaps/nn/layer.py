@@ -97,7 +97,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         For ``out_capsules=None``, where all parents would be equal: learn one more pose, zero at the start. Parent j
         adds it to its votes times a factor; the factors are evenly spaced from -1 to 1.
     iterations : int
-        Number of times the coefficients are computed.
+        Number of weighted sums, at least 1 (the first has equal coefficients); in pooling the number of sums after the
+        average, may be 0.
     device, dtype : optional
         As in PyTorch's own layers.
 
@@ -115,21 +116,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     A routing of your own
     ---------------------
-    A subclass defines ``route(votes, activity)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits poses,
-    windows, matrices, biases, sharing and checks. ``activity`` is the call's second argument, ``[B, I]`` or
-    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; a
-    ``route`` without this parameter refuses calls with activations. ``route`` returns the parents in the layout of
-    ``votes.sum``, or a tuple that starts with them, such as :class:`~fastcaps.functional.Capsules`; the layer returns
-    that with flat poses. If ``route`` takes ``iterations``, ``return_coefficients`` or further keyword arguments, so do
-    calls; coefficients come last in the result::
-
-        class TopK(fastcaps.nn.RoutingLayer):
-            def route(self, votes):
-                parents = votes.sum(1 / votes.parents)
-                for _ in range(self.iterations):
-                    a = votes.agreement(fastcaps.functional.unit(parents, (-2, -1)))
-                    parents = votes.sum(torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5))
-                return parents
+    A subclass defines ``route(self, votes, activations)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits
+    poses, windows, matrices, biases, sharing and checks. ``activations`` is the call's second argument, ``[B, I]`` or
+    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; a ``route`` without this parameter refuses calls
+    with activations. ``route`` returns the parents in the layout of ``votes.sum``, or a tuple that starts with them,
+    such as :class:`~fastcaps.functional.Capsules`; the layer returns that with flat poses. If ``route`` takes
+    ``iterations``, ``return_coefficients`` or further keyword arguments, so do calls; coefficients come last in the
+    result. The page "Your own routing" (docs/routings/your-own.md) has examples.
 
     The package's own layers define ``run(call, iterations, return_coefficients)`` and their call options instead.
 
@@ -154,7 +147,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
     route: Callable[..., Any]  # a subclass defines it
-    route_options: tuple[str, ...] | None = None  # its keyword arguments beside votes and activity; None: no route
+    route_options: tuple[str, ...] | None = None  # its keyword arguments beside votes and activations; None: no route
     route_takes_activity = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -162,18 +155,18 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if "route" in vars(cls):
             takes = inspect.signature(cls.route)
             third = [*takes.parameters.values(), None, None, None][2]
-            own = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
+            lacks = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
             try:
-                bound = takes.bind_partial(None, None, *[None] * (not own)).arguments
+                bound = takes.bind_partial(None, None, *[None] * (not lacks)).arguments
             except TypeError:
                 got = ", ".join(takes.parameters)
-                raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
+                raise TypeError(f"{cls.__name__}.route must take (self, votes, activations), got ({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             named = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
             for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
                 if name in named:
                     raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
-            cls.route_options, cls.route_takes_activity = named, not own
+            cls.route_options, cls.route_takes_activity = named, not lacks
 
     def __init__(
         self,
@@ -201,7 +194,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         if in_capsules is None and kernel_size is not None:
-            raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
+            raise ValueError("in_capsules must be an int with a kernel_size, the number of child types, got None")
         self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
         self.out_capsules = None if out_capsules is None else check_count("out_capsules", out_capsules)
         self.in_dim, self.out_dim = check_count("in_dim", in_dim), check_count("out_dim", out_dim)
@@ -236,7 +229,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         slides = kernel_size is not None and not self.whole_grid
         if not slides and (stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1))):
             raise ValueError(
-                "stride, padding and dilation need a kernel_size of numbers; "
+                "stride, padding and dilation need an int or a pair as kernel_size; "
                 + ("a window over all of a grid has none" if self.whole_grid else "kernel_size=None routes a set")
             )
         self.window = Window(kernel_size, stride, padding, dilation) if slides else None  # type: ignore[arg-type]
@@ -296,7 +289,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     @property
     def children_per_position(self) -> int:
-        """I, the children in one window (for "all", at one position of the grid; 1 if any number will do)."""
+        """I, the children in one window (for "all", at one position of the grid; 1 for any number of them)."""
         return (1 if self.window is None else self.window.positions) * (self.in_capsules or 1)
 
     @property
@@ -329,7 +322,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         bias: Tensor | None = None,
         iterations: int | None = None,
         return_coefficients: bool = False,
-        **own: Any,
+        **options: Any,
     ) -> Any:
         """Return the parents, and whatever else the class lists under *Calls*.
 
@@ -350,16 +343,16 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return_coefficients : bool
             Also return the coefficients.
         """
-        self.know(own)
+        self.know(options)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
-        return self.finish(self.run(call, count, return_coefficients, **own))
+        return self.with_flat_poses(self.run(call, count, return_coefficients, **options))
 
-    def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **own: Any) -> Any:
+    def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **options: Any) -> Any:
         """Return the result of ``route`` for a checked call."""
         takes = self.route_options
         if takes is None:
-            raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activity)")
+            raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activations)")
         given = dict(zip(_OF_ROUTE, (iterations, return_coefficients), strict=True))
         usual = {"iterations": self.iterations, "return_coefficients": False}
         activity = (call.activity,) if self.route_takes_activity else ()
@@ -370,7 +363,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
-        found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **own)
+        found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **options)
         poses = found[0] if isinstance(found, (tuple, list)) and found else found
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
             what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
@@ -427,7 +420,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             raise ValueError(f"children must be a grid of at least one position, got {shape_text(children)}")
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
         weight: Tensor | None = self.weight
-        own: Tensor | None = self.bias
+        layer_bias: Tensor | None = self.bias
         if self.out_capsules is not None:
             many = self.out_capsules
             if out_capsules is not None and out_capsules != many:
@@ -439,13 +432,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             if self.bias_step is not None:
                 places = torch.linspace(-1, 1, many, device=self.bias_step.device, dtype=self.bias_step.dtype)
                 steps = self.bias_step * places[:, None, None]
-                own = steps if own is None else own + steps
-        if own is not None:
-            bias = own if bias is None else own + bias
+                layer_bias = steps if layer_bias is None else layer_bias + steps
+        if layer_bias is not None:
+            bias = layer_bias if bias is None else layer_bias + bias
         poses = children.unflatten(-1, self.pose_shape[:2])
         return LayerCall(poses, activity, weight, bias, many, window)
 
-    def finish(self, found: Any) -> Any:
+    def with_flat_poses(self, found: Any) -> Any:
         """Return what ``run`` returned with flat poses, and without the single position of a whole grid."""
         if isinstance(found, Tensor):
             return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)

@@ -80,7 +80,7 @@ class GaussianRouting(Routing):
         return reference.gaussian_routing, reference.gaussian_routing_backward
 
     def check(self, votes: VoteInputs, own: Gaussian) -> None:
-        shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.numbers}
+        shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.parent_values_shape}
         check_like(votes, own, shapes, wide=True)
         if own.rule not in (Rule.EM, Rule.HEINSEN, Rule.KMEANS):
             raise ValueError(f"rule must be 4, 5 or 6, got {own.rule}")
@@ -94,8 +94,11 @@ class GaussianRouting(Routing):
 
     def fakes(self, votes: VoteInputs, own: Gaussian) -> Results:
         count, dtype = len(own.temperatures), accumulation_dtype(votes.children.dtype)
-        shapes: list[Any] = [votes.numbers, votes.poses, votes.poses]
-        shapes += [(count, *shape) for shape in (votes.numbers, votes.poses, votes.poses, votes.numbers)]
+        shapes: list[Any] = [votes.parent_values_shape, votes.poses, votes.poses]
+        shapes += [
+            (count, *shape)
+            for shape in (votes.parent_values_shape, votes.poses, votes.poses, votes.parent_values_shape)
+        ]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
     def coefficients(self, votes: VoteInputs, own: Gaussian, results: Results) -> Tensor:

@@ -49,7 +49,7 @@ class PoolingRouting(QueryRouting):
     competing = False
 
     def step(self, own: Pooling, results: Results) -> Tensor:
-        return results[0] if own.rule == Rule.SQUASH else self.left(own, results[0], results[0].dtype)
+        return results[0] if own.rule == Rule.SQUASH else self.steps_of(own, results[0], results[0].dtype)
 
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.pooling_routing, reference.pooling_routing_backward
@@ -61,10 +61,10 @@ class PoolingRouting(QueryRouting):
 
     def fakes(self, votes: VoteInputs, own: Pooling) -> Results:
         children, count = votes.children, own.iterations
-        logsumexp = children.new_empty((count, *votes.numbers), dtype=accumulation_dtype(children.dtype))
+        logsumexp = children.new_empty((count, *votes.parent_values_shape), dtype=accumulation_dtype(children.dtype))
         return children.new_empty(votes.poses), children.new_empty((count, *votes.poses)), logsumexp
 
-    def left(self, own: Pooling, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    def steps_of(self, own: Pooling, sums: Tensor, dtype: torch.dtype) -> Tensor:
         wide = sums.to(accumulation_dtype(dtype))
         return (squash(wide, POSE) if own.rule == Rule.SQUASH else unit(wide, POSE)).to(dtype)
 

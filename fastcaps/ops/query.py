@@ -30,7 +30,7 @@ class QueryRouting(Routing):
         """Return the backward's arguments after the votes."""
 
     @abstractmethod
-    def left(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    def steps_of(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the steps of iterations from their S, rounded to ``dtype``, the children's."""
 
     def adds(self, own: Any) -> bool:
@@ -45,13 +45,13 @@ class QueryRouting(Routing):
         step = self.step(own, results)
         return {"query": own.query + step if own.query is not None and self.adds(own) else step}
 
-    def queries(self, own: Any, left: Sequence[Tensor]) -> Tensor | None:
+    def queries(self, own: Any, steps: Sequence[Tensor]) -> Tensor | None:
         """Return the queries of all iterations, stacked, without the first iteration's if it has none.
 
-        ``left`` are the steps of all iterations but the last.
+        ``steps`` are those of all iterations but the last.
         """
         queries = [] if own.query is None else [own.query]
-        for step in left:
+        for step in steps:
             queries.append(queries[-1] + step if self.adds(own) and queries else step)
         if len(queries) < 2:
             return queries[0].unsqueeze(0) if queries else None
@@ -59,17 +59,17 @@ class QueryRouting(Routing):
 
     def last_query(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the query of the last iteration, from the S of all iterations."""
-        queries = self.queries(own, self.left(own, sums[:-1], dtype).unbind())
+        queries = self.queries(own, self.steps_of(own, sums[:-1], dtype).unbind())
         return None if queries is None else queries[-1]
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
         (grad,), sums, count = grads, history[0], own.iterations
         dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), own.rule == Rule.SQUASH
         steps = Steps(sums.to(wide), squashes) if self.adds(own) and (squashes or count > 1) else None
-        left: Sequence[Tensor] = ()
+        before: Sequence[Tensor] = ()
         if count > 1:
-            left = (self.left(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
-        rest = self.rest(own, self.queries(own, left), history)
+            before = (self.steps_of(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
+        rest = self.rest(own, self.queries(own, before), history)
         each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the current iteration on
         query = {"query"} & reverse.needs
         reverse.summed = reverse.needs - (self.constant if own.detach else query)

@@ -101,7 +101,9 @@ class Routing(Signature, ABC):
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
             if not torch.compiler.is_compiling() and (hears := listener.get()) is not None:
-                hears.other(backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.shares)} pairs", MADE)
+                hears.other(
+                    backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
+                )
             results = self._joined(self.iterate(self._reference, votes, own))
             return _complete((*results, self._coefficients(votes, own, results)), votes.children)
         if torch.compiler.is_compiling():
@@ -250,7 +252,8 @@ class Routing(Signature, ABC):
                 one = self.single(own, k)._replace(**state, coefficients=own.coefficients and last)
                 every.append(run(votes, one))
                 if not last:
-                    state = (advance or self.advance)(one, every[-1])
+                    # no `or`: the compiler of torch 2.10 takes no function for a truth value
+                    state = (self.advance if advance is None else advance)(one, every[-1])
         return every
 
     def _joined(self, every: list[Results]) -> Results:
@@ -278,7 +281,7 @@ class Routing(Signature, ABC):
             hears.routing(self, votes, own)
         let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
-        shares = votes.children.new_empty(votes.shares if own.coefficients else (0,), dtype=wide)
+        shares = votes.children.new_empty(votes.coefficients_shape if own.coefficients else (0,), dtype=wide)
         return (*self.fakes(votes, own), shares)
 
     def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:

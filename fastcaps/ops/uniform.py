@@ -21,7 +21,7 @@ from fastcaps.watchers import is_sharded
 _LARGE = 1 << 23  # values: 32 MB, which the system allocates page by page in every call
 
 
-def library_serves(votes: VoteInputs) -> bool:
+def torch_runs_first_iteration(votes: VoteInputs) -> bool:
     """Return whether torch's library, not a backend, runs a call's first iteration.
 
     The library needs the weights in another order. Copying them is cheap beside the convolution unless they are large:

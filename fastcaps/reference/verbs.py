@@ -166,12 +166,14 @@ def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
     if isinstance(votes, MadeVotes):
         (gate,) = widen(votes.children.dtype, votes.gate)
         maker = votes.maker
-        return VoteBlocks(lambda i, j, _: maker(i, j), maker.blocks, votes.shares, votes.children, None, gate)
+        return VoteBlocks(
+            lambda i, j, _: maker(i, j), maker.blocks, votes.coefficients_shape, votes.children, None, gate
+        )
     children, weight, bias, gate = widen(votes.children.dtype, *votes[:4])
     assert children is not None
     many, count, types = votes.parents, votes.seen, children.shape[-3]
     rows, depth, columns = votes.pose
-    shape = votes.shares
+    shape = votes.coefficients_shape
     step = max(1, BLOCK // (max(prod(shape[:-2]) * rows, depth) * many * columns))  # by the size of votes or matrices
     blocks = [(0, count)]
     if step < count:

@@ -68,17 +68,17 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     return torch.stack([gather(each)[0] for each in found.unbind(1)], 1)
 
 
-def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:
+def coefficients(network: nn.Module, images: Tensor, *, uniform: bool = False) -> Tensor:
     """Return the parts of every position in every class, or parent of a routing pool: ``[B, M, H', W']``.
 
     For a :class:`~fastcaps.nn.CapsNet` with primary capsules on a grid: their parts by :func:`descent`, summed over the
     types of a position. For a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the coefficients of
-    the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``even`` returns what it would be with
+    the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``uniform`` returns what it would be with
     equal gates and coefficients. Images are ``[B, channels, H, W]``; ValueError for other networks.
     """
     if isinstance(network, CapsNet):
         _, trace, _ = traced(network, images)
-        if even:
+        if uniform:
             alike = tuple((each > 0).float() for each in trace.coefficients)
             trace = RoutingTrace(trace.poses, (None,) * len(trace.activations), alike)
         lowest = descent(network.routing, trace)[0]
@@ -90,7 +90,7 @@ def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> T
             pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
             if pools:
                 shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].given["features"].shape[2:]
-                shares = torch.full_like(shares, 1 / shares.shape[1]) if even else shares
+                shares = torch.full_like(shares, 1 / shares.shape[1]) if uniform else shares
                 return (
                     shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
                 )  # from [B, H'W' (groups), M]
@@ -115,8 +115,8 @@ def coefficient_map(
     contain inner positions than outer ones. Lines are the image's outline. ``names`` are those of the columns,
     ``labels`` those of the images; ValueError for a wrong number of them, or from :func:`coefficients`.
     """
-    even = coefficients(network, images, even=True).clamp_min(torch.finfo(torch.float32).tiny)
-    heat = (coefficients(network, images) / even).float().cpu()
+    uniform = coefficients(network, images, uniform=True).clamp_min(torch.finfo(torch.float32).tiny)
+    heat = (coefficients(network, images) / uniform).float().cpu()
     images = images.detach().float().cpu()
     where = places(network, images.to(next(network.parameters()).device), (heat.shape[-2], heat.shape[-1]))
     rows, columns = heat.shape[:2]
