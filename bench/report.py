@@ -241,14 +241,18 @@ def start(rows: Sequence[Row]) -> str:
     lines = []
     for name, layer in (("tsai-c10-conv1", "A capsule convolution for CIFAR-10 (Tsai et al.)"),
                         ("sabour-mnist", "The class capsules of Sabour et al.'s network for MNIST")):  # fmt: skip
-        step = steps[name][charts.MODES[1]]
+        step = steps.get(name, {}).get(charts.MODES[1])
+        if step is None:
+            continue
         own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
         lines.append(
             f"- {layer}: a training step is **{_speedup(step)}** as fast as the fastest of several PyTorch "
             f"alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
         )
     machine = rows[0]["machine"]
-    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
+    about = f"{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}."
+    about += " ~ marks a doubtful time." if any("~" in line for line in lines) else ""
+    return "\n".join([*lines, "", f"*{about}*"])
 
 
 def public(rows: Sequence[Row], full: bool = True) -> str:
