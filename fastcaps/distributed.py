@@ -261,7 +261,7 @@ def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[An
     (sums,) = layout.joined("children", sums.to(accumulation_dtype(votes.children.dtype)))
     if share is not None and own.coefficients:
         shares = shares * share.detach()[..., None]
-    return attention_routing.left(own, sums, votes.children.dtype), shares
+    return attention_routing.steps_of(own, sums, votes.children.dtype), shares
 
 
 def _pooling(layout: Layout, votes: VoteInputs, own: Pooling) -> Sequence[Any]:
@@ -272,7 +272,7 @@ def _pooling(layout: Layout, votes: VoteInputs, own: Pooling) -> Sequence[Any]:
     shares = None
     if own.coefficients:
         shares = reference.pooling_coefficients(votes, asked, own.scale, own.normalize) * part.unsqueeze(-2)
-    return sums if own.rule == Rule.UNIT else pooling_routing.left(own, sums, sums.dtype), shares
+    return sums if own.rule == Rule.UNIT else pooling_routing.steps_of(own, sums, sums.dtype), shares
 
 
 class _Pooled(torch.autograd.Function):
