@@ -96,7 +96,7 @@ wheel: sdist ## build one wheel for all Pythons in dist/: audited, under 10 MB
 	rm -rf build/wheel dist/*.whl
 	TORCH_CUDA_ARCH_LIST='$(WHEEL_CUDA)' $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel show build/wheel/*.whl
-	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --strip --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl; test -z "$$(find dist -name '*.whl' -size +10000000c)" || \
 		{ echo "fastcaps: the wheel has more than 10 MB" >&2; exit 1; }
 

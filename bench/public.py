@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
@@ -34,7 +35,7 @@ from fastcaps._testing.judge import largest, largest_error
 
 BAR = 3, 1e-5  # times the error of the published code in float32, and besides a share of a tensor's largest number
 NOTHING = 1e-6  # a gradient this share of the largest is zero but for rounding: of a bias in front of a BatchNorm, say
-TURNS, PATIENCE = 5, 600.0  # of each in one process; seconds until a process is given up
+TURNS, PATIENCE = 5, 300.0  # of each in one process; seconds until a process is given up
 Made = tuple[nn.Module, list[Tensor]]  # a module and its inputs
 
 
@@ -45,7 +46,7 @@ def _guo(batch: int, network: bool) -> Made:
     return net, [torch.rand(batch, 1, 28, 28), torch.eye(10)[torch.arange(batch) % 10]]
 
 
-def _matrix_capsules(batch: int, network: bool) -> Made:
+def _yl(batch: int, network: bool) -> Made:
     net = import_module("model.capsules").capsules(A=64, B=8, C=16, D=16, E=10, iters=2)
     capsules = torch.cat([torch.randn(batch, 14, 14, 8 * 16), torch.rand(batch, 14, 14, 8)], -1)
     return (net, [torch.rand(batch, 1, 28, 28)]) if network else (net.conv_caps1, [capsules])
@@ -61,7 +62,7 @@ class _TwoIterations(nn.Sequential):
         return self[0](children, 1, self[0](children, 0))
 
 
-def _inverted_attention(batch: int, network: bool) -> Made:
+def _tsai(batch: int, network: bool) -> Made:
     settings = json.loads(Path(sys.path[0], "configs/resnet_backbone_CIFAR10.json").read_text())
     net = import_module("src.capsule_model").CapsModel(32, settings, "resnet", 0.0, 2, sequential_routing=False)
     layer = _TwoIterations(net.capsule_layers[0])
@@ -69,27 +70,20 @@ def _inverted_attention(batch: int, network: bool) -> Made:
 
 
 def _ucaps(batch: int, network: bool) -> Made:
-    kinds, atoms, make = (1, 16, 16, 16, 8, 8, 8, 4), (64, 4, 8, 8, 16, 16, 32, 64), import_module("layers")
-    made = [
-        make.ConvSlimCapsule3D(3, *kinds[k : k + 2], *atoms[k : k + 2], 1 + k % 2, 1, num_routing=3 if k else 1)
-        for k in range(7)
-    ]
-    first = 0 if network else 2
-    return nn.Sequential(*made) if network else made[2], [torch.randn(batch, kinds[first], atoms[first], 32, 32, 32)]
+    """Make the second encoder layer for a patch of 64³."""
+    layer = import_module("layers").ConvSlimCapsule3D(3, 16, 16, 8, 8, stride=1, padding=1)
+    return layer, [torch.randn(batch, 16, 8, 32, 32, 32)]
 
 
-_CONV = "`CapsuleCONV`, 16² × 32 to 7² × 32", 8, _inverted_attention, False
 CASES = (
     ("XifengGuo/CapsNet-Pytorch", "`DenseCapsule`, 1,152 to 10", 100, _guo, False),
-    ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo, True),
-    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32, _matrix_capsules, False),
-    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _matrix_capsules, True),
+    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32, _yl, False),
     ("glassroom/heinsen_routing", "`GenerativeMatrixRouting`, 100 to 10", 128, _heinsen, False),
-    ("apple/ml-capsules-inverted-attention-routing", *_CONV),
-    ("yaohungt/Capsules-Inverted-Attention-Routing", *_CONV),
-    ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 8, _inverted_attention, True),
+    ("apple/ml-capsules-inverted-attention-routing", "`CapsuleCONV`, 16² × 32 to 7² × 32", 4, _tsai, False),
     ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 32³ × 16 to 32³ × 16", 1, _ucaps, False),
-    ("VinAIResearch/3D-UCaps", "the seven `ConvSlimCapsule3D` of `UCaps3D`", 1, _ucaps, True),
+    ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo, True),
+    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _yl, True),
+    ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 4, _tsai, True),
 )
 """Repositories on GitHub, what is run of them, the batch, who makes it, and whether it is a network or a layer."""
 
@@ -149,10 +143,10 @@ class Program:
         if compiled:
             sides["compiled"] = torch.compile(deepcopy(sides["theirs"][0]), dynamic=False), sides["theirs"][1]
             far = max(_errors(_step(*sides["compiled"]), _step(*sides["theirs"])))
-            if not far <= 1e-3:
+            if not far <= 1e-2:  # float32 alone moves some gradients by a tenth of it
                 raise ValueError(f"wrong result: differs by {far:.1e}")
         calls = {name: partial(_step, *side) for name, side in sides.items()}
-        once = {name: min(time_calls(call, 2, 1)) for name, call in calls.items()}
+        once = {name: time_calls(call, 1, 1)[0] for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(TURNS):
             for name, call in calls.items():
@@ -169,11 +163,8 @@ def measure(case: int, folder: Path, threads: int) -> dict[str, Any]:
     """Return the row of a case whose repository is in a folder; ``refused`` says why it has no figures."""
     (repository, what, batch, _, network), at = CASES[case], ["git", "-C", str(folder)]
     row: dict[str, Any] = {"repository": repository, "what": what, "batch": batch, "network": network}
-    row |= {
-        "commit": subprocess.check_output([*at, "rev-parse", "HEAD"], text=True).strip(),
-        "load": os.getloadavg()[0],
-    }
-    remote = Remote(threads, Program, str(folder), case)
+    row["commit"] = subprocess.check_output([*at, "rev-parse", "HEAD"], text=True).strip()
+    row["load"], remote = os.getloadavg()[0], Remote(threads, Program, str(folder), case)
     try:
         if subprocess.check_output([*at, "status", "--porcelain", "--untracked-files=no"]):
             raise WorkerError("its source is modified")
@@ -199,18 +190,20 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="holds clones, each under its repository's name or as owner+name")
     parser.add_argument("--write", action="store_true", help="keep the record in bench/results")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no row later than this (default 600)")
     parser.add_argument("--only", default="", metavar="WORD", help="repositories whose names hold this word")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    machine, rows = record.describe(given.threads), []
+    machine, rows, until = record.describe(given.threads), [], time.monotonic() + given.seconds
     for index, (repository, *_) in enumerate(CASES):
-        places = [given.folder / repository.replace("/", "+"), given.folder / repository.partition("/")[2]]
-        for place in [one for one in places if one.is_dir() and given.only in repository][:1]:
+        for place in given.folder.glob("*" + repository.partition("/")[2]) if given.only in repository else ():
+            if time.monotonic() > until:
+                continue
             rows.append({**measure(index, place, given.threads), "machine": machine})
-            print(report.public(rows[-1:], full=True), flush=True)
+            print(report.public(rows[-1:]), flush=True)
+            if given.write:  # a run that is stopped leaves what it has
+                print(f"written: {record.write(record.RESULTS, rows, 'public')}")
     if not rows:
         parser.exit(1, f"public: no repository of {', '.join(sorted({one[0] for one in CASES}))} in {given.folder}\n")
-    if given.write:
-        print(f"written: {record.write(record.RESULTS, rows, 'public')}")
     return int(any("refused" in row for row in rows))
 
 

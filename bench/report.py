@@ -1,7 +1,7 @@
 """Tables and pages from the records in ``bench/results``: the newest complete row of each, by the date inside.
 
 python -m bench.report                       # what there is, as tables
-python -m bench.report --write               # every figure of README and docs/performance*, and the pictures
+python -m bench.report --write               # every figure of README and docs, and the pictures
 python -m bench.report --html page.html      # one page with pictures, for a browser
 """
 
@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def html(rows: Sequence[Row]) -> str:
         timed = [row for row in some if "fastcaps" in row]
         parts += [f"<h1>{escape(some[0]['machine']['device'])}</h1><p>{escape(about(some))}</p>"]
         drawn = charts.picture(timed)
-        parts += [f"<p>{escape(_legend(some))}</p>", drawn[drawn.index("<svg") :]]
+        parts += [f"<p>{escape(_legend(some))}</p>", f"<div>{drawn[drawn.index('<svg') :]}</div>"]
         for title, (head, *lines) in tables(some):
             cut = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in (head, *lines)]
             parts.append(f"<h2>{title}</h2><div><table>{''.join(cut)}</table></div>")
@@ -189,7 +190,7 @@ def html(rows: Sequence[Row]) -> str:
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
         ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
-        "svg{max-width:100%;height:auto} div{overflow-x:auto}"
+        "svg{max-width:100%;min-width:50rem;height:auto} div{overflow-x:auto}"
         "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
         "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
@@ -250,51 +251,55 @@ def start(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
 
 
-PUBLIC_LEGEND = (
-    "A training step is forward and backward. Times are medians of steps in turns, in one process. Memory is what a "
-    "step adds at its peak, results and gradients included. Equal to: the largest difference of a result or a "
-    "gradient in float32, relative to its tensor's largest value."
-)
-
-
-def public(rows: Sequence[Row], full: bool = False) -> str:
-    """Return a table of public programs as published and with our layers; in ``full`` with networks and compiled."""
-    lines = [["program", "layer (batch)", "time of a step, ms", "peak memory of a step, MB", "results equal to"]]
-    lines[0] += ["in float64", "theirs, compiled, ms"] * full
+def public(rows: Sequence[Row], full: bool = True) -> str:
+    """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
+    lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB"]]
+    lines[0] += ["results equal to", *["theirs compiled, ms"] * full]
     for row in rows if full else [row for row in rows if not row["network"]]:
         link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
-        line = [link + f", {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
+        line = [link + f" {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
         if "refused" in row:
             lines.append([*line, f"refused: {row['refused']}", *[""] * (len(lines[0]) - 3)])
             continue
-        times = [row[name]["median"] * 1e3 for name in ("theirs", "ours")]
-        for theirs, ours in (times, [row["memory"][name] / 1e6 for name in ("theirs", "ours")]):
+        for factor, way in ((1e3, lambda name: row[name]["median"]), (1e-6, row["memory"].get)):  # noqa: B023
+            theirs, ours = (factor * way(name) for name in ("theirs", "ours"))
             line.append(f"{number(theirs)} → {number(ours)} (**{number(theirs / ours)}×**)")
-        equal = {name: f"{max(far):.0e}" for name, far in row["equal"].items()}
         compiled = row.get("compiled", {})
-        line += [equal["float32"], *[equal["float64"], compiled.get("failed") or _milliseconds(compiled)] * full]
-        lines.append(line)
+        other = number(compiled["median"] * 1e3) if "median" in compiled else compiled.get("failed", "")
+        lines.append([*line, f"{row['equal']['float64']:.0e}", *[other] * full])
     machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
-    about = f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
-    about += f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}"
-    return f"{about}, load {loads[0]:.1f} to {loads[-1]:.1f}.\n{PUBLIC_LEGEND}\n\n{as_markdown(lines)}"
+    return (
+        f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
+        f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}, load average before "
+        f"a row {loads[0]:.1f} to {loads[-1]:.1f}. Published → with our layers. A step is forward and backward; times "
+        "are medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients included. "
+        "Equal to: largest difference of a result or a gradient in float64, relative to its tensor's largest value. "
+        f"In float32 our error is at most three times theirs, or 1e-5.\n\n{as_markdown(lines)}"
+    )
 
 
-def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
-    """Put the figures and the pictures of all rows into README and docs; return the files that were written."""
+def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
+    """Put the figures and the pictures of all rows, and of the newest record of public programs, into README and docs;
+    return the files that were written."""
     docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
     passes = {name for name, work in names.items() if isinstance(work.routing, AttentionPass)}
     on_cpu = [row for row in rows if "rates" not in row["machine"] and row["batch"] in names[row["workload"]].batches]
     on_cpu = max(_by_device(on_cpu), key=len, default=[])  # a page shows one: that of the most rows
-    parts = {
-        root / "README.md": ("figures", on_cpu, first),
-        docs.parent / "index.md": ("start", on_cpu, start),
-        docs.parent / "performance.md": ("summary", on_cpu, summary),
-        docs / "attention.md": ("attention", [row for row in on_cpu if row["workload"] in passes], markdown),
-        docs / "routings.md": ("routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
-        docs / "gpu.md": ("device", [row for row in rows if "rates" in row["machine"]], markdown),
-    }
-    wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
+    newest = max((row["machine"]["date"] for row in programs), default="")
+    programs = [row for row in programs if row["machine"]["date"] == newest]
+    wanted: dict[Path, str] = {}
+    for path, name, part, make in (
+        (root / "README.md", "figures", on_cpu, first),
+        (root / "README.md", "public", programs, partial(public, full=False)),
+        (docs.parent / "relation.md", "public", programs, public),
+        (docs.parent / "index.md", "start", on_cpu, start),
+        (docs.parent / "performance.md", "summary", on_cpu, summary),
+        (docs / "attention.md", "attention", [row for row in on_cpu if row["workload"] in passes], markdown),
+        (docs / "routings.md", "routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
+        (docs / "gpu.md", "device", [row for row in rows if "rates" in row["machine"]], markdown),
+    ):
+        if part:
+            wanted[path] = into(wanted.get(path) or path.read_text(), make(part), name)
     if on_cpu:
         wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
         wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
@@ -316,7 +321,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if not rows:
             raise ValueError("no results to report")
         if given.write:
-            print("\n".join(f"written: {path}" for path in write(rows)))
+            print("\n".join(f"written: {path}" for path in write(rows, record.load(*given.files, kind="public"))))
         if given.html is not None:
             given.html.write_text(html(rows), encoding="utf-8")
             print(f"written: {given.html}")

@@ -207,18 +207,13 @@ def test_the_newest_complete_row_wins_by_the_date_inside(row: dict[str, Any]) ->
 
 
 def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
-    rows = record.merge(record.load(record.RESULTS))
+    rows, programs = record.merge(record.load(record.RESULTS)), record.load(record.RESULTS, kind="public")
     (tmp_path / "docs" / "performance").mkdir(parents=True)
-    for path in (
-        ROOT / "README.md",
-        ROOT / "docs/index.md",
-        *(ROOT / "docs").glob("performance*"),
-        *(ROOT / "docs/performance").glob("*"),
-    ):
-        if path.is_file():
-            (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    written = report.write(rows, tmp_path)
-    assert tmp_path / "README.md" in written and len(written) >= 6
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/performance").glob("*")):
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    written = report.write(rows, programs, tmp_path)
+    assert tmp_path / "README.md" in written and (tmp_path / "docs/relation.md" in written) == bool(programs)
+    assert len(written) >= 6
     for path in written:
         made, kept = path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text()
         if path.suffix == ".svg":  # versions of matplotlib draw a text at other places
@@ -259,6 +254,20 @@ def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict
     assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import url", text)  # nothing from the network
     text = report.html([row | {"batch": 2, "default": False, "memory": {}}])  # as of a quick run
     assert ">30.0×</text>" in text and "votes stored</text>" not in text
+
+
+def test_the_table_of_public_programs() -> None:
+    about = MACHINE | {"threads": 2, "versions": {"torch": "2"}}
+    row = {"repository": "a/b", "commit": "0123456789", "what": "`Layer`", "batch": 8, "network": False, "load": 0.5}
+    row |= {"theirs": {"median": 0.2}, "ours": {"median": 0.05}, "memory": {"theirs": 9e8, "ours": 3e7}}
+    row |= {"equal": {"float64": 2e-15}, "compiled": {"failed": "out of memory"}, "machine": about}
+    network = row | {"what": "`Net`", "network": True, "refused": "results or gradients differ"}
+    short, full = report.public([row, network], full=False), report.public([row, network])
+    link = "| [a/b](https://github.com/a/b/tree/0123456789)"
+    said = "`Layer` (8) | 200 → 50.0 (**4.00×**) | 900 → 30.0 (**30.0×**) | 2e-15 |"
+    assert f"{link} | {said}" in short and "`Net`" not in short and "load average before a row 0.5" in short
+    assert f"{link} 0123456 | {said} out of memory |" in full
+    assert "`Net` (8) | refused: results or gradients differ |  |  |  |" in full
 
 
 # Two commits

@@ -223,6 +223,24 @@ def test_the_folder_for_the_hub_loads_under_a_name_of_its_own(pure_wheel: zipfil
     assert (done := python(code)).returncode == 0, done.stderr
 
 
+def test_the_folder_for_the_hub_has_a_variant_for_every_kind_of_torch(tmp_path: Path) -> None:
+    """The hub's loader takes no CPU variant where torch has CUDA."""
+    wheel = tmp_path / "fastcaps-1.2-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr("fastcaps/__init__.py", "")
+        files.writestr("fastcaps/lib/libfastcaps_cuda.so", b"")
+        files.writestr(
+            "fastcaps/lib/libfastcaps_cpu.so", b'{"toolkit": "13.0.88", "architectures": ["80-real", "120"]}'
+        )
+    script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), str(wheel), str(tmp_path)]
+    subprocess.run(script, check=True)
+    for name, backend in (("cpu", {"type": "cpu"}), ("cu130", {"type": "cuda", "archs": ["8.0", "12.0+PTX"]})):
+        folder = tmp_path / f"build/torch-stable-abi210-{name}-x86_64-linux"
+        told = json.loads((folder / "metadata.json").read_text())
+        assert (told["backend"], told["python-depends"], told["version"]) == (backend, [], 1)
+        assert (folder / "lib/libfastcaps_cuda.so").exists() == (name != "cpu")
+
+
 def test_an_index_shows_the_readme_without_paths(setup_py: ModuleType, pure_wheel: zipfile.ZipFile) -> None:
     """Links into the checkout lead nowhere there; what they say stays, as do links to the papers."""
     given = (ROOT / "README.md").read_text()

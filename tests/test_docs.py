@@ -164,6 +164,29 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     assert all((ROOT / path).is_file() for path in site.named_outside(DOCS))
 
 
+def test_the_api_describes_every_argument_of_a_layer_and_names_only_what_there_is() -> None:
+    pytest.importorskip("griffe")
+    pytest.importorskip("latex2mathml")
+    from fastcaps import nn
+    from fastcaps.nn.poses import arguments
+    from tools.docstrings import described, translated
+
+    layers = [
+        each for each in map(vars(nn).get, nn.__all__) if isinstance(each, type) and issubclass(each, nn.RoutingLayer)
+    ]
+    for layer in layers:
+        wanted = {*arguments(layer)} - ({"dropout"} if layer is nn.EquilibriumRouting else set())
+        listed = set(re.findall(r"^(\w+)(?: :|$)", translated(layer.__doc__ or "", layer.__module__), re.MULTILINE))
+        assert wanted <= {*described(layer.__qualname__, layer.__module__)} & listed, layer
+    assert len(layers) > 6 and {"children", "activations"} <= {*described("RoutingLayer.forward", "fastcaps.nn.layer")}
+    names = re.findall(r"^::: ([\w.]+)$", "\n".join(map(site.api, site.API)), re.MULTILINE)
+    assert len(names) > 100 and len(names) == len({*names})
+
+
+def test_links_get_titles() -> None:
+    assert site.for_site("index.md", "[layers.md](layers.md) [it](layers.md)") == "[Layers](layers.md) [it](layers.md)"
+
+
 def test_equations_become_mathml_and_docstrings_markdown() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")

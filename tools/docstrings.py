@@ -16,7 +16,7 @@ from typing import Any
 import griffe
 from latex2mathml.converter import convert
 
-__all__ = ["Docstrings", "fenced", "latex_left", "translated"]
+__all__ = ["Docstrings", "described", "fenced", "latex_left", "translated"]
 
 BLOCK = re.compile(
     r"^(?P<indent> *)\.\. math::(?P<first>[^\n]*)\n(?P<rest>(?:(?P=indent) +[^\n]*\n|[ ]*\n)*)", re.MULTILINE
@@ -111,8 +111,8 @@ def _inherited(function: griffe.Function, text: str) -> str:
 
 
 def _role(found: re.Match[str]) -> str:
-    if found["role"] == "math":
-        return convert(found["text"], display="inline")
+    if found["role"] == "math":  # within a span: at a line's start Markdown takes math for a block
+        return f"<span>{convert(found['text'], display='inline')}</span>"
     return f"`{found['text'].rpartition('.')[2] if found['text'].startswith('~') else found['text']}`"
 
 

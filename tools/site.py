@@ -71,18 +71,17 @@ def api(module: str) -> str:
     """Return the page of a public module: what it says of itself, and all that it offers."""
     found = importlib.import_module(f"fastcaps.{module}")
     said = re.sub(r":\w+:`~?(?:\.?\w+\.)*(\w+)`", r"`\1`", found.__doc__ or "").strip()
+    things = {name: getattr(found, name) for name in API[module] or found.__all__}
     parts = [f"# fastcaps.{module}", said]
-    for name in API[module] or found.__all__:
-        thing = getattr(found, name)
-        if callable(thing) and not hasattr(thing, "__origin__"):
-            kinds = (property, classmethod, staticmethod, types.FunctionType)
-            own = [name for name, each in getattr(thing, "__dict__", {}).items() if isinstance(each, kinds)]
-            members = [name for name in own if not name.startswith("_") and inspect.isclass(thing)]
-            is_module = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
-            shown = ["build", "forward"] if is_module else members or "false"
-            parts.append(
-                f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_module}}}"
-            )
+    for name, thing in sorted(things.items(), key=lambda each: inspect.isclass(each[1])):  # functions first
+        if not callable(thing) or hasattr(thing, "__origin__"):  # a type's other name
+            continue
+        is_layer = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
+        kinds = (property, classmethod, staticmethod, types.FunctionType)
+        own = vars(thing) if inspect.isclass(thing) else {}
+        members = [*getattr(thing, "_fields", ()), *(key for key, each in own.items() if isinstance(each, kinds))]
+        shown = ["build", "forward"] if is_layer else [key for key in members if key[0] != "_"] or "false"
+        parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_layer}}}")
     return "\n\n".join(parts)
 
 

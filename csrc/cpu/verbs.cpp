@@ -102,7 +102,7 @@ struct Walk {
     const int64_t cell = i / in.N, dy = cell / w.kw * w.dh - w.ph, dx = cell % w.kw * w.dw - w.pw;
     Meeting<T> with{};
     with.weight = in.weight ? weights : nullptr;
-    with.weight_step = weight_step(), with.bias_step = bias_step();
+    with.weight_step = weight_step(), with.bias_step = bias_step(), with.dx_step = C * D, with.once = call.once();
     with.D = D, with.starts = starts, with.flat = flat, with.end = count, with.together = C > 1;
     for (int64_t many = 0; at.p < end;) {
       Place places[kRows];
@@ -256,17 +256,15 @@ struct Walk {
             store<T>(sum + v, load<T>(sum + v) + terms);
           }
         }
-      const T* weight = weights + j * weight_step();
       T* dw = dweight.near ? dweight.near + j * weight_step() : nullptr;
-      const int64_t x_at = j * with.x_step, dx_at = j * C * D;
       if (!in.weight) {
-        if (call.dchildren) add_runs(count, dx_at);
+        if (call.dchildren) add_runs(with, count, j);
       } else if (call.dchildren && dw) {
-        pull_all<T, true, true>(rows, count, x_at, dx_at, weight, dw, D, flat);
+        pull_all<T, true, true>(with, rows, count, j, dw);
       } else if (call.dchildren) {
-        pull_all<T, true, false>(rows, count, x_at, dx_at, weight, dw, D, flat);
+        pull_all<T, true, false>(with, rows, count, j, dw);
       } else if (dw) {
-        pull_all<T, false, true>(rows, count, x_at, dx_at, weight, dw, D, flat);
+        pull_all<T, false, true>(with, rows, count, j, dw);
       }
     }
     dweight.count(weight_step() ? count : count * children);
@@ -274,9 +272,12 @@ struct Walk {
   }
 
   // Of votes that are the children's poses: sums over the parents.
-  void add_runs(int64_t count, int64_t dx_at) {
+  void add_runs(const Meeting<T>& with, int64_t count, int64_t j) {
     for (int64_t k = 0; k < count; ++k)
-      for (int64_t e = 0; e < E; ++e) rows[k].dx[dx_at + e] += sum_of<T>(rows[k].out + e * call.tile, parents);
+      for (int64_t e = 0; e < E; ++e) {
+        T& dx = rows[k].dx[j * with.dx_step + e];
+        dx = (with.once ? 0 : dx) + sum_of<T>(rows[k].out + e * call.tile, parents);
+      }
   }
 
   // Adds what the packed matrices' gradient has come to.

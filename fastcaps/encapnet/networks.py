@@ -148,13 +148,6 @@ def convolutions(channels: int, layers: Iterable[tuple[int, int, int]]) -> nn.Se
     return made
 
 
-def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
-    """Return the map's size after layers of these strides."""
-    for stride in strides:
-        size = -(-size[0] // stride), -(-size[1] // stride)
-    return size
-
-
 @dataclass(frozen=True)
 class FeedbackConfig:
     """The options of the feedback units (Li et al., 2018, Table 3).
@@ -245,7 +238,9 @@ class EncapNetConfig(FeedbackConfig):
             modules.append(EncapModule(types, dim_below, dim, layers, stride, coefficients, self.skip))
             units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
             dim_below = dim
-        height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
+        height, width = size
+        for stride in (*(stride for _, _, stride in self.stem), *self.strides):
+            height, width = -(-height // stride), -(-width // stride)
         last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
         head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)

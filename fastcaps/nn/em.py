@@ -86,10 +86,10 @@ break_symmetry, iterations, device, dtype
         self.inverse_temperature = inverse_temperature
         self.coordinates = bool(coordinates)
         if self.coordinates and not self.whole_grid:
-            raise ValueError("coordinates must be False without kernel_size='all': a small window says where it is")
+            raise ValueError("coordinates must be False without kernel_size='all', got True")
         self.normalize_cost = bool(normalize_cost)
         if self.normalize_cost and self.out_capsules == 1:
-            raise ValueError("normalize_cost must be False for one parent: there are no others to compare it with")
+            raise ValueError("normalize_cost must be False for one parent, whose cost equals the mean, got True")
         check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
         self.first_coefficients = first_coefficients
         self.eps = check_finite("eps", eps, 0.0)

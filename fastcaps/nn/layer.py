@@ -194,7 +194,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         if in_capsules is None and kernel_size is not None:
-            raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
+            raise ValueError("in_capsules must be an int with a kernel_size, the number of child types, got None")
         self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
         self.out_capsules = None if out_capsules is None else check_count("out_capsules", out_capsules)
         self.in_dim, self.out_dim = check_count("in_dim", in_dim), check_count("out_dim", out_dim)
@@ -229,7 +229,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         slides = kernel_size is not None and not self.whole_grid
         if not slides and (stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1))):
             raise ValueError(
-                "stride, padding and dilation need a kernel_size of numbers; "
+                "stride, padding and dilation need an int or a pair as kernel_size; "
                 + ("a window over all of a grid has none" if self.whole_grid else "kernel_size=None routes a set")
             )
         self.window = Window(kernel_size, stride, padding, dilation) if slides else None  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     @property
     def children_per_position(self) -> int:
-        """I, the children in one window (for "all", at one position of the grid; 1 if any number will do)."""
+        """I, the children in one window (for "all", at one position of the grid; 1 for any number of them)."""
         return (1 if self.window is None else self.window.positions) * (self.in_capsules or 1)
 
     @property

@@ -252,7 +252,8 @@ class Routing(Signature, ABC):
                 one = self.single(own, k)._replace(**state, coefficients=own.coefficients and last)
                 every.append(run(votes, one))
                 if not last:
-                    state = (advance or self.advance)(one, every[-1])
+                    # no `or`: the compiler of torch 2.10 takes no function for a truth value
+                    state = (self.advance if advance is None else advance)(one, every[-1])
         return every
 
     def _joined(self, every: list[Results]) -> Results:

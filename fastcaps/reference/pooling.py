@@ -15,15 +15,11 @@ from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, VoteInputs
 
 
-def _unit(made: Tensor) -> Tensor:
-    return unit(made, POSE)
-
-
 def _logits(seen: VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return ``a_im = scale <Q_m, K_im>`` ``[*places, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
     if query is None:
         return seen.zeros()
-    return scale * (seen.mapped(_unit) if normalize else seen).scores(query)
+    return scale * (seen.mapped(lambda made: unit(made, POSE)) if normalize else seen).scores(query)
 
 
 def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
