@@ -430,7 +430,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
     (TypeError, "route must take (self, votes, activations), got (self)", lambda: define(lambda self: None)),
-    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, bias=None: None)),
+    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
     (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip

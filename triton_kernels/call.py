@@ -167,8 +167,7 @@ class Call:
         self.votes = Votes(
             *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *table_strides(bias)),
             *_strides(gate, 4),
-            *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw)),
-            tl.constexpr(tl.int32 if self._reach() < 1 << 31 else tl.int64),
+            *map(tl.constexpr, (kw, sh, sw, ph, pw, dh, dw, tl.int32 if self._reach() < 1 << 31 else tl.int64)),
         )
         self.sizes = {
             "positions": self.positions, "H": height, "W": width, "N": types, "Ho": ho, "Wo": wo,

@@ -17,7 +17,7 @@ from fastcaps.votes import VoteInputs, Window, to_op, windows
 
 
 class Votes:
-    r"""Votes of children for parents, never stored: :math:`V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}`.
+    r"""The votes of children for parents, :math:`V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}`, never stored.
 
     Making one computes nothing. Its four verbs are all that a routing needs of votes; what is between them (a softmax
     over whatever competes, a squash, a loss) is plain PyTorch on one number for each child and parent. Verbs are
