@@ -212,15 +212,17 @@ def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def behind(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows in which an alternative is faster, the worst first."""
-    return sorted((row for row in rows if (row.get("speedup") or 1.0) < 1.0), key=lambda row: row["speedup"])
+    """Return the rows in which an alternative is faster, also after rounding (below 0.995), the worst first."""
+    return sorted((row for row in rows if (row.get("speedup") or 1.0) < 0.995), key=lambda row: row["speedup"])
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Return what docs/performance.md opens with: where an alternative is faster, and a table."""
     slower = [f"- `{row['workload']}` batch {row['batch']}, {row['mode']}: {_speedup(row)} of {_short(row['fastest'])}"
               for row in behind(rows)]  # fmt: skip
-    said = f"An alternative is faster in {len(slower)} of {len(rows)} rows{':' if slower else '.'}"
+    equal = sum(0.995 <= (row.get("speedup") or 0.0) < 1.005 for row in rows)
+    said = f"An alternative is faster in {len(slower)} of {len(rows)} rows{f' (and equally fast in {equal})' * bool(equal)}"
+    said += ":" if slower else "."
     return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows, charts.CHOSEN), about(rows)])
 
 
@@ -250,9 +252,8 @@ def start(rows: Sequence[Row]) -> str:
             f"alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
         )
     machine = rows[0]["machine"]
-    about = f"{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}."
-    about += " ~ marks a doubtful time." if any("~" in line for line in lines) else ""
-    return "\n".join([*lines, "", f"*{about}*"])
+    key = " ~: doubtful ([why](performance.md#alternatives))." * any("**~" in line for line in lines)
+    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.{key}*"])
 
 
 def public(rows: Sequence[Row], full: bool = True) -> str:
