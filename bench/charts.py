@@ -52,7 +52,8 @@ def as_svg(figure: Any) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):
         figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
     pyplot().close(figure)
-    text = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(file.getvalue().split())) + "\n"
+    text = " ".join(file.getvalue().split()) + "\n"
+    text = re.sub("<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)  # coordinates, not the labels
     text = text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
     return text.replace("</style>", f" {DARK}</style>", 1)
 
