@@ -14,6 +14,8 @@ MUTATE_ARGS ?=
 WORKERS ?= auto
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 DEMO_ARGS   ?=
+# CUDA architectures of a wheel: with these it stays below 10 MB (docs/building.md).
+WHEEL_CUDA  ?= 8.0;9.0;12.0
 
 BIN := $(VENV)/bin
 ABI  = build/abi/torch-$(TORCH)-$(notdir $(PYTHON))
@@ -26,7 +28,7 @@ export TORCH_HOME := $(CURDIR)/.cache/torch
 export XDG_CACHE_HOME := $(CURDIR)/.cache
 
 # CUDA kernels are compiled for one architecture here, the visible GPU's or else 9.0: nothing on this machine runs the
-# others, and each would cost a build as much again. A wheel for others (pip wheel .) holds all of them.
+# others, and each would cost a build as much again. A wheel (make wheel) holds more of them.
 ifndef TORCH_CUDA_ARCH_LIST
 TORCH_CUDA_ARCH_LIST := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | paste -sd ';' -)
 endif
@@ -90,12 +92,11 @@ docs: $(VENV)/.installed-docs ## build the documentation site in build/site, lin
 sdist: $(VENV)/.installed-wheel ## make the source distribution in dist/
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
 
-# The kernels are compiled for all CUDA architectures.
 wheel: sdist ## build one wheel for all Pythons in dist/: audited, under 10 MB
 	rm -rf build/wheel dist/*.whl
-	env -u TORCH_CUDA_ARCH_LIST $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
+	TORCH_CUDA_ARCH_LIST='$(WHEEL_CUDA)' $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel show build/wheel/*.whl
-	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --strip --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl; test -z "$$(find dist -name '*.whl' -size +10000000c)" || \
 		{ echo "fastcaps: the wheel has more than 10 MB" >&2; exit 1; }
 
@@ -130,6 +131,6 @@ $(BIN)/python: | python
 
 $(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
 	$(INSTALL) torch setuptools cmake ninja
-	@echo "fastcaps: compiling the kernels, where they are not yet: a few minutes on two cores, without a word"
+	$(BIN)/python setup.py -q build_ext --inplace # shows how far the compiler is; pip, which finds it done, would not
 	$(INSTALL) --no-build-isolation --editable '.[$*,bench]'
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-demo) # dev holds both

@@ -193,6 +193,12 @@ class BuildNative(build_ext):
             )
 
 
+def described(readme: str) -> str:
+    """Return the README for an index, where no path leads to a file: links become their text; pictures are left out."""
+    readme = re.sub(r"<!--.*?-->\n?|!\[[^]]*\]\((?!https?:)[^)]*\)\n?", "", readme, flags=re.DOTALL)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", readme)
+
+
 class CleanBuild(build):
     """Start from an empty build_lib, so that a file deleted from the tree cannot linger into the next wheel."""
 
@@ -211,6 +217,8 @@ class TagWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
+        long_description=described((ROOT / "README.md").read_text(encoding="utf-8")),
+        long_description_content_type="text/markdown",
         ext_modules=[Extension("fastcaps.lib", sources=[])] if native_build() else [],
         cmdclass={"build": CleanBuild, "build_ext": BuildNative, "bdist_wheel": TagWheel},
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,4 +144,4 @@ if __name__ == "__main__":  # python -m bench.alternatives [--json]: what fastca
         print(json.dumps({"workloads": known, "alternatives": ALTERNATIVES}, indent=2))
     else:
         print(*(f"{name:<22}  {what}" for name, what in known.items()), sep="\n")
-        print(f"alternatives: {', '.join(ALTERNATIVES)}")
+        print(textwrap.fill(f"alternatives: {', '.join(ALTERNATIVES)}", 80, break_on_hyphens=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.goals import number
@@ -17,31 +17,44 @@ CHOSEN = (  # noqa: SIM905
 ).split()
 """The layers of the first table and picture of docs/performance.md, one or two of every kind."""
 
-FIRST = (  # noqa: SIM905
-    "tsai-c10-conv1 tsai-c100-fc1 tsai-dmm-vector-conv sabour-mnist hinton-conv heinsen-norb-1 li-capnet-dynamic"
-).split()
-"""The layers of the README's table and picture: own matrices, and shared ones."""
+FIRST = {
+    "tsai-c10-conv1": "inverted attention,\nCIFAR-10, convolution",
+    "tsai-c100-fc1": "inverted attention,\nCIFAR-100, 800 to 20",
+    "sabour-mnist": "dynamic routing,\nMNIST, 1,152 to 10",
+    "hinton-conv": "EM routing,\nCIFAR-10, convolution",
+    "heinsen-sst-1": "Heinsen's routing,\nsentences",
+    "heinsen-norb-1": "Heinsen's routing,\nsmallNORB, shared matrices",
+    "li-capnet-dynamic": "dynamic routing,\n2,048 to 512, shared matrices",
+}
+"""The layers of the README's picture, and what it calls them: own matrices, and shared ones."""
 
 MODES = ("forward", "training step")
 PANELS = {
-    "speedup": ("times faster", lambda value: f"{number(value)}×", MODES),
-    "sgemm_share": ("of sgemm", lambda value: f"{value:.0%}", MODES),
-    "memory": ("a step's own MB", number, ("fastcaps", "stored votes")),
+    "speedup": ("times as fast as the best of PyTorch", lambda value: f"{number(value)}×", MODES),
+    "sgemm_share": ("share of torch.mm's rate, large matrices", lambda value: f"{value:.0%}", MODES),
+    "memory": ("extra memory of a training step, MB", number, ("fastcaps", "PyTorch, votes stored")),
 }
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
+DARK = "@media (prefers-color-scheme: dark) { svg { color: #dddddd } }"
+
 
 def as_svg(figure: Any) -> str:
-    """Return a figure as an SVG file of one line, the same for the same figure, and forget it."""
+    """Return a figure as an SVG file of one line, the same for the same figure, and forget it.
+
+    Its ground is transparent; what is black becomes light where the reader's browser is dark.
+    """
     from matplotlib import rc_context
 
     from fastcaps.viz.charts import pyplot
 
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
     pyplot().close(figure)
-    return re.sub(r"(\.\d\d)\d+", r"\1", " ".join(file.getvalue().split())) + "\n"
+    text = re.sub(r"(\.\d\d)\d+", r"\1", " ".join(file.getvalue().split())) + "\n"
+    text = text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
+    return text.replace("</style>", f" {DARK}</style>", 1)
 
 
 def own_bytes(row: Row, name: str) -> float | None:
@@ -65,30 +78,36 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
     return [None if count is None else count / 1e6 for count in counts]
 
 
-def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str] = PANELS) -> str:
+def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
     """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
 
-    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers; all if none are named.
+    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if
+    none are named; a mapping says what each is called.
     """
-    from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
+    from fastcaps.viz.charts import OTHERS, OURS, OURS_LIGHT, pyplot, tidy
 
     some = [row for row in rows if not names or row["workload"] in names]
     found = by_layer(sorted(some, key=lambda row: (row["default"], row["batch"])))
     layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
     drawn = {panel: [_pair(found[name], panel) for name in layers] for panel in panels}
     drawn = {panel: pairs for panel, pairs in drawn.items() if any(any(pair) for pair in pairs)}
-    size = 4.5 * len(drawn), 0.8 + 0.4 * len(layers)
+    size = 4.5 * len(drawn) + 0.6, 1.1 + 0.5 * len(layers)
     figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
         title, said, labels = PANELS[panel]
-        for k, (label, colour) in enumerate(zip(labels, (BLUE, ORANGE), strict=True)):
+        for k, (label, colour) in enumerate(
+            zip(labels, (OURS, OTHERS if panel == "memory" else OURS_LIGHT), strict=True)
+        ):
             values = [pair[k] for pair in pairs]
             bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
                              color=colour, label=label)  # fmt: skip
             plot.bar_label(bars, ["" if value is None else said(value) for value in values], padding=3)
         if panel == "speedup":
             plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
-        plot.set(title=title, yticks=range(len(layers)), yticklabels=layers, xticks=[])
+        called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
+        marks = ([1.0], ["1× as fast"]) if panel == "speedup" else ([], [])
+        plot.set(title=title, yticks=range(len(layers)), yticklabels=called)
+        plot.set_xticks(*marks)
         plot.margins(x=0.2, y=0.02)
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)

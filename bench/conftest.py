@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.markdown import Markdown
 
 from bench import record, report
 from bench.alternatives import ALTERNATIVES, OURS, VERBS, is_compiled, suited
@@ -110,7 +112,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if measured.file is None:
         terminalreporter.write_line(f"--seconds {config.getoption('seconds'):g}: no row was begun")
         return
-    terminalreporter.write_line(report.markdown(measured.rows))
+    writer = terminalreporter._tw
+    Console(file=writer._file, width=writer.fullwidth).print(Markdown(report.markdown(measured.rows, short=True)))
     if page := config.getoption("html"):
         page.write_text(report.html(measured.rows), encoding="utf-8")
         terminalreporter.write_line(f"written: {page}")

@@ -72,10 +72,10 @@ def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
     share = own["beyond"] / row["votes_bytes"] if "beyond" in own else None
     found = {}
     for name, value, factor, said in (
-        ("speedup", row["speedup"], 1.0, "{}× of the fastest alternative, goal {}×"),
+        ("speedup", row["speedup"], 1.0, "speed-up {}×, goal {}×"),
         ("seconds", device_seconds(entry), 1e3, "{} ms, goal {} ms"),
         ("latency", entry.get("latency"), 1e6, "{} us to the end, three smallest launches take {} us"),
-        ("memory_share", share, 100.0, "{} % of the votes' bytes beside the results, goal {} %"),
+        ("memory_share", share, 100.0, "extra memory is {} % of the votes, goal {} %"),
     ):
         if value is None or name not in goal:
             continue

@@ -45,23 +45,23 @@ def describe(threads: int) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write a run's rows into a folder, under a name made of machine, date and commit; return the file."""
+def write(folder: Path, rows: Sequence[dict[str, Any]], kind: str = "bench") -> Path:
+    """Write a run's rows into a folder, under a name made of kind, machine, date and commit; return the file."""
     about = rows[0]["machine"]
     device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     stamp = about["date"][:19].replace(":", "")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"bench-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
+    path = folder / f"{kind}-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
     bare = [{name: value for name, value in row.items() if name != "machine"} for row in rows]
     path.write_text(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
     return path
 
 
-def load(*places: Path) -> list[dict[str, Any]]:
-    """Return the rows of files and folders, each with its ``machine`` (commit and date among it)."""
+def load(*places: Path, kind: str = "bench") -> list[dict[str, Any]]:
+    """Return the rows of files, and of a kind's files in folders, each with its ``machine`` (commit and date in it)."""
     found = []
     for path in places:
-        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        for file in sorted(path.rglob(f"{kind}-*.json")) if path.is_dir() else [path]:
             document = json.loads(file.read_text())
             found += [{**row, "machine": document["machine"]} for row in document["rows"]]
     return found

@@ -1,7 +1,7 @@
 """Tables and pages from the records in ``bench/results``: the newest complete row of each, by the date inside.
 
 python -m bench.report                       # what there is, as tables
-python -m bench.report --write               # every figure of README and docs/performance*, and the pictures
+python -m bench.report --write               # every figure of README and docs, and the pictures
 python -m bench.report --html page.html      # one page with pictures, for a browser
 """
 
@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,23 @@ from bench.workloads import WORKLOADS
 from fastcaps._testing.markdown import as_markdown, into
 
 Row = dict[str, Any]
-_OWN = ("a step's own MB", "with stored votes")
+_EXTRA = ("extra memory of a step, MB", "with stored votes, MB")
 LEGEND = (
-    "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
-    "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
-    "beside its inputs and results, and its share of the votes; stored: that of the eager batched matmul. All tensors: "
-    "that with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
-    f"the middle 60 % of the calls lie more than {WIDE:.0%} apart, or it would be more than the machine can do,"
-    f" or the load average before it was above {BUSY:g} a core."
+    "Times are medians, with the 20th and 80th percentile. Speed-ups are relative to the fastest alternative. GFLOP/s "
+    "counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one call "
+    "without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. All "
+    "tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
+    f"doubtful: the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or "
+    f"the load average before the row was above {BUSY:g} per core."
 )
 
-PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."
+PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
 
 DEVICE_LEGEND = (
-    " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
-    "replayed graph, which the speed-up then goes by. Of sgemm: of this device's own large matrix product."
+    " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
+    "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
 )
+SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "own MB (of votes)")
 
 
 def _short(name: str) -> str:
@@ -80,14 +82,14 @@ def cells(row: Row) -> dict[str, str]:
         found["of peak"] = f"{row['peak_share']:.0%}"
     votes, (own, stored) = row["votes_bytes"], (charts.own_bytes(row, name) for name in (OURS, STORED))
     share = "" if own is None or own >= 0.995 * votes else f" ({own / votes:.1%})"
-    found |= {"own MB (of votes)": _megabytes(own) + share, "stored, MB": _megabytes(stored)}
+    found |= {"extra MB (of votes)": _megabytes(own) + share, "stored, MB": _megabytes(stored)}
     return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the lines of a table, the first being its head."""
+def table(rows: Sequence[Row], short: bool = False) -> list[list[str]]:
+    """Return the lines of a table, the first being its head; ``short`` fits a terminal."""
     made = [cells(row) for row in rows]
-    columns = list(max(made, key=len))
+    columns = [name for name in max(made, key=len) if not short or name in SHORT]
     return [columns, *[[one.get(name, "") for name in columns] for one in made]]
 
 
@@ -122,7 +124,7 @@ def about(rows: Sequence[Row]) -> str:
     return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
@@ -131,7 +133,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
         wanted = precision, single, mode
         part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
         if part:
-            found.append((title, table(part)))
+            found.append((title, table(part, short)))
     return found
 
 
@@ -153,15 +155,15 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], short: bool = False) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     lines = [about(rows), "", _legend(rows), ""]
-    for title, made in tables(rows):
+    for title, made in tables(rows, short):
         lines += [f"**{title}**", "", as_markdown(made), ""]
     for title, sentences in (
-        ("Below the goal:", shortfalls(rows)),
+        ("Targets missed:", shortfalls(rows)),
         ("Doubtful:", [f"{place(row)}: {'; '.join(row['doubts'])}" for row in rows if row.get("doubts")]),
-        ("Alternatives without a figure, and those marked *:", _without_figures(rows)),
+        ("Alternatives without a time, and those marked *:", _without_figures(rows)),
     ):
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
@@ -180,16 +182,17 @@ def html(rows: Sequence[Row]) -> str:
         timed = [row for row in some if "fastcaps" in row]
         parts += [f"<h1>{escape(some[0]['machine']['device'])}</h1><p>{escape(about(some))}</p>"]
         drawn = charts.picture(timed)
-        parts += [f"<p>{escape(_legend(some))}</p>", drawn[drawn.index("<svg") :]]
+        parts += [f"<p>{escape(_legend(some))}</p>", f"<div>{drawn[drawn.index('<svg') :]}</div>"]
         for title, (head, *lines) in tables(some):
             cut = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in (head, *lines)]
             parts.append(f"<h2>{title}</h2><div><table>{''.join(cut)}</table></div>")
     return (
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;height:auto}"
-        "div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
-        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd} tr:first-child{font-weight:bold}"
+        ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
+        "svg{max-width:100%;min-width:50rem;height:auto} div{overflow-x:auto}"
+        "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
+        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
     )
 
@@ -197,7 +200,7 @@ def html(rows: Sequence[Row]) -> str:
 def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return a table with a row for each of some workloads at its default batch, both modes."""
     by_name = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
-    lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_OWN]]
+    lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_EXTRA]]
     for name in names:
         both = by_name.get(name, {})
         line = [f"`{name}` ({WORKLOADS[name].batch})"]
@@ -222,32 +225,81 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def first(rows: Sequence[Row]) -> str:
-    """Return the figures of the README."""
-    machine, some = rows[0]["machine"], [row for row in rows if row["workload"] in charts.FIRST and row["default"]]
-    shares = sorted(row["sgemm_share"] for row in some if row["mode"] == "forward" and "fastcaps" in row)
+    """Return the sentences below the README's picture."""
+    machine = rows[0]["machine"]
     return (
-        f"{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}. Speed-ups are against "
-        f"the fastest alternative of the same run; own MB is what a training step needs beside its inputs and results. "
-        f"In {len(behind(rows))} of {len(rows)} rows an alternative is faster ([which](docs/performance.md)).\n\n"
-        f"{_chosen(rows, charts.FIRST)}\n\nForward, these layers do their useful operations at {shares[0]:.0%} to "
-        f"{shares[-1]:.0%} of the rate of a large matrix product in the same run."
+        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
+        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
+        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra "
+        "memory is what a training step needs beside its inputs and results.*"
     )
 
 
-def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
-    """Put the figures and the pictures of all rows into README and docs; return the files that were written."""
+def start(rows: Sequence[Row]) -> str:
+    """Return the figures of the documentation's first page: what two layers gain in a training step."""
+    steps = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
+    lines = []
+    for name, layer in (("tsai-c10-conv1", "A capsule convolution for CIFAR-10 (Tsai et al.)"),
+                        ("sabour-mnist", "The class capsules of Sabour et al.'s network for MNIST")):  # fmt: skip
+        step = steps[name][charts.MODES[1]]
+        own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
+        lines.append(
+            f"- {layer}: a training step is **{_speedup(step)}** as fast as the fastest of several PyTorch "
+            f"alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
+        )
+    machine = rows[0]["machine"]
+    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.*"])
+
+
+def public(rows: Sequence[Row], full: bool = True) -> str:
+    """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
+    lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB"]]
+    lines[0] += ["results equal to", *["theirs compiled, ms"] * full]
+    for row in rows if full else [row for row in rows if not row["network"]]:
+        link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
+        line = [link + f" {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
+        if "refused" in row:
+            lines.append([*line, f"refused: {row['refused']}", *[""] * (len(lines[0]) - 3)])
+            continue
+        for factor, way in ((1e3, lambda name: row[name]["median"]), (1e-6, row["memory"].get)):  # noqa: B023
+            theirs, ours = (factor * way(name) for name in ("theirs", "ours"))
+            line.append(f"{number(theirs)} → {number(ours)} (**{number(theirs / ours)}×**)")
+        compiled = row.get("compiled", {})
+        other = number(compiled["median"] * 1e3) if "median" in compiled else compiled.get("failed", "")
+        lines.append([*line, f"{row['equal']['float64']:.0e}", *[other] * full])
+    machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
+    return (
+        f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
+        f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}, load average before "
+        f"a row {loads[0]:.1f} to {loads[-1]:.1f}. Published → with our layers. A step is forward and backward; times "
+        "are medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients included. "
+        "Equal to: largest difference of a result or a gradient in float64, relative to its tensor's largest value. "
+        f"In float32 our error is at most three times theirs, or 1e-5.\n\n{as_markdown(lines)}"
+    )
+
+
+def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
+    """Put the figures and the pictures of all rows, and of the newest record of public programs, into README and docs;
+    return the files that were written."""
     docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
     passes = {name for name, work in names.items() if isinstance(work.routing, AttentionPass)}
     on_cpu = [row for row in rows if "rates" not in row["machine"] and row["batch"] in names[row["workload"]].batches]
     on_cpu = max(_by_device(on_cpu), key=len, default=[])  # a page shows one: that of the most rows
-    parts = {
-        root / "README.md": ("figures", on_cpu, first),
-        docs.parent / "performance.md": ("summary", on_cpu, summary),
-        docs / "attention.md": ("attention", [row for row in on_cpu if row["workload"] in passes], markdown),
-        docs / "routings.md": ("routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
-        docs / "gpu.md": ("device", [row for row in rows if "rates" in row["machine"]], markdown),
-    }
-    wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
+    newest = max((row["machine"]["date"] for row in programs), default="")
+    programs = [row for row in programs if row["machine"]["date"] == newest]
+    wanted: dict[Path, str] = {}
+    for path, name, part, make in (
+        (root / "README.md", "figures", on_cpu, first),
+        (root / "README.md", "public", programs, partial(public, full=False)),
+        (docs.parent / "relation.md", "public", programs, public),
+        (docs.parent / "index.md", "start", on_cpu, start),
+        (docs.parent / "performance.md", "summary", on_cpu, summary),
+        (docs / "attention.md", "attention", [row for row in on_cpu if row["workload"] in passes], markdown),
+        (docs / "routings.md", "routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
+        (docs / "gpu.md", "device", [row for row in rows if "rates" in row["machine"]], markdown),
+    ):
+        if part:
+            wanted[path] = into(wanted.get(path) or path.read_text(), make(part), name)
     if on_cpu:
         wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
         wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
@@ -269,7 +321,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if not rows:
             raise ValueError("no results to report")
         if given.write:
-            print("\n".join(f"written: {path}" for path in write(rows)))
+            print("\n".join(f"written: {path}" for path in write(rows, record.load(*given.files, kind="public"))))
         if given.html is not None:
             given.html.write_text(html(rows), encoding="utf-8")
             print(f"written: {given.html}")

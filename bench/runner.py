@@ -20,10 +20,14 @@ from fastcaps.measure import give_back, peak_growth, status
 
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 _SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt, in malloc.h
+KEEPING = {-4: 0, -1: 2**31 - 1}  # of mallopt, as malloc.h numbers them: no mmap, and no trim
+"""By default glibc returns every large block to the system, and each call pays for the first touch of its pages: on a
+virtual machine that took longer than the votes' arithmetic, and differed from call to call."""
+RETURNING = {-3: 128 << 10}  # the size from which blocks are mapped
+"""By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits."""
 
 
-def _set_allocator(settings: dict[int, int]) -> None:
+def set_allocator(settings: dict[int, int]) -> None:
     """Give back to the system what is free, and set glibc's allocator, where it is the one."""
     give_back()
     library = ctypes.CDLL(None)
@@ -61,9 +65,7 @@ class Runner:
         shared = None if self._gates is None else self._gates / file
         gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # tensors of its own
         if self.device.type == "cpu":
-            # By default glibc returns every large block to the system, and each call pays for the first touch of its
-            # pages: on a virtual machine that took longer than the votes' arithmetic, and differed from call to call.
-            _set_allocator({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
+            set_allocator(KEEPING)
         run = build(OURS if name in (TRITON, BEFORE) else name, case.workload, safe, case.batch)
         call = runner(run, inputs, case.training)
         if name == TRITON:  # the whole step: the backward pass chooses for itself
@@ -115,18 +117,22 @@ def kept_by(call: Callable[[], Any]) -> int:
     return max(0, status("RssAnon") - before)
 
 
-def peak_of(call: Callable[[], Any], inputs: Inputs, training: bool) -> dict[str, int]:
-    """Return the bytes of one call, the second, by the operating system's count of resident memory.
-
-    ``peak`` is the growth, with what the first call keeps for good; ``results`` its part that the call returned,
-    ``beyond`` the rest: what the call needed for itself. ``inputs`` lay in memory before; ``total`` counts all tensors
-    of the layer. Either is exact to about 1 MB, by which the system's counters may lag.
-    """
-    # By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits.
-    _set_allocator({_MMAP_THRESHOLD: 128 << 10})
+def grown(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Return the bytes by which a call, the second, enlarges the process at its peak, with what the first call keeps
+    for good, and its results. It is exact to about 1 MB, by which the system's counters may lag."""
+    set_allocator(RETURNING)
     kept = kept_by(call)
     results: list[Any] = []
-    growth = round(peak_growth(lambda: results.append(call()))) + kept
-    size = size_of(results[0].values())
+    return round(peak_growth(lambda: results.append(call()))) + kept, results[0]
+
+
+def peak_of(call: Callable[[], Any], inputs: Inputs, training: bool) -> dict[str, int]:
+    """Return the bytes of one call, by the operating system's count of resident memory.
+
+    ``peak`` is the growth; ``results`` its part that the call returned, ``beyond`` the rest: what the call needed for
+    itself. ``inputs`` lay in memory before; ``total`` counts all tensors of the layer.
+    """
+    growth, results = grown(call)
+    size = size_of(results.values())
     given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])
     return {"peak": growth, "results": size, "beyond": max(0, growth - size), "inputs": given, "total": given + growth}

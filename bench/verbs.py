@@ -30,21 +30,11 @@ def by_verbs(work: Workload) -> Implementation:
     return run
 
 
-def _seen(numbers: Tensor) -> Tensor:
-    """Return numbers of parents, ``[B, M]`` or ``[B, M, Ho, Wo]``, beside coefficients."""
-    return numbers.movedim(1, -1).unsqueeze(-2)
-
-
-def _parents(numbers: Tensor) -> Tensor:
-    """Return sums of coefficients, ``[B, M]`` or ``[B, Ho, Wo, M]``, beside poses."""
-    return numbers.movedim(-1, 1)[..., None, None]
-
-
 def _attention(
-    votes: fastcaps.Votes, parents: Tensor, norm_weight: Any = None, norm_bias: Any = None, normalize: bool = True
+    votes: fastcaps.Votes, parents: Any = None, norm_weight: Any = None, norm_bias: Any = None, normalize: bool = True
 ) -> tuple[Tensor, ...]:
-    r = softmax(votes.agreement(parents) * votes.pose_shape.numel() ** -0.5)
-    sums = votes.sum(r)
+    scale = votes.pose_shape.numel() ** -0.5
+    sums = votes.sum(1 / votes.parents if parents is None else softmax(votes.agreement(parents) * scale))
     if normalize:
         affine = (None if x is None else x.view(votes.pose_shape) for x in (norm_weight, norm_bias))
         sums = F.layer_norm(sums, votes.pose_shape, *affine, 1e-5)
@@ -60,48 +50,47 @@ def _dynamic(votes: fastcaps.Votes, iterations: int) -> tuple[Tensor, ...]:
     return (parents,)
 
 
-def _moments(votes: fastcaps.Votes, used: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    counts = _parents(used.sum(-2))
-    means = votes.sum(used) / (counts + eps)
-    return counts, means, votes.square_sum(used, means) / (counts + eps) + eps
-
-
-def _explained(votes: fastcaps.Votes, log_weight: Tensor, means: Tensor, variances: Tensor) -> Tensor:
-    return softmax(_seen(log_weight - variances.log().sum(POSE) / 2) - votes.distance(means, 0.5 / variances))
+def _gaussian(votes: fastcaps.Votes, gates: Tensor, eps: float, iterations: int, score: Any) -> tuple[Tensor, ...]:
+    """Return means, what ``score`` makes of an iteration's coefficients, counts and logarithms of sigma, variances."""
+    r: Any = 1 / votes.parents
+    for iteration in range(iterations):
+        used = (gates * r).expand(votes.coefficients_shape)
+        counts = used.sum(-2).movedim(-1, 1)[..., None, None]
+        means = votes.sum(used) / (counts + eps)
+        variances = votes.square_sum(used, means) / (counts + eps) + eps
+        log_sigma = variances.log().sum(POSE) / 2
+        found = score(iteration, used, counts[..., 0, 0], log_sigma)
+        if iteration + 1 < iterations:
+            log_weight = (F.logsigmoid(found) - log_sigma).movedim(1, -1).unsqueeze(-2)
+            r = softmax(log_weight - votes.distance(means, 0.5 / variances))
+    return means, found, variances
 
 
 def _em(votes: fastcaps.Votes, activations: Tensor, beta_u: Tensor, beta_a: Tensor, iterations: int) -> Any:
-    gates = votes.unfold(activations)[..., None]
-    r: Any = 1 / votes.parents
-    for iteration in range(iterations):
-        used = (gates * r).expand(votes.coefficients_shape)
-        counts, means, variances = _moments(votes, used, 1e-8)
-        use, wanted = (x.view(-1, *[1] * (means.dim() - 4)) for x in (beta_u, beta_a))  # beside [B, M, Ho, Wo]
-        benefit = wanted - (votes.pose_shape.numel() * use + variances.log().sum(POSE) / 2) * counts[..., 0, 0]
-        scores = 0.01 * (1 - 0.95 ** (iteration + 1)) * benefit
-        if iteration + 1 < iterations:
-            r = _explained(votes, F.logsigmoid(scores), means, variances)
-    return means, scores.sigmoid()
+    def score(iteration: int, _: Tensor, counts: Tensor, log_sigma: Tensor) -> Tensor:
+        use, wanted = (x.view(-1, *[1] * (counts.dim() - 2)) for x in (beta_u, beta_a))  # beside [B, M, Ho, Wo]
+        benefit = wanted - (votes.pose_shape.numel() * use + log_sigma) * counts
+        return 0.01 * (1 - 0.95 ** (iteration + 1)) * benefit
+
+    means, found, _ = _gaussian(votes, votes.unfold(activations)[..., None], 1e-8, iterations, score)
+    return means, found.sigmoid()
 
 
 def _heinsen(votes: fastcaps.Votes, scores: Tensor, beta_use: Tensor, beta_ignore: Tensor, iterations: int) -> Any:
+    def score(_: int, used: Tensor, *__: Tensor) -> Tensor:
+        return (beta_use * used - beta_ignore * (gates - used)).sum(-2).movedim(-1, 1)
+
     gates = votes.unfold(scores.sigmoid())[..., None]
-    r: Any = 1 / votes.parents
-    for iteration in range(iterations):
-        used = (gates * r).expand(votes.coefficients_shape)
-        _, means, variances = _moments(votes, used, 1e-5)
-        found = (beta_use * used - beta_ignore * (gates - used)).sum(-2).movedim(-1, 1)
-        if iteration + 1 < iterations:
-            r = _explained(votes, F.logsigmoid(found), means, variances)
-    return means, found, variances
+    return _gaussian(votes, gates, 1e-5, iterations, score)
 
 
 def _pool(votes: fastcaps.Votes, iterations: int, sharpness: float) -> tuple[Tensor, ...]:
     sums = votes.sum(1 / votes.count)
-    lengths, asked = votes.distance(torch.zeros_like(sums)).sqrt(), torch.zeros_like(sums)
+    squares, asked = votes.distance(torch.zeros_like(sums)), torch.zeros_like(sums)
+    lengths = squares.masked_fill(squares == 0, torch.inf).sqrt()
     for _ in range(iterations):
         asked = asked + unit(sums, POSE)
-        logits = sharpness * votes.agreement(asked) / lengths.masked_fill(lengths == 0, torch.inf)
+        logits = sharpness * votes.agreement(asked) / lengths
         sums = votes.sum(logits.softmax(-2))
     return (sums,)
 

@@ -6,7 +6,7 @@
 
 namespace fastcaps {
 
-// What torch hands over, taken one by one: members of an op's struct below, initialised in their order.
+// Torch's arguments, read one by one: members of an op's struct below are initialised in their order.
 class Stack {
  public:
   Stack(StableIValue* values, uint64_t count) : values_(values), left_(count) {}
@@ -30,8 +30,8 @@ class Stack {
   uint64_t left_;
 };
 
-// Bits of `options` and of `needs`. The bits of the gradients follow the order of the results. kTf32x3 says something
-// of calls that have kTf32 too.
+// Bits of `options` and of `needs`. The bits of the gradients follow the order of the results. kTf32x3 only matters in
+// calls with kTf32.
 inline constexpr int64_t kDeterministic = 1, kTf32 = 2, kTf32x3 = 4;
 inline constexpr int64_t kChildren = 1, kWeight = 2, kBias = 4, kGate = 8;
 inline constexpr int64_t kQuery = 16, kNormWeight = 32, kNormBias = 64;  // attention, pooling
@@ -42,33 +42,33 @@ struct VoteArguments : VoteTensors {
   explicit VoteArguments(Stack& s) : VoteTensors{s.tensor(), s.maybe(), s.maybe(), s.maybe(), s.number(), s.list()} {}
 };
 
-// Iterations of a backward call: tensors that belong to parents have them in their first dimension; what the first one
-// does not have (a query, a state) has one less.
+// Iterations of a backward call: the first dimension of tensors that belong to parents; one less if the first iteration
+// has none (a query, a state).
 class Iterations {
  public:
-  // As many as a tensor has that every iteration has one of.
+  // The iterations in a tensor that every iteration has.
   Iterations(const VoteTensors& votes, const Tensor& x)
       : count(x.dim() > 0 ? x.size(0) : 0), children_(votes.children) {
     STD_TORCH_CHECK(count >= 1, "fastcaps: there must be an iteration at least");
   }
   const int64_t count;
 
-  // Check a tensor whose part of one iteration has this shape. `first`: whether it must have one of the first.
+  // Checks a tensor whose part of one iteration has this shape. `first`: whether the first iteration must have one.
   void check(const MaybeTensor& x, const char* name, Shape shape, ScalarType type, bool first = true) const {
     if (!x) return;
     shape.insert(shape.begin(), !first && count > 1 && x->dim() > 0 && x->size(0) == count - 1 ? count - 1 : count);
     check_tensor(*x, name, shape, type, children_);
   }
-  // The gradients of the parents that an iteration started from: asked of one at a time.
+  // The gradients of the parents that an iteration started from, for one iteration at a time.
   void check_single(bool wanted, const char* names) const {
     STD_TORCH_CHECK(!wanted || count == 1, "fastcaps: ", names, " is of one iteration, got ", count);
   }
-  // What iteration k has of a tensor, read in place; no data where it has none.
+  // Iteration k's part of a tensor, read in place; without data if it has none.
   View view(const MaybeTensor& x, int64_t k) const {
     const int64_t which = x ? k - (count - x->size(0)) : -1;
     return which < 0 ? View{} : view_of(*x, children_.dim() == 4, which);
   }
-  // The same as a tensor; nothing where it has none.
+  // The same as a tensor; nothing if it has none.
   MaybeTensor at(const MaybeTensor& x, int64_t k) const {
     const int64_t which = x ? k - (count - x->size(0)) : -1;
     return which < 0 ? MaybeTensor() : MaybeTensor(torch::stable::select(*x, 0, which));
@@ -78,7 +78,7 @@ class Iterations {
   const Tensor& children_;
 };
 
-// Every op's struct checks what the votes do not: `v` is what they were found to be.
+// Every op's struct checks its other arguments against the checked votes `v`.
 struct AttentionRouting {
   Stack& from;
   VoteArguments votes{from};
@@ -157,7 +157,7 @@ struct PoolingBackward {
   }
 };
 
-// Tables over children and parents that come together or not at all.
+// Tables over children and parents, both or neither.
 inline void check_betas(const VoteTensors& votes, const Votes& v, const MaybeTensor& use, const MaybeTensor& ignore) {
   STD_TORCH_CHECK(use.has_value() == ignore.has_value(), "fastcaps: beta_use and beta_ignore come together");
   if (!use) return;
@@ -165,14 +165,14 @@ inline void check_betas(const VoteTensors& votes, const Votes& v, const MaybeTen
   votes.check_table(*ignore, "beta_ignore", v, votes.wide());
 }
 
-// Parents are Gaussians: mean, variance, log_weight. The betas of EM are a number a parent (beta_u and beta_a in the
-// paper), those of Heinsen a table over children and parents.
+// Parents are Gaussians: mean, variance, log_weight. The betas of EM have a value for each parent (beta_u and beta_a in
+// the paper), those of Heinsen are tables over children and parents.
 struct GaussianRouting {
   Stack& from;
   VoteArguments votes{from};
   MaybeTensor mean = from.maybe(), variance = from.maybe(), log_weight = from.maybe();
   MaybeTensor beta_use = from.maybe(), beta_ignore = from.maybe();
-  std::vector<double> temperatures = from.reals();  // inverse ones of EM: one an iteration
+  std::vector<double> temperatures = from.reals();  // EM's inverse temperatures, one for each iteration
   Rule rule = Rule(from.number());
   double eps = from.real();
   int64_t options = from.number();
@@ -209,7 +209,7 @@ struct GaussianBackward {
   bool wants_log_weight() const { return wants(kLogWeight, log_weight); }
   bool wants_state() const { return wants_mean() || wants_variance() || wants_log_weight(); }
   bool has_evidence() const { return beta_use && grad_evidence; }
-  // Whether any gradient comes in.
+  // Whether any result has a gradient.
   bool any() const { return grad_counts || grad_means || grad_variances || has_evidence(); }
   Iterations check(const Votes& v) const {
     const Iterations all(votes, counts);
@@ -230,7 +230,7 @@ struct GaussianBackward {
   }
 };
 
-// An op as torch calls it: reads its arguments off the stack and leaves its results there.
+// An op as torch calls it: reads its arguments from the stack and pushes its results.
 using Op = std::vector<Tensor> (*)(Stack);
 template <Op op>
 void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {

@@ -1,4 +1,4 @@
-// The ops of routings whose parents are Gaussians: EM routing, and Heinsen's.
+// The ops of routings whose parents are Gaussians: EM and Heinsen routing.
 #include "cpu/call.h"
 
 namespace fastcaps {

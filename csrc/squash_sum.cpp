@@ -1,4 +1,4 @@
-// The op that squashes capsules in channels, weighs them and adds, on the CPU.
+// The op squash_sum on the CPU: a weighted sum of squashed capsules in channels.
 #include "squash_sum_op.h"
 
 #include "cpu/levels.h"
@@ -13,7 +13,7 @@ struct Cpu {
   static Tensor make(const Tensor& beside, const Shape& shape) {
     return fresh(new_tensor(beside, shape, beside.scalar_type(), "a result"));
   }
-  // Over all rows; a thread gets rows of 8,192 numbers or more at a time.
+  // Over all rows; a thread gets at least 8,192 values at a time.
   static void run(const SquashSum& call, bool backward) {
     STD_TORCH_CHECK(call.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     if (call.rows == 0 || call.positions == 0) return;

@@ -1,12 +1,12 @@
-// out = a squash(x) [+ b squash(y)] over capsules that lie in channels, [B, types * dim, H * W], and its gradients: a
-// call as the kernels see it, on the CPU and on a GPU. A row is one type of one sample: dim channels of x, one of a.
+// A call of the kernels, on the CPU and on a GPU: out = a squash(x) [+ b squash(y)] over capsules in channels,
+// [B, types * dim, H * W], and its gradients. A row is one type of one sample: dim channels of x, one of a.
 #pragma once
 
 #include "votes.h"
 
 namespace fastcaps {
 
-// One summand: capsules and their coefficients (null: 1), and where their gradients go (null: not wanted).
+// One summand: capsules and their coefficients (null: 1), and their gradients (null: not needed).
 struct Squashed {
   const void *capsules = nullptr, *coefficient = nullptr;
   void *dcapsules = nullptr, *dcoefficient = nullptr;

@@ -1,5 +1,5 @@
-// The op squash_sum as both libraries have it (fastcaps/encapnet/op.py): capsules in channels, and no votes. A
-// Library makes tensors and runs kernels: Guard, make(beside, shape), run(call, backward).
+// The op squash_sum of both libraries (fastcaps/encapnet/op.py): capsules in channels, without votes. A Library creates
+// tensors and runs kernels: Guard, make(beside, shape), run(call, backward).
 #pragma once
 
 #include "arguments.h"
@@ -7,7 +7,7 @@
 
 namespace fastcaps {
 
-// What is not dense is copied, and kept here.
+// Copies of tensors that are not dense.
 struct SquashSumArguments {
   Stack& from;
   Tensor x = from.tensor();
@@ -51,7 +51,7 @@ std::vector<Tensor> squash_sum_op(Stack stack) {
   return {out};
 }
 
-// Gradients of x, a, y and b, in this order the bits of `needs`; empty where they are not wanted.
+// Gradients of x, a, y and b, in this order the bits of `needs`; empty if not needed.
 template <class Library>
 std::vector<Tensor> squash_sum_backward_op(Stack stack) {
   Tensor grad = stack.tensor();

@@ -26,12 +26,12 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-inline constexpr double kMostBytes = 0x1p60;  // of a tensor: no machine has them, and offsets within it are counted
+inline constexpr double kMostBytes = 0x1p60;  // of a tensor: more than any machine has, and offsets do not overflow
 
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
-// A new tensor's memory. Large ones come straight from the system, which hands it out page by page as it is touched; in
-// pages of 2 MiB where it can, a gradient of 100 MB costs 50 page faults, not 25,000.
+// A new tensor's memory. The system allocates large tensors page by page on first use; with pages of 2 MiB a gradient
+// of 100 MB costs 50 page faults, not 25,000.
 inline Tensor fresh(Tensor x) {
 #if defined(__linux__)
   constexpr int64_t kPage = 2 << 20;
@@ -39,7 +39,7 @@ inline Tensor fresh(Tensor x) {
   if (bytes >= 2 * kPage) {
     const uintptr_t begin = (reinterpret_cast<uintptr_t>(data_of(x)) + kPage - 1) / kPage * kPage;
     const uintptr_t end = (reinterpret_cast<uintptr_t>(data_of(x)) + uintptr_t(bytes)) / kPage * kPage;
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: whatever comes of it is right
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice, so errors do not matter
   }
 #endif
   return x;
@@ -51,7 +51,7 @@ inline std::string text(const Shape& shape) {
   return out + "]";
 }
 
-// Not STD_TORCH_CHECK, which tells of files and lines: this is no fault of ours.
+// Not STD_TORCH_CHECK, which shows files and lines: the caller made the error.
 [[noreturn]] inline void throw_no_memory(const std::string& what) {
   throw std::runtime_error("fastcaps: no memory for " + what);
 }
@@ -62,7 +62,7 @@ inline Shape shape_of(const Tensor& x) {
   return out;
 }
 
-// A tensor of a call, which goes with the call's children: their device, a given dtype, a given shape.
+// Checks a tensor of a call: the children's device, a given dtype, a given shape.
 inline void check_tensor(const Tensor& x, const char* name, const Shape& shape, ScalarType type,
                          const Tensor& children) {
   STD_TORCH_CHECK(shape_of(x) == shape, "fastcaps: ", name, " has shape ", text(shape_of(x)), ", expected ",
@@ -83,12 +83,12 @@ inline Storage storage_of(const Tensor& x) {
   return Storage::kFloat32;
 }
 
-// The type in which sums over a tensor's numbers are kept.
+// The type of sums over a tensor's values.
 inline ScalarType accumulation_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A tensor that has positions, read as a grid's, [B, H, W, ...]; `iteration`: of a stack of iterations, that one.
+// A tensor with positions, read as a grid's, [B, H, W, ...]; `iteration`: its index in a stack of iterations.
 inline View view_of(const Tensor& x, bool is_set, int64_t iteration = -1) {
   View view;
   const int64_t first = iteration >= 0 ? 1 : 0;  // the dimension of the batch
@@ -98,15 +98,15 @@ inline View view_of(const Tensor& x, bool is_set, int64_t iteration = -1) {
   return view;
 }
 
-// A new dense tensor on the device of another; `what` it is, for the error where there is no memory for it.
-// torch::stable::new_empty asks the dispatcher, at several times the price.
+// A new dense tensor on the device of another; `what` names it in the error if there is no memory for it.
+// torch::stable::new_empty calls the dispatcher, which takes several times as long.
 inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType type, const char* what) {
   Shape strides(shape.size());
   int64_t stride = 1;
   double bytes = type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
   for (size_t k = shape.size(); k-- > 0; bytes *= double(shape[k])) {
     strides[k] = stride;
-    if (__builtin_mul_overflow(stride, shape[k] > 0 ? shape[k] : 1, &stride)) stride = 0;  // bytes are too many anyway
+    if (__builtin_mul_overflow(stride, shape[k] > 0 ? shape[k] : 1, &stride)) stride = 0;  // kMostBytes is exceeded
   }
   int32_t device = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
@@ -115,7 +115,7 @@ inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType ty
       aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(),
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
                                beside.get_device_index(), &made) != TORCH_SUCCESS)
-    // A GPU's allocator also reports what an earlier launch did wrong.
+    // a GPU's allocator also reports errors of earlier launches
     throw_no_memory(what + (" of shape " + text(shape)) + ": " +
                     std::to_string(int64_t(std::min(bytes, kMostBytes) / 1e6) + 1) + " MB" +
                     (device == aoti_torch_device_type_cpu()
@@ -130,13 +130,13 @@ inline Tensor copied(const Tensor& x, ScalarType type) {
   return torch::stable::copy_(out, x);
 }
 
-// Parameters are read in the compute type and in one layout; for float32 and float64 they usually are there already.
+// Parameters are read in the compute type and in one layout, which float32 and float64 tensors usually have already.
 inline Tensor dense_as(const Tensor& x, ScalarType type) {
   return x.scalar_type() == type && x.is_contiguous() ? x : copied(x, type);
 }
 inline Tensor as_dense(const Tensor& x) { return dense_as(x, x.scalar_type()); }
 
-// One pose or one number for every parent at every position; of every iteration where there are some.
+// One pose or one value for every parent at every position, and for every iteration if there are several.
 inline Shape poses_shape(const Votes& votes, int64_t iterations = 0) {
   Shape shape = {votes.B, votes.Ho, votes.Wo, votes.M, votes.C, votes.E};
   if (votes.is_set) shape = {votes.B, votes.M, votes.C, votes.E};
@@ -149,16 +149,16 @@ inline Shape numbers_shape(const Votes& votes, int64_t iterations = 0) {
   return shape;
 }
 
-// Strides of a dense table between children (`i`) and between parents (`m`), whose entries are `each` numbers; 0 where
-// all share an entry.
+// Strides of a dense table between children (`i`) and between parents (`m`), with entries of `each` values; 0 if all
+// share an entry.
 inline void table_strides(const Tensor& x, int64_t each, int64_t& i, int64_t& m) {
   m = x.size(1) > 1 ? each : 0;
   i = x.size(0) > 1 ? x.size(1) * each : 0;
 }
 
-// The six arguments with which every op begins.
+// The first six arguments of every op.
 struct VoteTensors {
-  Tensor children;           // [B, H, W, N, C, D] or, of a set, [B, I, C, D]
+  Tensor children;           // [B, H, W, N, C, D], or [B, I, C, D] of a set
   MaybeTensor weight, bias;  // [G, M, D, E], [I or 1, M or 1, C, E]
   MaybeTensor gate;          // [B, H, W, N], [B, I]
   int64_t parents;
@@ -176,7 +176,7 @@ struct VoteTensors {
     return shape;
   }
 
-  // A table with a row for every child or one for all, and a column for every parent or one for all.
+  // A table with one row or a row for every child, and one column or a column for every parent.
   void check_table(const Tensor& x, const char* name, const Votes& votes, ScalarType type, Shape more = {}) const {
     STD_TORCH_CHECK(x.dim() == int64_t(more.size()) + 2, "fastcaps: ", name, " must be [I or 1, M or 1",
                     more.empty() ? "]" : ", C, E]");
@@ -184,8 +184,8 @@ struct VoteTensors {
     check_tensor(x, name, more, type, children);
   }
 
-  // Everything is checked here; the Python layer says what is wrong in the user's own terms, this says it for direct
-  // calls of the ops. The addresses of `weight` and `bias` are left to the backend, which may convert them first.
+  // Checks everything, for direct calls of the ops; the Python layer has checks with the user's words. The backend sets
+  // the addresses of `weight` and `bias`, which it may convert first.
   Votes check() const {
     const bool is_set = children.dim() == 4;
     STD_TORCH_CHECK(is_set || children.dim() == 6,
@@ -235,13 +235,13 @@ struct VoteTensors {
   }
 };
 
-// A call of an op: its votes, checked, and the tensors that kernels read, as they want them.
+// A call of an op: its checked votes, and the tensors that kernels read.
 struct OpCall {
   const VoteTensors& given;
   Votes votes;
   Tensor children;
   ScalarType storage, compute;
-  std::vector<Tensor> kept;  // alive while the call is
+  std::vector<Tensor> kept;  // copies, alive during the call
 
   explicit OpCall(const VoteTensors& tensors, uintptr_t alignment = 1)
       : given(tensors),
@@ -253,13 +253,13 @@ struct OpCall {
 
   Shape poses(int64_t iterations = 0) const { return poses_shape(votes, iterations); }
   Shape numbers(int64_t iterations = 0) const { return numbers_shape(votes, iterations); }
-  // A tensor in a type, dense and at an aligned address: itself if it is.
+  // A tensor in a type, dense and at an aligned address; a copy only if needed.
   const Tensor& dense(const Tensor& x, ScalarType type) {
     kept.push_back(dense_as(x, type));
     if (reinterpret_cast<uintptr_t>(kept.back().const_data_ptr()) % alignment_ != 0) kept.back() = copied(x, type);
     return kept.back();
   }
-  // The memory of that in the compute type, and of a tensor read in place; null without the tensor.
+  // Its memory in the compute type, and that of a tensor read in place; null without the tensor.
   void* table(const MaybeTensor& x) { return x ? data_of(dense(*x, compute)) : nullptr; }
   View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
   BetaTables betas(const MaybeTensor& use, const MaybeTensor& ignore) {

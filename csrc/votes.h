@@ -1,4 +1,4 @@
-// What the votes of a call are made of, in every backend: plain data, for host and device.
+// The inputs of a call's votes, in every backend: plain data, for host and device.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ struct Window {
   }
 };
 
-// A tensor of six dimensions at most, read in place: no copy, any strides (in elements, int64 throughout).
+// A tensor of at most six dimensions, read in place with any strides (int64, in elements).
 struct View {
   const void* data = nullptr;
   int64_t stride[6] = {0, 0, 0, 0, 0, 0};
 };
 
-// Tables over children and parents: what a child brings where a parent uses it, and what it costs to ignore it. Dense,
-// in the type that a backend computes in; null where there are none.
+// Tables over children and parents: the benefit of using a child for a parent, and the cost of ignoring it. Dense, in a
+// backend's compute type; null if there are none.
 struct BetaTables {
   const void *use = nullptr, *ignore = nullptr;
   int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
@@ -35,7 +35,7 @@ inline int64_t bytes_of(Storage storage) {
   return storage == Storage::kFloat64 ? 8 : storage == Storage::kFloat32 ? 4 : 2;
 }
 
-// What lies between one iteration of a routing and the next. The numbers are those of fastcaps.rules.Rule.
+// The step between one iteration of a routing and the next, with the numbers of fastcaps.rules.Rule.
 enum class Rule : int {
   kLayerNorm,  // the sums under LayerNorm are the next query
   kPlain,      // the sums are the next query
@@ -46,24 +46,24 @@ enum class Rule : int {
   kKMeans,     // as kHeinsen, without variances
 };
 
-// Children [B, H, W, N, C, D] vote for M parents [B, Ho, Wo, M, C, E], each position's window seeing I = kh kw N of
-// them, child i = (ky kw + kx) N + n:  V = P W[i mod G, m] + bias[i, m]. A set comes, and its parents leave, without
-// the two dimensions of a grid: [B, I, C, D], [B, M, C, E].
+// Children [B, H, W, N, C, D] vote for M parents [B, Ho, Wo, M, C, E]. A position's window holds I = kh kw N of them,
+// child i = (ky kw + kx) N + n:  V = P W[i mod G, m] + bias[i, m]. A set and its parents do not have the two dimensions
+// of a grid: [B, I, C, D], [B, M, C, E].
 struct Votes {
   int64_t B, H, W, N, C, D;
   int64_t Ho, Wo, I, M, E, G;
   Window window;
   bool is_set = false;
-  Storage storage = Storage::kFloat32;  // of children and gate, and of parents where they are not sums
+  Storage storage = Storage::kFloat32;  // of children and gate, and of parents unless they are sums
   View children{}, gate{};              // gate: data may be null
   // Dense, in the type that a backend computes in:
-  const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's own poses, and E = D
-  bool narrow_weight = false;    // but for these on the CPU: they lie in bfloat16, and are widened as they are met
+  const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's poses, and E = D
+  bool narrow_weight = false;    // whether these are bfloat16 on the CPU, widened when they are read
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 
-  // Whether 64 bits hold what schedules count: the multiply-adds of a pass, and the bytes of the votes for one position
-  // in all lanes. Where they do not, no machine ends the call.
+  // Whether schedules can count in 64 bits: the multiply-adds of a pass, and the bytes of the votes for one position in
+  // all lanes. Larger calls would never finish.
   bool is_countable() const {
     const double position =
         double(window.kh) * double(window.kw) * double(N) * double(M) * double(C) * double(D + 2) * double(E);
@@ -71,12 +71,12 @@ struct Votes {
   }
   bool is_double() const { return storage == Storage::kFloat64; }
   int64_t positions() const { return B * Ho * Wo; }
-  int64_t child_size() const { return C * D; }        // numbers of a child's pose,
-  int64_t parent_size() const { return C * E; }       // of a parent's,
-  int64_t parents_size() const { return M * C * E; }  // of all parents' at one position
+  int64_t child_size() const { return C * D; }        // values in a child's pose
+  int64_t parent_size() const { return C * E; }       // values in a parent's pose
+  int64_t parents_size() const { return M * C * E; }  // values in all parents at one position
 };
 
-// A call's sizes as fastcaps.explain tells them: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.
+// A call's sizes from fastcaps.explain: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.
 inline Votes votes_of(const int64_t* n, Storage storage) {
   Votes in{};
   in.B = n[0], in.H = n[1], in.W = n[2], in.N = n[3], in.C = n[4], in.D = n[5], in.Ho = n[6], in.Wo = n[7];

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # A training loop of your own, with mixed precision and torch.compile
+# # A custom training loop with mixed precision and torch.compile
 #
-# Capsule layers are ordinary modules: autocast, `torch.compile` and your own loop take them as they are. This example
-# trains the same network on scikit-learn's digits three times: plainly, under autocast, and compiled under autocast.
-# It runs in about half a minute on a laptop's CPU, most of it compilation; a GPU is used where there is one.
+# Capsule layers are ordinary modules: they work with autocast, `torch.compile` and any training loop. This example
+# trains the same network on scikit-learn's digits three times: in float32, under autocast, and compiled under autocast.
+# It takes about half a minute on a laptop's CPU, mostly for compilation, and uses a GPU if there is one.
 
 # %%
 import time
@@ -18,7 +18,7 @@ splits = data.load("digits")
 
 
 def batches(images, size):
-    """The images and labels of a data set in batches, on the device; what is left over at the end is left out."""
+    """Return full batches of images and labels on the device."""
     loader = torch.utils.data.DataLoader(images, size, drop_last=True)
     return [(image.to(device), label.to(device)) for image, label in loader]
 
@@ -26,20 +26,20 @@ def batches(images, size):
 train_batches, test_batches = batches(splits.train, 64), batches(splits.test, 64)
 
 # %% [markdown]
-# ## What the two lines do
+# ## Autocast and torch.compile
 #
-# **Autocast** hands convolutions, linear layers and routings bfloat16. The parameters stay float32. bfloat16 needs no
-# scaler; the gradients of float16 do: `torch.amp.GradScaler`, as around any other layer. It pays with large layers, on
-# a GPU above all. A network this small is slower with it on a CPU, as the times below show: casting costs more than it
+# **Autocast** runs convolutions, linear layers and routings in bfloat16; parameters stay float32. bfloat16 needs no
+# gradient scaler. float16 does: `torch.amp.GradScaler`, as for any other layer. Autocast helps with large layers, most
+# of all on a GPU. This small network is slower with it on a CPU, as the times below show: casting costs more than it
 # saves.
 #
-# **`torch.compile`** takes the whole network as one graph, `fullgraph=True`: a routing is one op in it, with kernels
-# of its own, and what stands around it is fused. A routing does not gain by it; the layers around it may.
+# **`torch.compile`** compiles the whole network as one graph (`fullgraph=True`). A routing is one op in this graph and
+# keeps its kernels; the compiler fuses the layers around it. Only those layers can become faster.
 
 
 # %%
 def train(title, compiled=False, autocast=False, epochs=4):
-    torch.manual_seed(0)  # the same start for all
+    torch.manual_seed(0)  # the same initial weights for all
     net = models.create("digits", device=device)
     run = torch.compile(net, fullgraph=True) if compiled else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
@@ -62,7 +62,7 @@ def train(title, compiled=False, autocast=False, epochs=4):
         right = [(net(images).argmax(1) == labels).float().mean() for images, labels in test_batches]
     median = sorted(times)[len(times) // 2]
     print(
-        f"{title:<22} loss {losses[0]:.3f} to {losses[-1]:.3f}, {torch.stack(right).mean():.1%} of new digits right, "
+        f"{title:<22} loss {losses[0]:.3f} to {losses[-1]:.3f}, {torch.stack(right).mean():.1%} of test digits right, "
         f"first step {times[0]:.2f} s, later ones {1000 * median:.1f} ms"
     )
     return losses, torch.stack(right).mean().item()
@@ -71,8 +71,8 @@ def train(title, compiled=False, autocast=False, epochs=4):
 # %% [markdown]
 # ## Three runs
 #
-# Look at the first loss: it is the same number three times but for bfloat16's two or three digits. All three end at
-# about the same share of right digits. The first step of the compiled run takes many seconds, the later ones do not.
+# The first loss is the same in all runs, to the two or three digits of bfloat16. All three reach about the same
+# accuracy. Only the first step of the compiled run takes many seconds.
 
 # %%
 plain = train("float32")

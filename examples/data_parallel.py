@@ -1,9 +1,9 @@
-"""Train a capsule network on scikit-learn's digits, each process on its part of every batch.
+"""Train a capsule network on scikit-learn's digits; each process trains on a part of every batch.
 
     torchrun --nproc-per-node 2 examples/data_parallel.py          # DDP: every process holds all parameters
-    torchrun --nproc-per-node 2 examples/data_parallel.py --fsdp   # FSDP2: every process holds its shards of them
+    torchrun --nproc-per-node 2 examples/data_parallel.py --fsdp   # FSDP2: every process holds a shard of them
 
-Capsule layers are ordinary modules: nothing in here is special to them.
+Capsule layers are ordinary modules: nothing here is specific to them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fastcaps import data, models
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="images a step, of all processes together")
-    parser.add_argument("--images", type=int, default=None, help="train on the first ones only")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, for all processes together")
+    parser.add_argument("--images", type=int, default=None, help="train only on the first images")
     parser.add_argument("--fsdp", action="store_true")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ def main() -> None:
     torch.manual_seed(0)
     network: nn.Module = models.create("digits", device=device)
     if options.fsdp:
-        network.to(memory_format=torch.contiguous_format)  # FSDP2 takes no convolution that lies channels last
+        network.to(memory_format=torch.contiguous_format)  # FSDP2 does not support channels-last convolutions
         for child in network.children():
             fully_shard(child, mesh=mesh)
         fully_shard(network, mesh=mesh)

@@ -1,14 +1,13 @@
 # %% [markdown]
 # # Export: torch.export, AOTInductor, ONNX
 #
-# A network leaves Python in three ways. Each file is loaded by a new process, which must give the numbers of this
-# one.
+# Three ways to run a network outside of this program. A new process loads each file and must return the same results.
 #
-# | | what is in the file | who runs the routing | what the other side needs |
+# | | content of the file | runs the routing | needed to load it |
 # |---|---|---|---|
 # | `torch.export` | a graph with fastcaps' ops | the kernels of the machine that loads it | torch, fastcaps |
 # | AOTInductor | compiled code that calls the ops | the same kernels | torch, fastcaps; the same kind of machine |
-# | ONNX | plain formulas in the place of the ops | the runtime, which **stores all votes** | an ONNX runtime alone |
+# | ONNX | plain formulas instead of the ops | the runtime, which **stores all votes** | only an ONNX runtime |
 
 # %%
 import importlib.util
@@ -28,7 +27,7 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## The network
 #
-# One convolution, and capsules of dynamic routing on its map. The batch stays open, between 1 and 64.
+# One convolution and dynamic routing. The batch size is dynamic, between 1 and 64.
 
 
 # %%
@@ -40,7 +39,7 @@ class Small(nn.Module):
 
     def forward(self, images):
         children = self.conv(images).unflatten(1, (8, 8)).movedim(2, -1).flatten(1, 3)
-        return self.digits(fastcaps.vectors.squash(children))
+        return self.digits(fastcaps.functional.squash(children))
 
 
 net = Small().eval()
@@ -52,18 +51,18 @@ batch = torch.export.Dim("batch", min=1, max=64)
 # %% [markdown]
 # ## torch.export
 #
-# The graph names the op and nothing of a backend: which kernels serve it is found out where it is loaded.
+# The graph contains the op, but no backend: the machine that loads it chooses the kernels.
 
 # %%
 program = torch.export.export(net, (images,), dynamic_shapes=({0: batch},))
 torch.export.save(program, folder / "net.pt2")
-print("ops of ours:", {str(node.target) for node in program.graph.nodes if str(node.target).startswith("fastcaps")})
+print("ops of fastcaps:", {str(node.target) for node in program.graph.nodes if str(node.target).startswith("fastcaps")})
 
 # %% [markdown]
 # ## AOTInductor
 #
-# The ordinary layers are compiled to machine code, so this takes a C++ compiler and some seconds; the routing stays a
-# call.
+# This compiles the ordinary layers to machine code, which needs a C++ compiler and some seconds. The routing remains a
+# call of the op.
 
 # %%
 torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "net-compiled.pt2"))
@@ -72,23 +71,23 @@ print("compiled:", (folder / "net-compiled.pt2").stat().st_size // 1000, "kB")
 # %% [markdown]
 # ## ONNX
 #
-# ONNX knows no routing, so the export writes out its formulas. What is lost: the kernels, and with them what they
-# save. The runtime stores the votes, and reads and writes them in every turn. The file is for running a network, not
-# for training it. This needs `pip install onnx onnxscript onnxruntime`; without them the cell says so and goes on.
+# ONNX has no routing op, so the export writes its formulas and loses the kernels: the runtime stores the votes, and
+# reads and writes them in every iteration. The file can run a network, but not train it. This cell needs
+# `pip install onnx onnxscript onnxruntime`; without them it is skipped.
 
 # %%
 if all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
     shapes = ({0: batch},)
     written = torch.onnx.export(net, (images,), folder / "net.onnx", dynamo=True, dynamic_shapes=shapes, verbose=False)
-    print("ONNX nodes, in the place of one op and a few layers:", len(written.model.graph))
+    print("ONNX nodes, instead of one op and a few layers:", len(written.model.graph))
 else:
-    print("ONNX is left out: its packages are not installed")
+    print("ONNX skipped: its packages are not installed")
 
 # %% [markdown]
 # ## A new process
 #
-# It has none of the code above. `import fastcaps` is all that the first two files need: it brings the ops. Each is
-# tried on the batch it was exported with and on a batch of one. Expect 1e-6 or less.
+# The new process has none of the code above. The first two files only need `import fastcaps`, which registers the ops.
+# We compare results for the exported batch and for a batch of one. Expect differences of 1e-6 or less.
 
 # %%
 LOADER = """
@@ -110,7 +109,7 @@ if (folder / "net.onnx").exists():
 for name, run in runs.items():
     with torch.no_grad():
         worst = max((run(images[:size]) - wanted[:size]).abs().max() for size in (3, 1))
-    print(f"{name} in a new process: differs by {worst / wanted.abs().max():.1e} of the largest number")
+    print(f"{name} in a new process: differs by {worst / wanted.abs().max():.1e} of the largest value")
 """
 done = subprocess.run(
     [sys.executable, "-W", "ignore", "-c", LOADER, folder], stdout=subprocess.PIPE, text=True, check=True

@@ -1,8 +1,8 @@
-"""What data_parallel.py does, with Lightning, which starts the processes itself.
+"""The training of data_parallel.py with Lightning, which starts the processes.
 
     python examples/lightning_parallel.py --devices 2
 
-``fastcaps train`` does this too:
+``fastcaps train`` can do the same:
 
     fastcaps train --network digits --data digits --devices 2 --strategy ddp
 """
@@ -42,8 +42,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="images a step, of all processes together")
-    parser.add_argument("--images", type=int, default=None, help="train on the first ones only")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, for all processes together")
+    parser.add_argument("--images", type=int, default=None, help="train only on the first images")
     options = parser.parse_args()
     pl.seed_everything(0)
     splits = data.load("digits")

@@ -1,9 +1,9 @@
-"""Route a set of a million children to 64 parents, the children spread over the processes, and take a training step.
+"""Route a million children, distributed over processes, to 64 parents, and take training steps.
 
     torchrun --nproc-per-node 4 examples/million_children.py
 
-Every process holds its own quarter of the children and nothing of the others'. Their votes would be 4.1 GB; no process
-ever stores one, and what crosses between processes is the parents' state: some 8 kB a turn.
+Every process holds a quarter of the children. All votes would take 4.1 GB, but no process stores a vote. The processes
+only exchange the parents' state, about 8 kB per iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastcaps.measure import peak
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--children", type=int, default=1_000_000, help="of all processes together")
+    parser.add_argument("--children", type=int, default=1_000_000, help="for all processes together")
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ def main() -> None:
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}, {time.perf_counter() - start:.2f} s")
     print(
-        f"process {rank}: {children.shape[1]} children, {own.shape[1]} of them here; {peak() / 1e6:.0f} MB at its peak"
+        f"process {rank}: {children.shape[1]} children, {own.shape[1]} of them here; peak memory {peak() / 1e6:.0f} MB"
     )
     dist.destroy_process_group()
 

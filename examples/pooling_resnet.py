@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Routing as pooling in a ResNet
 #
-# At the end of a residual network stands an average over the map. Zhao and Huang (2019) put a routing there: places
-# that agree with the others weigh more. It has no parameters, so one line changes and every checkpoint still fits.
-# The network is a small one in torchvision's style, trained on scikit-learn's digits for some seconds on one core.
+# A residual network ends with an average over the map. Zhao and Huang (2019) replace it by a routing: positions that
+# agree with the others get more weight. It has no parameters, so you change one line and every checkpoint still loads.
+# This example trains a small network in torchvision's style on scikit-learn's digits, a few seconds on one core.
 
 # %%
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 import fastcaps
 from fastcaps import data
 
-torch.set_num_threads(1)  # maps this small are not worth sharing: threads that wait for each other can take minutes
+torch.set_num_threads(1)  # small maps: waiting threads would take longer than the work
 
 # %% [markdown]
 # ## The network
@@ -56,22 +56,22 @@ class ResNet(nn.Module):
 # %% [markdown]
 # ## The one line
 #
-# Capsules of 16 channels: the 64 channels are four groups, and each group's parent pools its 4 × 4 places. Without
-# sharpness it *is* average pooling: look for `True` below.
+# With capsules of 16 channels, the 64 channels are four groups, and each group's parent pools its 4 × 4 positions. With
+# sharpness 0 this is average pooling, so the line below prints `True`.
 
 # %%
 torch.manual_seed(0)
 average, same, images = ResNet().eval(), ResNet().eval(), torch.rand(4, 1, 8, 8)
 same.avgpool = fastcaps.RoutingPool2d(16, sharpness=0.0)  # the one line
 same.load_state_dict(average.state_dict())
-print("sharpness 0 is average pooling, to the bit:", torch.equal(same(images), average(images)))
+print("sharpness 0 equals average pooling in every bit:", torch.equal(same(images), average(images)))
 
 # %% [markdown]
 # ## Training
 #
-# Both networks from the same start, three epochs. Expect about 97 % of new digits from both: these small images have
-# no background to leave out, and no gain is claimed here.
-# [The papers' tables](../docs/reproduction.md) are another matter.
+# Both networks train for three epochs from the same initial weights. Expect about 97 % of the test digits from both:
+# these small images have no background that routing could ignore. For the papers' results see
+# [Reproduction](../docs/reproduction.md).
 
 
 # %%
@@ -96,13 +96,13 @@ for name, pool in (("average", nn.AdaptiveAvgPool2d(1)), ("routing", fastcaps.Ro
     net.avgpool = pool
     net.load_state_dict(average.state_dict())
     accuracy[name], images = train(net)
-    print(f"{name} pooling: {accuracy[name]:.1%} of new digits right")
+    print(f"{name} pooling: {accuracy[name]:.1%} of test digits right")
 
 # %% [markdown]
-# ## What it does
+# ## The effect of routing
 #
-# One place of every map is turned into its opposite: something that agrees with nothing else. The average takes it
-# for one place in 16. Routing gives it less than that share, so what it pools moves less.
+# We negate one position of every map, so that it agrees with no other position. Average pooling weights it by 1/16.
+# Routing gives it less weight, so its result changes less.
 
 # %%
 with torch.no_grad():
@@ -112,6 +112,6 @@ with torch.no_grad():
     moved = {}
     for name, pool in (("average", nn.AdaptiveAvgPool2d(1)), ("routing", net.avgpool)):
         moved[name] = ((pool(odd) - pool(clean)).norm() / pool(clean).norm()).item()
-        print(f"{name} pooling moves by {moved[name]:.1%} of its length")
+        print(f"{name} pooling changes by {moved[name]:.1%} of its length")
     share = net.avgpool(odd, return_coefficients=True).coefficients[:, 0, 0, 0].mean().item()
-print(f"the odd place weighs {share:.4f} instead of {1 / 16:.4f}")
+print(f"the odd position weighs {share:.4f} instead of {1 / 16:.4f}")

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Swap one import
 #
-# A script of dynamic routing, written as the published repositories write it, before and after one changed import.
-# The numbers stay; time and memory do not. It runs in a few seconds on a laptop's CPU.
+# A dynamic routing script in the style of public repositories, before and after changing one import. Results are the
+# same; it uses less time and memory. It takes a few seconds on a laptop's CPU.
 
 # %%
 import torch
@@ -16,8 +16,8 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## Before
 #
-# The class layer as those repositories have it (in `capsulelayers.py`, say): every vote of every child for every
-# parent is stored, here 1,152 × 10 votes of 16 numbers an image, and every turn reads and writes them again.
+# The class layer of such a repository (for example in `capsulelayers.py`) stores the vote of every child for every
+# parent, here 1,152 × 10 votes of 16 values per image, and every iteration reads them again.
 
 
 # %%
@@ -36,7 +36,7 @@ class DenseCapsule(nn.Module):
 
     def forward(self, x):
         votes = torch.einsum("jied,bid->bjie", self.weight, x)
-        still = votes.detach()  # gradients go through the last turn alone
+        still = votes.detach()  # gradients only through the last iteration
         logits = torch.zeros(votes.shape[:-1], device=x.device)
         for _ in range(self.routings - 1):
             parents = squash((logits.softmax(dim=1).unsqueeze(-1) * still).sum(dim=2))
@@ -44,7 +44,7 @@ class DenseCapsule(nn.Module):
         return squash((logits.softmax(dim=1).unsqueeze(-1) * votes).sum(dim=2))
 
 
-# The network around it names `DenseCapsule`, and does not care where that comes from.
+# The network uses the name `DenseCapsule`, wherever it is imported from.
 class CapsuleNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -63,8 +63,8 @@ before = CapsuleNet()
 # %% [markdown]
 # ## After
 #
-# The one line that changes. The same class statement then builds the network on fastcaps, and the old checkpoint
-# fits: names and shapes of the parameters are the same.
+# Change this one line. The same class then uses fastcaps, and the old checkpoint loads: names and shapes of the
+# parameters are the same.
 
 # %%
 from fastcaps.compat import DenseCapsule  # noqa: F811  instead of: from capsulelayers import DenseCapsule
@@ -73,10 +73,10 @@ after = CapsuleNet()
 after.load_state_dict(before.state_dict())
 
 # %% [markdown]
-# ## The same numbers
+# ## Equal results
 #
-# Both take the same three steps on the same images. The losses agree to about six digits, which is what float32
-# holds.
+# Both networks take the same three steps on the same images. The losses agree to about six digits, the precision of
+# float32.
 
 # %%
 images, wanted = torch.rand(16, 1, 28, 28), nn.functional.one_hot(torch.arange(16) % 10, 10).float()
@@ -92,10 +92,10 @@ for name, net in (("before", before), ("after", after)):
     print(f"{name:>6}: " + "  ".join(f"{loss:.7f}" for loss in losses[name]))
 
 # %% [markdown]
-# ## Not the same time and memory
+# ## Less time and memory
 #
-# A training step of the class layer alone, 64 images. The published layer stores votes of 47 MB, and makes more
-# tensors of that size from them; the kernels store no vote. How many times faster that is depends on the machine.
+# This measures a training step of the class layer, with 64 images. The published layer stores 47 MB of votes and makes
+# more tensors of that size; the kernels store no votes. The speed-up depends on the machine.
 
 # %%
 children = torch.randn(64, 1152, 8, requires_grad=True)
@@ -105,16 +105,16 @@ for name, layer in (("after", after.digits), ("before", before.digits)):
     def step(layer=layer):
         layer(children).sum().backward()
 
-    step()  # the first call makes what later ones use again
+    step()  # warm-up
     figures[name] = peak_growth(step) / 1e6, median_ms(step, seconds=0.1)
     print(f"{name:>6}: {figures[name][1]:6.1f} ms, {figures[name][0]:5.0f} MB at the peak")
 
 # %% [markdown]
-# ## A model that is built already
+# ## Convert an existing model
 #
-# No import to change? `fastcaps.convert` finds the layer in the live model, compares both on random input, and swaps
-# it. The parameters are shared, so an optimizer goes on. [The page on other codes](../docs/relation.md) lists what it
-# knows.
+# `fastcaps.convert` finds the layer in a model, compares both versions on random input, and replaces it. The parameters
+# are shared, so the optimizer keeps working. [Papers and public implementations](../docs/relation.md) lists the known
+# layers.
 
 # %%
 print(fastcaps.convert(before))

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Texts of different length in one batch
 #
-# Heinsen's routing takes any number of children. Texts of different length become one batch as they do for a
-# transformer: the short ones are padded, and a mask says where. Here the mask is a score: minus infinity is a child
-# that is not there. This example trains a small classifier on short texts, tests it on longer ones, and shows that
-# padding changes nothing. It runs in a few seconds on a laptop's CPU.
+# Heinsen's routing accepts any number of children. As for a transformer, short texts are padded, and a mask marks the
+# padding: here a score of minus infinity. This example trains a small classifier on short texts, tests it on longer
+# ones, and checks that padding has no effect. It takes a few seconds on a laptop's CPU.
 
 # %%
 import torch
@@ -18,9 +17,9 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## The texts
 #
-# A table of 300 words stands in for a frozen transformer (`fastcaps.data` loads real phrases, `sst5` say, with the
-# embeddings of a local one). Every word belongs to one of five topics by chance. A text's class is the topic that
-# half of its words come from; the other half are any words.
+# A table of 300 words replaces a frozen transformer. (`fastcaps.data` loads real phrases, such as `sst5`, with the
+# embeddings of a local transformer.) Every word belongs to one of five topics at random. A text's class is the topic of
+# half of its words; the other half are arbitrary words.
 
 # %%
 TOPICS, WIDTH = 5, 32
@@ -29,7 +28,7 @@ topic_of = torch.randint(TOPICS, (300,))
 
 
 def texts(count, shortest, longest):
-    """Embedded texts, each [its length, WIDTH], and their classes."""
+    """Return embedded texts, each [length, WIDTH], and their classes."""
     classes = torch.randint(TOPICS, (count,))
     made = []
     for topic in classes:
@@ -42,7 +41,7 @@ def texts(count, shortest, longest):
 
 
 def batch(list_of_texts):
-    """One padded tensor [B, longest, WIDTH], and the mask [B, longest] of what is text."""
+    """Return a padded tensor [B, longest, WIDTH] and a mask [B, longest], True for text."""
     lengths = torch.tensor([len(text) for text in list_of_texts])
     padded = pad_sequence(list_of_texts, batch_first=True)
     return padded, torch.arange(padded.shape[1]) < lengths[:, None]
@@ -51,8 +50,9 @@ def batch(list_of_texts):
 # %% [markdown]
 # ## The network
 #
-# Words to 16 parents, and those to the classes. `None` children: all words share their matrices, however many there
-# are. A linear layer gives each word a score, as in the author's networks; the mask overrules it.
+# The network routes words to 16 parents, and these to the classes. With `None` children, all words share their
+# matrices, for any number of words. As in the author's networks, a linear layer scores each word; the mask
+# overrides it.
 
 
 # %%
@@ -74,9 +74,8 @@ net = Classifier()
 # %% [markdown]
 # ## Training on short texts, testing on long ones
 #
-# Texts of 4 to 20 words in training; 20 to 100 words afterwards. Guessing is right one time in five. A long text says
-# more often what it is about, so the second figure is the better one, though no text of such a length was ever
-# trained on.
+# Training uses texts of 4 to 20 words, the test also uses 20 to 100 words. A guess is right one time in five. A long
+# text has more words of its topic, so the second accuracy is higher, although training has no text of that length.
 
 # %%
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
@@ -96,11 +95,11 @@ with torch.no_grad():
         print(f"{shortest} to {longest} words: {right:.0%} right")
 
 # %% [markdown]
-# ## Padding changes nothing
+# ## Padding has no effect
 #
-# The trained network reads three texts, each alone and then all in one batch. Only the order of the sums may differ:
-# expect 1e-5 or less. Then the padding is filled with numbers a million times too large; the results stay the same to
-# the last bit. No gradient reaches it.
+# The trained network reads three texts, each alone and then all in one batch. Only the order of sums differs: expect
+# 1e-5 or less. Then we fill the padding with values a million times too large: the results have the same bits, and the
+# gradients of the padding are 0.
 
 # %%
 some = [texts(1, length, length)[0][0] for length in (4, 11, 60)]

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A gallery of routings
 #
-# A routing is a loop over *votes*, of which it asks four things: `agreement`, `distance`, `sum` and `square_sum`. All
-# else is plain PyTorch on one number for each child and parent. Here are a dozen published routings, which the tests
-# compare with their formulas over stored votes. Copy one and change it; [your own
-# routing](../docs/routings/your-own.md) explains how.
+# A routing is a loop that calls four methods of its votes: `agreement`, `distance`, `sum` and `square_sum`. Everything
+# else is plain PyTorch, on one value for each child and parent. Here are eleven published routings; the tests compare
+# them with their formulas over stored votes. Copy one and change it: [Your own routing](../docs/routings/your-own.md)
+# explains how.
 
 # %%
 import math
@@ -22,25 +22,25 @@ POSE = (-2, -1)  # the two dimensions of a pose, C x E
 
 
 def gates(votes, activations):
-    """Return activations as windows see them, [B, *grid, I, 1]; without activations, whether a child is there."""
+    """Return each window's activations, [B, *grid, I, 1]; without activations, 1 for children and 0 for padding."""
     return (votes.present if activations is None else votes.unfold(activations))[..., None]
 
 
 def mass(r):
-    """Return what each parent gets, sum_i r_im, laid out as poses are: [B, M, *grid, 1, 1]."""
+    """Return the sum of each parent's coefficients, sum_i r_im, in the layout of poses: [B, M, *grid, 1, 1]."""
     return r.sum(-2).movedim(-1, 1)[..., None, None]
 
 
 def beside_children(values):
-    """Return numbers of parents [B, M, *grid, 1, 1] laid out as coefficients are: [B, *grid, 1, M]."""
+    """Return values of parents [B, M, *grid, 1, 1] in the layout of coefficients: [B, *grid, 1, M]."""
     return values[..., 0, 0].movedim(1, -1).unsqueeze(-2)
 
 
 # %% [markdown]
 # ## Cosine agreement
 #
-# The parents' sum has a bias (SegCaps, LaLonde and Bagci 2018), and children agree by the cosine (3D-UCaps, Nguyen et
-# al. 2021). The distance from 0 is a vote's squared length. The bias is `[M, C, E]`, on grids `[M, 1, 1, C, E]`.
+# A bias is added to the parents' sums (SegCaps, LaLonde and Bagci 2018); the agreement is a cosine (3D-UCaps, Nguyen
+# et al. 2021). The distance from 0 is a vote's squared length. The bias is `[M, C, E]`, on grids `[M, 1, 1, C, E]`.
 
 
 # %%
@@ -55,10 +55,10 @@ def cosine_routing(votes, bias=0.0, iterations=3):
 # %% [markdown]
 # ## Other competitions
 #
-# Dynamic routing (Sabour et al. 2017) with another step from logits to coefficients. Top-k keeps the k parents that
+# Dynamic routing (Sabour et al. 2017) with other functions from logits to coefficients. Top-k keeps the k parents that
 # agree most (Shazeer et al. 2017). Sparsemax returns the nearest point of the simplex, where most coefficients are 0
-# (Martins and Astudillo 2016). Sinkhorn's iteration gives all parents the same share of the children (Cuturi 2013); it
-# is for sets, since it would count the children that padding lacks. The last one averages logits over the batch, as
+# (Martins and Astudillo 2016). Sinkhorn's iteration makes the coefficients of all parents have the same sum (Cuturi
+# 2013); use it on sets only, because it counts padding. The last function averages logits over the batch, as
 # higgsfield, timomernick and their copies do; there the children compete.
 
 
@@ -101,9 +101,9 @@ def batch_averaged_routing(votes, iterations=3):
 # %% [markdown]
 # ## Competition over positions
 #
-# In DeepCaps (Rajasegaran et al. 2019) parents of all types *at all positions* compete for a child type, whose votes
-# are a convolution (`Votes.in_blocks`). In EM routing (Hinton et al. 2018) parents of all types, *in all windows that
-# hold a child*, compete for it: `fold` sums over these windows, and `unfold` returns the sum to each of them.
+# In DeepCaps (Rajasegaran et al. 2019) parents of all types *at all positions* compete for a child type; a convolution
+# makes its votes (`Votes.in_blocks`). In EM routing (Hinton et al. 2018) parents of all types *in all windows that hold
+# a child* compete for it: `fold` sums over these windows, and `unfold` copies the sum back to each of them.
 
 
 # %%
@@ -119,8 +119,8 @@ def deepcaps_routing(votes, bias=0.0, iterations=3):
 
 def softmax_over_windows(votes, logits):
     most = votes.unfold(votes.fold(logits.detach().amax(-1), "amax"))
-    shares = (logits - most[..., None]).exp() * votes.present[..., None]
-    return shares / votes.unfold(votes.fold(shares.sum(-1))).clamp(min=1)[..., None]  # at least 1 where a child is
+    weights = (logits - most[..., None]).exp() * votes.present[..., None]
+    return weights / votes.unfold(votes.fold(weights.sum(-1))).clamp(min=1)[..., None]  # at least 1 but in padding
 
 
 def em_routing(votes, activations, beta_u, beta_a, iterations=3, inverse_temperature=0.01, eps=1e-6):
@@ -139,8 +139,8 @@ def em_routing(votes, activations, beta_u, beta_a, iterations=3, inverse_tempera
 # %% [markdown]
 # ## Variational Bayes
 #
-# Ribeiro et al. (2020) with diagonal covariance: a Dirichlet over the parents, a Gaussian and a Wishart for each of
-# them. A layer is `route`, and a constructor if it has parameters or modules of its own.
+# Ribeiro et al. (2020) with diagonal covariance: a Dirichlet distribution over the parents, a Gaussian and a Wishart
+# distribution for each of them. A layer needs a method `route`, and a constructor if it has further modules.
 
 
 # %%
@@ -172,9 +172,9 @@ class VariationalBayesRouting(fastcaps.nn.RoutingLayer):
 # %% [markdown]
 # ## No iterations
 #
-# In self-routing (Hahn, Pyeon, Kim 2019) a child's own pose says where it goes, by a linear layer whose logits are
-# votes of one number. In Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021) a child's votes are compared once with
-# the sum of all votes, and a learned prior is added after the softmax.
+# In self-routing (Hahn, Pyeon, Kim 2019) a linear layer computes a child's coefficients from its pose; its logits are
+# votes with one component. Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021) compares a child's votes once with the
+# sum of all votes, and adds a learned prior after the softmax.
 
 
 # %%
@@ -197,7 +197,7 @@ class SelfAttentionRouting(fastcaps.nn.RoutingLayer):
         super().__init__(*sizes, **options)
         self.prior = nn.Parameter(torch.zeros(self.own_children, self.out_capsules))
 
-    def route(self, votes, activations):
+    def route(self, votes):
         logits = votes.agreement(votes.sum(1.0)) / math.sqrt(self.out_dim)
         parents = votes.sum(logits.softmax(-1) + self.prior)
         return -torch.expm1(-parents.norm(dim=POSE, keepdim=True)) * unit(parents, POSE)
@@ -206,9 +206,9 @@ class SelfAttentionRouting(fastcaps.nn.RoutingLayer):
 # %% [markdown]
 # ## Slot attention
 #
-# In Locatello et al. (2020) slots compete for the inputs, and a GRU takes the weighted mean of their values. Keys and
-# values are votes without matrices. The last logits are a result too: SPOT (Kakogeorgiou et al. 2024) trains them by
-# `cross_entropy(logits.mT, masks)`, and learns the first slots, as here.
+# In Locatello et al. (2020) slots compete for the inputs, and a GRU updates each slot from the weighted mean of the
+# values. Keys and values are votes without matrices. The layer also returns the last logits: SPOT (Kakogeorgiou et al.
+# 2024) trains them by `cross_entropy(logits.mT, masks)`. Like SPOT, this one learns the initial slots.
 
 
 # %%
@@ -235,16 +235,16 @@ class SlotAttention(nn.Module):
 
 
 # %% [markdown]
-# ## A new one, trained
+# ## Train a new routing
 #
-# Cosine agreement, where each child keeps its two best parents; the lengths of the parents are the logits of classes.
-# After two epochs of MNIST more than 98 % of the test digits are right: `python examples/your_own_routing.py
-# FOLDER_OF_MNIST`, two minutes on a laptop's CPU.
+# Cosine agreement, where each child belongs to its two best parents. The lengths of the parents are the class logits.
+# Two epochs of MNIST reach more than 98 % of the test digits, in two minutes on a laptop's CPU:
+# `python examples/your_own_routing.py FOLDER_OF_MNIST`.
 
 
 # %%
 class CosineTopK(fastcaps.nn.RoutingLayer):
-    def route(self, votes, activations, iterations):
+    def route(self, votes, iterations):
         lengths = votes.distance(0.0).clamp(min=1e-16).sqrt()
         parents = votes.sum(1 / votes.parents)
         for _ in range(iterations - 1):
@@ -275,4 +275,4 @@ def train(splits, epochs=2):
 
 
 if __name__ == "__main__" and len(sys.argv) == 2:
-    print(f"{train(fastcaps.data.load('mnist', sys.argv[1])):.2%} of new digits right")
+    print(f"{train(fastcaps.data.load('mnist', sys.argv[1])):.2%} of test digits right")

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastcaps import backends, functional, ops
 from fastcaps.backends import BackendError, backend
+from fastcaps.checks import did_you_mean
 from fastcaps.functional import Votes, Window, explain
 
 if TYPE_CHECKING:
-    from fastcaps import data, encapnet, losses, models, nn, training
+    from fastcaps import compat, data, distributed, encapnet, losses, models, nn, training, viz
     from fastcaps.compat.convert import convert
     from fastcaps.diagnosis import diagnose
     from fastcaps.encapnet import CapConv2d, CapFC
@@ -57,33 +58,34 @@ __all__ = [
     "__version__",
     "backend",
     "backends",
+    "compat",
     "convert",
     "data",
     "diagnose",
+    "distributed",
     "encapnet",
     "explain",
     "functional",
     "losses",
     "models",
     "nn",
-    "ops",
     "training",
+    "viz",
 ]
 
-_HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}
-_LAZY_MODULES = ("compat", "data", "distributed", "encapnet", "losses", "models", "nn", "training", "viz")
+_HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}  # or else nn
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY_MODULES:
-        return import_module(f"{__name__}.{name}")
-    if name in __all__:
+    if name not in __all__:
+        raise AttributeError(f"module 'fastcaps' has no attribute {name!r}{did_you_mean(name, __all__)}", name=name)
+    if name in _HOMES or name[0].isupper():
         return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'nn')}"), name)
-    raise AttributeError(f"module 'fastcaps' has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_LAZY_MODULES})
+    return sorted(__all__)
 
 
 # like all lazy modules it is imported on first use, which is the first DTensor: PyTorch's own takes long to import

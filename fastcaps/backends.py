@@ -1,25 +1,23 @@
-"""Which code runs a call: the list of backends, how to force one, and why the others do not run.
+"""Backends: which code runs a call, how to force one, and why the others do not run.
 
-This is a module of functions, not an object: ``fastcaps.backends.listing()`` returns the four backends (``cuda``,
-``triton``, ``cpu``, ``reference``) with what stands in the way of each, ``fastcaps.backends.show()`` prints them,
-``fastcaps.backends.backend(name)`` (also ``fastcaps.backend``) forces one inside a ``with`` block, and
-``fastcaps.explain`` says what one call would do. The environment variable ``FASTCAPS_BACKEND``, read once at import,
-forces one for the whole process. Inside ``with fastcaps.backends.tf32x3()`` products on a GPU that may be rounded to
-TF32 keep about the digits of float32.
+``fastcaps.backends.listing()`` returns the four backends (``cuda``, ``triton``, ``cpu``, ``reference``), each with the
+reason if it cannot run here, and ``show()`` prints them. ``backend(name)``, also ``fastcaps.backend``, forces one
+inside a ``with`` block, and the environment variable ``FASTCAPS_BACKEND``, read at import, in the whole process.
+``fastcaps.explain`` says what one call would run. Inside ``with fastcaps.backends.tf32x3()`` products on a GPU that may
+round to TF32 keep about the precision of float32.
 
-A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first iteration of
-inverted attention is as a rule torch's own product, under every backend but the reference; so are agreement and sum of
+A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (Under every backend except
+the reference, torch's own products usually compute the first iteration of inverted attention, and agreement and sum of
 votes of children that share matrices or have none.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
-there, in whatever thread that runs. A new thread starts without it, and so do those of ``nn.DataParallel``:
-``contextvars.copy_context().run`` passes it on. What ``torch.utils.checkpoint`` computes again on the way back uses
-the block in which the backward runs. If a generator yields inside a block, the block also applies to its caller until
-the generator resumes; of two such generators in one thread the block that was opened last wins. A block that has ended
-no longer applies, in whatever order blocks end. In compiled code each op, forward or backward, uses the block in which
-it runs; other open blocks lead to another compilation, but what is not an op (the first iteration of inverted
-attention) does not know in which thread they are open. Put the block around the call of a compiled function: inside,
-it breaks the graph.
+there, in any thread. New threads, such as those of ``nn.DataParallel``, start without it;
+``contextvars.copy_context().run`` passes it on. Recomputation by ``torch.utils.checkpoint`` uses the block in which the
+backward runs. If a generator yields inside a block, the block also applies to its caller until the generator resumes;
+of two such generators in one thread the block opened last wins. Blocks may end in any order. In compiled code each op,
+forward or backward, uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first
+iteration of inverted attention) ignores in which thread they are open. Put the block around the call of a compiled
+function: inside, it breaks the graph.
 """
 
 from __future__ import annotations
@@ -41,30 +39,10 @@ from fastcaps.settings import Setting
 from fastcaps.votes import VoteInputs, autocast_dtype
 
 __all__ = [
-    "NAMES",
-    "Backend",
-    "BackendError",
-    "Call",
-    "backend",
-    "choose",
-    "chosen",
-    "forced",
-    "listing",
-    "native_capability",
-    "native_facts",
-    "native_serves",
-    "on_cpu",
-    "refusal",
-    "refuse_unless_reference",
-    "settings",
-    "show",
-    "takes_iterations",
-    "tf32_allowed",
-    "tf32x3",
-    "tf32x3_wanted",
-    "triton_kernels",
-    "under",
-]
+    "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "chosen", "forced", "listing",
+    "native_capability", "native_facts", "native_serves", "on_cpu", "refusal", "refuse_unless_reference",
+    "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted", "triton_kernels", "under",
+]  # fmt: skip
 
 NAMES = ("cuda", "triton", "cpu", "reference")
 """The backends in order of preference."""
@@ -74,14 +52,14 @@ DETERMINISTIC = 1
 ALLOW_TF32 = 2
 """Bit of ``options``: float32 matrix products may round their factors to TF32."""
 TF32X3 = 4
-"""Bit of ``options``, only beside :data:`ALLOW_TF32`: they are made of three such products each, and lose little."""
+"""Bit of ``options``, only with :data:`ALLOW_TF32`: use three such products for each, which loses little precision."""
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class BackendError(RuntimeError):
-    """A backend was asked for by name and cannot take the call."""
+    """A backend was forced and cannot take the call."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +73,7 @@ class Backend:
     available
         Whether it can run calls here.
     detail
-        What it is and, for one that is not available, why not.
+        What it is or, if it is not available, why not.
     """
 
     name: str
@@ -107,23 +85,23 @@ class Backend:
 
 
 class Call(NamedTuple):
-    """Everything about a call that the choice of a backend depends on.
+    """The properties of a call on which the choice of a backend depends.
 
     Attributes
     ----------
     stem
-        Of a routing (:data:`fastcaps.ops.ROUTINGS`); or ``"verbs"`` or ``"squash_sum"``, which are none.
+        Of a routing (:data:`fastcaps.ops.ROUTINGS`), or ``"verbs"`` or ``"squash_sum"``.
     device, dtype
         Of the children.
     pose
-        (C, D, E): a child's pose is C x D numbers, a parent's C x E.
+        (C, D, E): a child's pose is C x D, a parent's C x E.
     parents
         M.
     has_weight
-        Whether votes are made by matrices.
+        Whether there are matrices.
     options
-        What the user has set for the process, as bits: :data:`DETERMINISTIC`, :data:`ALLOW_TF32`, :data:`TF32X3`. 0 on
-        the CPU, which heeds none.
+        The user's settings as bits: :data:`DETERMINISTIC`, :data:`ALLOW_TF32`, :data:`TF32X3`. 0 on the CPU, which
+        ignores them.
     """
 
     stem: str
@@ -136,7 +114,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, stem: str, arguments: Sequence[Any]) -> Call:
-        """Describe a call by an op's arguments, of which the leading six are the votes'."""
+        """Return the properties of a call from an op's arguments, of which the first six are the votes'."""
         children, weight, parents = arguments[0], arguments[1], arguments[4]
         if children.dim() not in (4, 6) or (weight is not None and weight.dim() != 4):
             raise ValueError(
@@ -149,7 +127,7 @@ class Call(NamedTuple):
 
     @classmethod
     def under_autocast(cls, stem: str, votes: VoteInputs) -> Call:
-        """Describe a call that no op has seen yet: the dtype is autocast's where that is on."""
+        """Return the properties of a call before autocast has cast it: the dtype is autocast's if that is on."""
         call = cls.of(stem, votes)
         return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
 
@@ -162,20 +140,20 @@ def _options(device: torch.device) -> int:
     return bits | TF32X3 if tf32x3_wanted() else bits
 
 
-# ---- what blocks set -------------------------------------------------------------------------------------------------
+# ---- settings of blocks ----------------------------------------------------------------------------------------------
 
 _forced: Setting[str | None] = Setting("fastcaps.backend", None)
 _tf32x3 = Setting("fastcaps.tf32x3", False)
 
 
 def settings() -> tuple[str | None, bool]:
-    """Return what blocks have set: the forced backend or None, and :func:`tf32x3`."""
+    """Return the settings of blocks: the forced backend or None, and whether :func:`tf32x3` is on."""
     return _forced.get(), _tf32x3.get()
 
 
 @contextmanager
 def under(wanted: tuple[str | None, bool]) -> Iterator[None]:
-    """Run a backward under the settings of its forward: it may run in a thread of autograd, or after their block."""
+    """Run a backward under the settings of its forward, as it may run in a thread of autograd or after their block."""
     if torch.compiler.is_compiling() or wanted == settings():
         yield
         return
@@ -183,17 +161,17 @@ def under(wanted: tuple[str | None, bool]) -> Iterator[None]:
         yield
 
 
-# ---- what is there ---------------------------------------------------------------------------------------------------
+# ---- availability ----------------------------------------------------------------------------------------------------
 
 
 def native_capability() -> str | None:
-    """Return the instruction set that the native library chose; None without a library or a usable level."""
+    """Return the instruction set that the native library chose; None without a library or a level it can run."""
     return libraries.library("cpu").ask("fastcaps_capability")
 
 
 @torch.compiler.assume_constant_result
 def native_serves(stem: str = "attention") -> bool:
-    """Return whether compiled kernels are what runs an op on the CPU."""
+    """Return whether compiled kernels run an op on the CPU."""
     return not _cpu_problem(stem)
 
 
@@ -214,14 +192,14 @@ def _cpu_problem(stem: str = "attention") -> str:
 
 
 def _torch_problem() -> str:
-    """Return why torch reaches no GPU here, or an empty string."""
+    """Return why torch cannot use a GPU here, or an empty string."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a CPU build"
     return "" if torch.cuda.is_available() else "torch sees no GPU"
 
 
 def _cuda_problem() -> str:
-    """Return why the CUDA kernels cannot run calls here, or an empty string. Loads their library, if torch has CUDA."""
+    """Return why the CUDA kernels cannot run here, or an empty string; loads their library if torch has CUDA."""
     if not libraries.library_path("cuda").is_file():
         why = libraries.native_build_info().get("cuda_why_not")
         return f"not built: {why or 'there is no ' + libraries.library_path('cuda').name}"
@@ -231,7 +209,7 @@ def _cuda_problem() -> str:
 
 
 def _triton_problem() -> str:
-    """Return why the Triton kernels cannot run calls here, or an empty string."""
+    """Return why the Triton kernels cannot run here, or an empty string."""
     return ("" if _interprets() else _torch_problem()) or libraries.triton_kernels("attention")[1]
 
 
@@ -252,7 +230,7 @@ def _device_problem(device: torch.device) -> str:
     toolkit = library.ask("fastcaps_cuda_toolkit") or "0"
     driver: int = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)() // 1000
     if driver and driver < int(toolkit.split(".")[0]):
-        return f"it is built with CUDA {toolkit}, the driver serves CUDA {driver} at most"
+        return f"it is built with CUDA {toolkit}, the driver supports CUDA {driver} at most"
     built = library.ask("fastcaps_cuda_architectures") or ""
     return libraries.architecture_problem(built, torch.cuda.get_device_capability(device))
 
@@ -264,31 +242,24 @@ def _built_for() -> str:
 
 
 def listing() -> tuple[Backend, ...]:
-    """Return all backends, in order of preference, with whether and why each runs here."""
+    """Return all backends in order of preference, each with whether it runs here, or why not."""
     cuda, triton, cpu = _cuda_problem(), _triton_problem(), _cpu_problem()
     kernels = "kernels that Triton compiles when they are first called"
     return (
         Backend("cuda", not cuda, cuda or _built_for()),
         Backend("triton", not triton, triton or ("kernels in Triton's interpreter" if _interprets() else kernels)),
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
-        Backend("reference", True, "plain PyTorch, any device; makes a block of votes at a time"),
+        Backend("reference", True, "plain PyTorch, any device; computes a block of votes at a time"),
     )
 
 
 def show() -> None:
-    """Print the backends, one a line."""
+    """Print the backends, one per line."""
     for entry in listing():
         print(entry)
 
 
-# ---- what can take a call --------------------------------------------------------------------------------------------
-
-
-def _dtype_problem(dtype: torch.dtype, taken: tuple[torch.dtype, ...]) -> str:
-    if dtype in taken:
-        return ""
-    names = [str(one).removeprefix("torch.") for one in taken]
-    return f"it takes {', '.join(names[:-1])} and {names[-1]}, got {str(dtype).removeprefix('torch.')}"
+# ---- choice ----------------------------------------------------------------------------------------------------------
 
 
 def refusal(name: str, call: Call) -> str | None:
@@ -302,9 +273,12 @@ def refusal(name: str, call: Call) -> str | None:
     if call.device.type != wanted:
         where = "the CPU" if wanted == "cpu" else "a GPU"
         return f"it runs on {where} only, the tensors are on {call.device}"
-    problem = _dtype_problem(call.dtype, _CPU_DTYPES if name == "cpu" else _GPU_DTYPES)
-    if problem or name == "cpu":
-        return problem or None
+    taken = _CPU_DTYPES if name == "cpu" else _GPU_DTYPES
+    if call.dtype not in taken:
+        *names, last, got = (str(one).removeprefix("torch.") for one in (*taken, call.dtype))
+        return f"it takes {', '.join(names)} and {last}, got {got}"
+    if name == "cpu":
+        return None
     if name == "cuda" and call.stem == "verbs":
         return "it has no kernels of the verbs"
     if name == "cuda":
@@ -321,15 +295,15 @@ def refusal(name: str, call: Call) -> str | None:
 
 @lru_cache(maxsize=4096)
 def chosen(name: str | None, call: Call) -> str:
-    """Return the backend ``name``, or for None the first that does not refuse a call: the answer of :func:`choose`."""
+    """Return the result of :func:`choose` if ``name`` is the forced backend, or None."""
     if name is not None:
         reason = refusal(name, call)
         if reason is not None:
             raise BackendError(f"backend {name!r} is forced and cannot take this call: {reason}")
         return name
     if call.device.type == "cpu" and "FASTCAPS_CPU_CAPABILITY" in os.environ and _cpu_problem():
-        raise BackendError(_cpu_problem())  # a level was asked for by name
-    preferred = [one for one in NAMES if not (one == "triton" and _interprets())]  # the interpreter is slow: on demand
+        raise BackendError(_cpu_problem())  # the user asked for a level
+    preferred = [one for one in NAMES if not (one == "triton" and _interprets())]  # too slow unless forced
     for one in preferred:
         if refusal(one, call) is None:
             return one
@@ -339,32 +313,22 @@ def chosen(name: str | None, call: Call) -> str:
 def choose(call: Call) -> str:
     """Return the name of the backend that runs a call: the forced one, else the first that can take it.
 
-    Raises
-    ------
-    BackendError
-        If a backend is forced and cannot take the call.
+    Raises BackendError if a backend is forced and cannot take the call.
     """
     return chosen(forced(), call)
 
 
 def refuse_unless_reference(stem: str) -> None:
-    """Raise where another backend than the reference is forced: for calls under torch.func, forward-mode derivatives,
-    and votes in blocks.
-
-    Raises
-    ------
-    BackendError
-        Naming the backend.
-    """
+    """Raise BackendError if another backend is forced, in calls that only the reference can run."""
     if forced() not in (None, "reference"):
         raise BackendError(
             f"backend {forced()!r} is forced and cannot take this call: torch.func transforms, forward-mode "
-            f"derivatives and votes in blocks go through the reference ({stem})"
+            f"derivatives and votes in blocks run on the reference ({stem})"
         )
 
 
 def takes_iterations(call: Call, votes: VoteInputs, count: int, begins: bool) -> bool:
-    """Return whether the CUDA library runs all iterations of a call in one; ``begins``: from parents that are given."""
+    """Return whether the CUDA library runs all iterations in one call; ``begins``: the call gives first parents."""
     if count == 1:
         return True
     facts = native_facts(call, votes, count, begins)
@@ -374,9 +338,9 @@ def takes_iterations(call: Call, votes: VoteInputs, count: int, begins: bool) ->
 def native_facts(
     call: Call, votes: VoteInputs, count: int, begins: bool, backward: bool = False, copied: int = 0
 ) -> Any:
-    """Return what a native library wants to know of a call besides its sizes (csrc), as an array of C.
+    """Return the facts that a native library needs of a call besides its sizes (csrc), as an array of C.
 
-    ``copied``: the numbers of bias and betas, whose gradients every part of a backward on the CPU has a copy of.
+    ``copied``: the values of bias and betas, since every part of a backward on the CPU has a copy of their gradients.
     """
     bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
     element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(call.dtype)
@@ -389,24 +353,24 @@ def native_facts(
 
 
 def on_cpu(stem: str, children: Tensor) -> bool:
-    """Return whether the CPU's compiled kernels run a routing's call: all that :func:`choose` would ask of it there.
+    """Return whether the CPU's compiled kernels run a routing's call, as :func:`choose` would decide.
 
-    They take all iterations in one call, forward and backward. Sizes may be symbols.
+    They run all iterations in one call, forward and backward. Sizes may be symbols.
     """
     return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves(stem)
 
 
 def tf32_allowed() -> bool:
-    """Return whether the user lets float32 matrix products on a GPU round their factors to TF32.
+    """Return whether float32 matrix products on a GPU may round their factors to TF32.
 
-    That is ``torch.backends.cuda.matmul.fp32_precision``, which ``torch.set_float32_matmul_precision`` and the older
-    ``allow_tf32`` set too.
+    The user allows it by ``torch.backends.cuda.matmul.fp32_precision``, which ``torch.set_float32_matmul_precision``
+    and the older ``allow_tf32`` set, too.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def tf32x3_wanted() -> bool:
-    """Return whether float32 products that may be rounded to TF32 are to be made of three each: see :func:`tf32x3`."""
+    """Return whether to use three TF32 products for each float32 product that may round: see :func:`tf32x3`."""
     return _tf32x3.get() and tf32_allowed()
 
 
@@ -414,7 +378,7 @@ def tf32x3_wanted() -> bool:
 
 
 def forced() -> str | None:
-    """Return the name of the backend that is forced now, or None."""
+    """Return the name of the forced backend, or None."""
     return _forced.get()
 
 
@@ -435,31 +399,31 @@ def backend(name: str) -> AbstractContextManager[None]:
     Raises
     ------
     ValueError
-        If there is no backend of that name.
+        If no backend has that name.
     BackendError
-        From a call inside the block that the backend cannot take.
+        In a call inside the block that the backend cannot take.
     """
     return _forced.block(_known(name, "backend: name"))
 
 
 def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
-    """Make float32 products of three TF32 products each inside a ``with`` block, where they may be rounded to TF32.
+    """Compute each float32 product that may round to TF32 by three TF32 products, inside a ``with`` block.
 
-    TF32 keeps 11 bits of a number, float32 24. With ``torch.set_float32_matmul_precision("high")`` routings on a GPU
-    round to TF32, as torch does. In the block they part each factor into two TF32 numbers and make three products of
-    them: on tensor cores still, with an error near that of float32. Where TF32 is not allowed, on the CPU and in half
-    precision nothing changes. Torch makes its own products as before, so the first iteration of inverted attention is
-    then a kernel too. A backward uses the block of its forward.
+    TF32 has 11 bits of precision, float32 24. With ``torch.set_float32_matmul_precision("high")`` routings on a GPU
+    round to TF32, as torch does. In the block they split each factor into two TF32 values and compute three products,
+    still on tensor cores, with an error near that of float32. Nothing changes on the CPU, in half precision, or if TF32
+    is not allowed. Torch's own products do not change either, so a kernel runs the first iteration of inverted
+    attention, too. A backward uses the block of its forward.
 
     Parameters
     ----------
     wanted : bool
-        ``False`` goes back to one product inside another such block.
+        ``False`` returns to one product inside another such block.
 
     Raises
     ------
     TypeError
-        If ``wanted`` is no bool.
+        If ``wanted`` is not a bool.
     """
     if not isinstance(wanted, bool):
         raise TypeError(f"wanted must be a bool, got {type(wanted).__name__} (a decorator is written @tf32x3())")
@@ -468,9 +432,9 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
 
 if libraries.library("cpu").problem:
     warnings.warn(
-        f"fastcaps: the native library cannot serve: {libraries.library('cpu').problem}; the reference serves instead. "
-        "Results are the same, but it is slow and needs more memory. Install fastcaps without "
-        "FASTCAPS_BUILD=0 for the compiled kernels.",
+        f"fastcaps: the native library cannot run: {libraries.library('cpu').problem}; calls fall back to the "
+        "reference, which is slower and needs more memory. Install fastcaps without FASTCAPS_BUILD=0 for the compiled "
+        "kernels.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,52 +1,55 @@
-"""Checks of single arguments: their messages name the argument, what came and what is wanted."""
+"""Checks of single arguments, whose messages name the argument, what came and what is wanted."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-_MOST_PAIR = 1 << 31  # products of two of a window's numbers and a size stay within int64
-_MOST_COUNT = 2**63 - 2  # what int64 holds, less 1: some callers add 1
+Call = TypeVar("Call", bound=Callable[..., Any])
+_MOST_PAIR = 1 << 31  # so that products of two values of a window and a size fit into int64
+_MOST_COUNT = 2**63 - 2  # int64's maximum minus 1, as some callers add 1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over ``dtype`` are kept: float32 for the half-precision types, else itself."""
+    """Return the dtype of sums over ``dtype``: float32 for the half-precision types, else itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def widen(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors in the dtype in which sums over ``dtype`` are kept."""
+    """Return tensors in the dtype of sums over ``dtype``."""
     wide = accumulation_dtype(dtype)
     return [None if tensor is None else tensor.to(wide) for tensor in tensors]
 
 
 def is_tracing() -> bool:
-    """Return whether a program is being traced: sizes may then be symbols, and comparing them would fix them."""
+    """Return whether a program is being traced: sizes may then be symbols, and comparisons would fix their values."""
     return torch.compiler.is_compiling()
 
 
 def shape_text(tensor: Tensor) -> str:
-    """A shape as error messages print it."""
+    """Return a shape as text for messages."""
     return f"{list(tensor.shape)}"
 
 
 def refuse_nested(name: str, value: Tensor) -> None:
-    """Raise for a nested tensor, which has no shape: its layout may be that of any other."""
+    """Raise for a nested tensor, which has no shape and may have any layout."""
     if value.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it (a gate of 0 leaves a child out)")
 
 
 def check_tensor(name: str, value: Any, children: Tensor, cast: bool, also: Sequence[torch.dtype] = ()) -> None:
-    """Raise if an argument is not a dense tensor of the children's device and, unless autocast casts it, dtype.
+    """Raise unless an argument is a dense tensor with the children's device and dtype.
 
-    ``also``: dtypes that are as good as the children's.
+    Other dtypes pass if autocast casts them, or are in ``also``.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -62,7 +65,7 @@ def check_tensor(name: str, value: Any, children: Tensor, cast: bool, also: Sequ
 
 
 def check_shape(name: str, value: Tensor, wanted: Sequence[int | Sequence[int]], symbols: str) -> None:
-    """Raise unless a tensor has, for each dimension, the size or one of the sizes wanted, told as ``symbols``."""
+    """Raise unless each dimension of a tensor has the wanted size, or one of them; messages show ``symbols``."""
     every = [(one,) if isinstance(one, (int, torch.SymInt)) else one for one in wanted]
     fits = value.dim() == len(every)
     if fits and not is_tracing():
@@ -75,18 +78,18 @@ def check_shape(name: str, value: Tensor, wanted: Sequence[int | Sequence[int]],
 def check_table(
     name: str, value: Any, children: Tensor, wanted: Sequence[Sequence[int]], symbols: str, cast: bool
 ) -> None:
-    """Raise unless a table of parameters has for each dimension one of the sizes ``wanted`` lists.
+    """Raise unless a table of parameters has one of the ``wanted`` sizes in each dimension.
 
-    Such tables enter sums of float32 or better, so float32 is as good as a half type of the children's.
+    Tables are used in sums of float32 or better, so float32 is allowed beside half-precision children.
     """
     check_tensor(name, value, children, cast, also=(accumulation_dtype(children.dtype),))
     check_shape(name, value, wanted, symbols)
 
 
 def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
-    """The end of a message about a name that is none of ``names``: the nearest, if any are near.
+    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any.
 
-    Of a path, ``optimizer.lr``, the last part is compared, where no other ends in it.
+    Of a path such as ``optimizer.lr`` the last part is compared, if no other path ends in it.
     """
     ends: dict[str, list[str]] = {}
     for each in names:
@@ -97,8 +100,28 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
+    """Raise for the first name that is not known."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
+
+
+def known_arguments(call: Call) -> Call:
+    """Return a function with a better message for unknown keyword arguments: the nearest name, and all of them."""
+    known = [name for name in inspect.signature(call).parameters if name != "self"]
+    what = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        refuse_unknown(what, options, known)
+        return call(*arguments, **options)
+
+    return checked  # type: ignore[return-value]
+
+
 def _integer(value: Any) -> Any:
-    """Return an integer (numpy's too) as an int, a compiler's as it is; None for anything else."""
+    """Return an integer, NumPy's too, as an int, and a symbolic one as it is; None for anything else."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
     try:
@@ -108,12 +131,12 @@ def _integer(value: Any) -> Any:
 
 
 def told(value: Any) -> str:
-    """A value as error messages print it: on one line."""
+    """Return a value as text of one line for messages."""
     return " ".join(repr(value).split())
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return ``value`` as an int; raise unless it is an integer of at least ``least``."""
+    """Return ``value`` as an int; raise unless it is an integer >= ``least``."""
     count = _integer(value)
     if count is None:
         got = type(value).__name__ if isinstance(value, Tensor) else repr(value)
@@ -127,7 +150,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
-    """Return ``value`` as (rows, columns); raise if it is not one or two integers of at least ``least``."""
+    """Return ``value`` as (rows, columns); raise unless it is one or two integers >= ``least``."""
     wanted = f"an int or a pair of ints from {least} to 2**31"
     pair = [_integer(each) for each in (value if isinstance(value, (tuple, list)) else (value, value))]
     if len(pair) != 2 or any(number is None for number in pair):
@@ -144,14 +167,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
-    """Return ``value`` as a float; raise unless it is a finite number of at least ``least``."""
+    """Return ``value`` as a float; raise unless it is finite and >= ``least``."""
     if type(value) is not float:
         if isinstance(value, torch.SymFloat):
             return value  # type: ignore[return-value]
         if isinstance(value, (bool, str, Tensor)) or not hasattr(value, "__float__"):
             raise TypeError(f"{name} must be a number, got {told(value)}")
         value = float(value)
-    if not max(least, -sys.float_info.max) <= value <= sys.float_info.max:  # which a compiler can trace
+    if not max(least, -sys.float_info.max) <= value <= sys.float_info.max:  # a compiler can trace this
         wanted = "a finite number" + (f" >= {least:g}" if least > -math.inf else "")
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return value
@@ -165,7 +188,7 @@ def require_tensor(value: object, name: str) -> None:
 
 
 def check_map(name: str, value: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
-    """Raise unless ``value`` is ``[B, channels, H, W]``, of the sizes that are given."""
+    """Raise unless ``value`` is ``[B, channels, H, W]`` with the given sizes."""
     require_tensor(value, name)
     wanted = dict(zip(("channels", "H", "W"), (channels, *size), strict=True))
     if value.dim() != 4 or any(n not in (None, m) for n, m in zip(wanted.values(), value.shape[1:], strict=True)):
@@ -174,7 +197,7 @@ def check_map(name: str, value: Any, channels: int | None, size: Sequence[int | 
 
 
 def check_images(images: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
-    """Raise unless images are a map of these sizes, in floating-point numbers: they are often read as bytes."""
+    """Raise unless images are a map with these sizes and a floating-point dtype (they are often bytes)."""
     check_map("images", images, channels, size)
     if not images.is_floating_point():
         raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")

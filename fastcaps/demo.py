@@ -1,4 +1,4 @@
-"""``fastcaps demo``: a capsule network learns handwritten digits, then shows what it does and what routing costs."""
+"""``fastcaps demo``: train a capsule network on handwritten digits, draw what it does, measure what routing costs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fastcaps.training.callbacks import Report
 
 EPOCHS = 10
 TARGET = 0.97
-SHOWN = (0, 2, 3, 4, 7)  # classes of the digits whose maps are drawn; a mistake, if there is one, comes last
+SHOWN = (0, 2, 3, 4, 7)  # classes of the digits to draw; a misclassified one, if any, comes last
 BACKENDS = ("cpu", "reference")
 
 
 def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
-    """Time and memory of every workload on the compiled kernels and on the reference; ``{workload: {backend: …}}``."""
+    """Return every workload's figures on the compiled kernels and the reference: ``{workload: {backend: …}}``."""
     figures: dict[str, dict[str, measure.Figures]] = {name: {} for name in measure.WORKLOADS}
     with console.status("measuring") as status:
         for name, workload in measure.WORKLOADS.items():
@@ -37,7 +37,7 @@ def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
 
 
 def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
-    """The figures side by side; ratios are the figure of the plain PyTorch code over ours."""
+    """Return a table of the figures; ratios are plain PyTorch's figure over the kernels'."""
     table = Table(
         title=f"One routing pass on this machine: {torch.get_num_threads()} threads, float32, 4 × 4 poses",
         caption="Medians. Memory: what a training step adds at its peak, in a fresh process.",
@@ -66,7 +66,7 @@ def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
 
 
 def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
-    """Write the two pictures into ``out``; returns their paths."""
+    """Write the two pictures into ``out``, and return their paths."""
     network: Any = result.network
     images, labels = splits.test.batch(slice(None))
     with torch.no_grad():
@@ -96,10 +96,10 @@ def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
 def run(
     out: Path, *, epochs: int = EPOCHS, seed: int = 0, speed: bool = True, console: Console | None = None
 ) -> dict[str, Any]:
-    """Run the whole demonstration; returns what ``demo.json`` holds.
+    """Run the whole demo, and return the content of ``demo.json``.
 
-    ``out`` is the folder for the pictures, ``demo.json`` and the training's own files. With the same seed and number of
-    threads the training ends in the same weights; ``speed`` is whether to measure this machine.
+    ``out`` is the folder for the pictures, ``demo.json`` and the training's files; ``speed`` is whether to measure this
+    machine. The same seed and number of threads give the same weights.
     """
     console = console or Console()
     kernels = next(entry for entry in backends.listing() if entry.name == "cpu")

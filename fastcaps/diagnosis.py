@@ -1,5 +1,4 @@
-"""What :func:`fastcaps.diagnose` answers: which capsules are dead, how undecided the routing is, what gradients come
-down to each layer."""
+""":func:`fastcaps.diagnose`: dead capsules, routing entropy and gradient norms of each layer."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_finite
+from fastcaps.checks import check_finite, known_arguments
 from fastcaps.inside import Inside, watched
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 
@@ -21,20 +20,20 @@ HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """What was found in one layer; :func:`diagnose` has the equations."""
+    """The diagnosis of one layer; :func:`diagnose` has the equations."""
 
-    path: str  # where it is in the model
+    path: str  # in the model
     layer: str  # its class
-    measured_by: str  # what a parent's strength is: "activation", "length", "relative length" or "share"
-    strengths: tuple[float, ...]  # of each parent (type, on a grid): the greatest over batch and places
+    measured_by: str  # a parent's strength: "activation", "length", "relative length" or "share"
+    strengths: tuple[float, ...]  # the maximum over batch and positions, of each parent (type, on a grid)
     dead: tuple[int, ...]  # the parents whose strength is below the threshold
-    compete: str  # whose coefficients add up to 1: "parents" or "children"; empty where it returns none
-    entropy: float | None  # of the coefficients: 0 if each goes to one, 1 if all are alike; None where is no choice
-    weight_gradient: float | None  # lengths of the loss's gradients; None without a loss, or where none is wanted
+    compete: str  # "parents" or "children", over which coefficients add up to 1; empty without coefficients
+    entropy: float | None  # of the coefficients: 0 if each child goes to one, 1 if all are equal; None without a choice
+    weight_gradient: float | None  # norms of the loss's gradients; None without a loss or without gradients
     parent_gradient: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """A line of the table."""
+        """Return a row of the table."""
         numbers = [_text(each, "{:.2e}") for each in (self.weight_gradient, self.parent_gradient)]
         counts = (str(len(self.strengths)), str(len(self.dead)))
         return (self.path, self.layer, *counts, self.measured_by, _text(self.entropy, "{:.3f}"), *numbers)
@@ -42,21 +41,21 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found. It prints as a table, with rich too; ``viz.diagnosis`` draws it, and
-    ``dataclasses.asdict`` makes of it what ``json.dumps`` takes.
+    """The result of :func:`diagnose`. It prints as a table, ``viz.diagnosis`` draws it, and ``dataclasses.asdict``
+    returns it for ``json.dumps``.
 
-    In the table, "by" is what a parent's strength is measured by, "grad θ" and "grad v" are the lengths of the
-    gradients of the layer's parameters and of what it returned.
+    In the table, "by" is the measure of a parent's strength, and "grad θ" and "grad v" are the norms of the gradients
+    of the layer's parameters and results.
     """
 
     layers: tuple[LayerDiagnosis, ...]  # in the order in which they ran
     samples: int  # in the batch
-    threshold: float  # below it a parent is dead
+    threshold: float  # of dead parents
     loss: float | None = None  # of the batch
 
     @property
     def title(self) -> str:
-        """What the table is about, in one line."""
+        """The table's title: samples, loss and threshold."""
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         return f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
 
@@ -70,59 +69,53 @@ class Diagnosis:
         return str(self)
 
 
+@known_arguments
 def diagnose(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    threshold: float = 0.01,
+    model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None, threshold: float = 0.01
 ) -> Diagnosis:
-    r"""Look into the capsule layers of ``model`` while it runs a batch.
+    r"""Return dead capsules, routing entropy and gradient norms of every capsule layer of ``model`` in one batch.
 
-    For parent m (of a type, on a grid, at any place l) of the layer, and children i with gates :math:`g_i` (their
-    activations, the sigmoid of their scores, or 1) and coefficients :math:`r_{im}` of the last iteration:
+    Let m be a parent (on a grid, a parent type at any position l), i its children, :math:`g_i` their gates (their
+    activations, the sigmoid of their scores, or 1) and :math:`r_{im}` the coefficients of the last iteration.
 
-    **Dead capsules.** A parent is dead if it never wakes in this batch,
+    **Dead capsules.** A parent is dead if its strength stays below the threshold in the whole batch,
 
     .. math:: \max_{b,l}\; \text{strength}_{blm} < \text{threshold}.
 
-    The strength is the *activation* where the layer returns one (the sigmoid of the score, where it returns scores);
-    else, where poses are squashed, the *length* :math:`\lVert v_m \rVert`, which the routing reads as a probability.
-    Inverted attention normalises its poses, so that their lengths say nothing: there it is the *share* of the children,
-    :math:`M \sum_i g_i r_{im} / \sum_i g_i`, 1 where all parents get as much. Else (routing as pooling, whose lengths
-    have no bound, and attention without LayerNorm) it is the *relative length*, :math:`\lVert v_m \rVert` over the
-    longest of the layer.
+    The strength is the *activation* if the layer returns one (or the sigmoid of the score); else, if poses are
+    squashed, their *length* :math:`\lVert v_m \rVert`, which the routing reads as a probability. Inverted attention
+    normalises its poses, so their lengths say nothing: the strength is the parent's *share* of the children,
+    :math:`M \sum_i g_i r_{im} / \sum_i g_i`, which is 1 if all parents get the same. Otherwise (routing as pooling,
+    whose lengths have no bound, and attention without LayerNorm) it is the *relative length*,
+    :math:`\lVert v_m \rVert` over the longest of the layer.
 
-    **Routing entropy.** Where parents compete for a child, the mean over samples, places and children, weighed by their
-    gates, of
+    **Routing entropy.** If parents compete for a child: the mean over samples, positions and children, weighted by
+    their gates, of
 
     .. math:: H_i = -\frac{1}{\ln M} \sum_m r_{im} \ln r_{im};
 
-    a leaky routing has the share that leaks for one parent more. Where children compete for a parent, the mean over
-    samples, places and parents of :math:`H_m = -\sum_i r_{im} \ln r_{im} / \ln n`, n the number of children with a
-    share. 1 is a routing that decides nothing, 0 a tree. None where there is only one to choose, and for layers without
-    coefficients (``CapConv2d``, ``CapFC``).
+    in a leaky routing the leak counts as one more parent. If children compete for a parent: the mean over samples,
+    positions and parents of :math:`H_m = -\sum_i r_{im} \ln r_{im} / \ln n`, where n children have a coefficient above
+    0. 1 means that all coefficients are equal, 0 means a tree. None if there is only one to choose, and for layers
+    without coefficients (``CapConv2d``, ``CapFC``).
 
-    **Gradient norms.** :math:`\lVert \partial L / \partial \theta \rVert_2` over all parameters of the layer together,
-    and :math:`\lVert \partial L / \partial v \rVert_2` over all that it returned last, poses and activations (scores)
-    together.
+    **Gradient norms.** :math:`\lVert \partial L / \partial \theta \rVert_2` over all parameters of the layer, and
+    :math:`\lVert \partial L / \partial v \rVert_2` over its last results, poses and activations (scores) together.
 
-    The model runs in evaluation mode, so that nothing is drawn and no statistics move; each layer runs once more for
-    its coefficients, which need memory for a number per pair of child and parent. Afterwards modes, hooks and
-    ``.grad`` are as they were.
+    The model runs in evaluation mode, without dropout or changes of BatchNorm's statistics. Each layer runs once more
+    for its coefficients, which take one value per pair of child and parent. Modes, hooks and ``.grad`` are restored.
 
     Parameters
     ----------
     model : Module
         With layers of :mod:`fastcaps.nn`: a network of :mod:`fastcaps.models`, your own, or one layer.
     batch : Tensor or (inputs, target)
-        What it is called with: a tensor, or a tuple where it takes several. The target is what the loss wants; None
-        for none.
+        The model's inputs, a tensor or a tuple of several, and the loss's target, or None.
     loss : callable, optional
-        ``loss(found, target)``, a scalar of what the model returns. Cross-entropy if there is a target, else nothing
-        is differentiated.
+        ``loss(output, target)``, a scalar. By default cross-entropy if there is a target; without either there are no
+        gradients.
     threshold : float
-        Below it a parent is dead.
+        Parents below it are dead.
 
     Returns
     -------
@@ -131,8 +124,8 @@ def diagnose(
     Raises
     ------
     TypeError, ValueError
-        If ``model`` is no module or has no capsule layer, ``batch`` holds no tensor or no sample, or the loss is no
-        scalar.
+        If ``model`` is not a module or has no capsule layer, ``batch`` holds no tensor or no sample, or the loss is not
+        a scalar.
 
     Examples
     --------
@@ -167,7 +160,7 @@ def diagnose(
 
 
 def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]:
-    """The loss's gradients of what the layers learn and of what they returned: 0 where it does not depend on them."""
+    """Return the loss's gradients of the layers' parameters and results, 0 for those that it does not depend on."""
     if value is None:
         return {}
     if value.numel() != 1:
@@ -179,7 +172,7 @@ def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]
 
 
 def _norm(gradients: dict[Tensor, Tensor], tensors: Iterable[Tensor]) -> float | None:
-    """The length of the gradients of several tensors together; None if there are none."""
+    """Return the norm of the gradients of several tensors together; None if there are none."""
     found = [gradients[each].double() for each in tensors if each in gradients]
     return float(torch.nn.utils.get_total_norm(found)) if found else None
 
@@ -208,7 +201,7 @@ def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> Lay
 
 
 def _strength(one: Inside, gated: Tensor | None) -> tuple[str, Tensor]:
-    """What a parent's strength is measured by, and the strengths ``[B, M, places]``; gated coefficients if any."""
+    """Return the measure of a parent's strength and the strengths ``[B, M, places]``, from coefficients times gates."""
     if one.activations is not None:
         return "activation", one.activations
     layer = one.layer
@@ -224,7 +217,7 @@ def _strength(one: Inside, gated: Tensor | None) -> tuple[str, Tensor]:
 
 
 def _entropy(shares: Tensor, gates: Tensor, compete: str, leaky: bool) -> float | None:
-    """The mean entropy of the coefficients ``[B, Ho, Wo, I, M]``, as a share of the greatest there can be."""
+    """Return the mean entropy of coefficients ``[B, Ho, Wo, I, M]``, divided by its maximum."""
     if compete == "children":
         choices = (shares > 0).sum(-2)  # [B, Ho, Wo, M]
         entropy = -torch.special.xlogy(shares, shares).sum(-2) / choices.clamp_min(2).log()

@@ -1,24 +1,24 @@
-"""Routings of DTensors: which shard each process holds, what crosses between them, and PyTorch's rules for the ops.
+"""Routings of DTensors: the part of each process, the communication between them, and PyTorch's rules for the ops.
 
-A call whose children, weights or parents are :class:`torch.distributed.tensor.DTensor` comes here from the border
-(:class:`fastcaps.ops.Routing`). Each dimension of the mesh cuts one of three things:
+The border (:class:`fastcaps.ops.Routing`) passes calls with a :class:`torch.distributed.tensor.DTensor` among children,
+weights or parents to this module. Each dimension of the mesh cuts one of three axes:
 
 *batch*
-    Every process routes its own samples. Nothing crosses.
+    Every process routes its own samples, without communication.
 *children*
-    Every process sums over its own children. The parents' state crosses once an iteration: S for attention; S and two
-    numbers for each parent for pooling, whose softmax over the children is merged by its log-sum-exp; counts and means,
-    and then variances about the joint mean (Chan's formula), for Gaussians.
+    Every process sums over its own children. Each iteration communicates the parents' state: S for attention; S and two
+    values for each parent for pooling, whose softmax over the children is merged by its log-sum-exp; counts and means,
+    then variances around the joint mean (Chan's formula), for Gaussians.
 *parents*
-    Every process has its own parents. Where parents compete, the softmax's log-sum-exp is exchanged: two numbers a
-    child and iteration. A process's share of a child's softmax then multiplies the child's gate, so that the same
-    kernels serve. Pooling, whose parents do not compete, exchanges nothing.
+    Every process has its own parents. If parents compete, each iteration communicates the softmax's log-sum-exp, two
+    values per child. A process's share of a child's softmax then multiplies the child's gate, so that the same kernels
+    can run. Pooling, whose parents do not compete, does not communicate.
 
-Votes never cross. Backwards the same tensors cross the other way.
+Votes are never communicated. The backward communicates the same tensors in the other direction.
 
-Tensors that are not DTensors, such as a layer's own parameters, are taken to be the same on every process, and so are
-their gradients. What an op as a whole can do in shards is also registered as a rule with PyTorch, for whoever calls
-``torch.ops.fastcaps`` or compiles; importing this module does that.
+Tensors that are not DTensors, such as a layer's own parameters, must be the same on every process, and their gradients
+are, too. Importing this module also registers PyTorch's rules of the ops, for raw calls of ``torch.ops.fastcaps`` and
+for compilers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from fastcaps.votes import VoteInputs, hidden
 
 
 def route(routing: Routing, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
-    """Run a call some of whose tensors are DTensors; the others are the same on every process.
+    """Return the op's results for a call with DTensors; its other tensors must be the same on every process.
 
-    Returns what the op returns, as DTensors, but None for the history of iterations: parents sharded as the batch and
-    the parents are, the same on all processes that share the children. Raises ValueError for shards that a routing
-    cannot work on, such as a process without children.
+    The results are DTensors, with None for the history of iterations. Parents are sharded as the batch and the parents
+    are, and the same on all processes that share the children. ValueError for shards that cannot be routed, such as a
+    process without children.
     """
     layout = Layout(routing, votes, own)
     local, local_own = routing.given(layout.local())
@@ -62,13 +62,13 @@ def route(routing: Routing, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
             results = routing(local, local_own)
     poses, place = votes.poses, local.children.dim() - 3
     finals = results[: len(routing.finals)]
-    finals = [layout.wrap(x, poses if x.dim() == len(poses) else votes.numbers, place) for x in finals]
-    shares = layout.wrap(results[-1], votes.shares, place + 1, place) if own.coefficients else None
+    finals = [layout.wrap(x, poses if x.dim() == len(poses) else votes.parent_values_shape, place) for x in finals]
+    shares = layout.wrap(results[-1], votes.coefficients_shape, place + 1, place) if own.coefficients else None
     return (*finals, *(None for _ in routing.history), shares)
 
 
 class Layout:
-    """How a call lies on a mesh: which axis each of the mesh's dimensions cuts, if any."""
+    """The layout of a call on a mesh: which axis each of the mesh's dimensions cuts, if any."""
 
     def __init__(self, routing: Routing, votes: VoteInputs, own: Any) -> None:
         self.routing, self.parents = routing, votes.parents
@@ -84,8 +84,7 @@ class Layout:
         self._check(given)
 
     def _axis(self, k: int, spread: dict[str, Any]) -> str | None:
-        """Return what the mesh's k-th dimension cuts: what it cuts of the children or, where these are whole, of the
-        first of the others that is cut in a known way."""
+        """Return the axis that the mesh's k-th dimension cuts: of the children, or else of the first other tensor."""
         for name, x in spread.items():  # in the op's order: children first
             placement = x.placements[k]
             if isinstance(placement, Shard):
@@ -94,18 +93,18 @@ class Layout:
                         return axis
                 if name == "children":
                     raise ValueError(
-                        f"children must be sharded over the batch or the children (places of a grid cannot be cut), "
+                        f"children must be sharded over the batch or the children (not over positions of a grid), "
                         f"got {placement} of channels last, {list(x.shape)}"
                     )
         return None
 
     def _check(self, given: dict[str, Any]) -> None:
-        """Raise unless every process has a part that it can route."""
+        """Raise if a process has a part that it cannot route."""
         votes = VoteInputs(*(given[name] for name in VoteInputs._fields))
         types, groups = votes.children.shape[-3], votes.groups
         if "parents" in self.axes:
             if not votes.is_set and self.routing.competing:
-                raise ValueError("parents must be whole where the children are a grid: shard the batch or the children")
+                raise ValueError("parents must be whole if the children are a grid: shard the batch or the children")
             self._parts("parents", votes.parents)
         if "children" not in self.axes:
             return
@@ -121,22 +120,22 @@ class Layout:
                 raise ValueError(f"{name} must have 1 row, or one for each of {types} children, got {table.shape[0]}")
 
     def _parts(self, axis: str, count: int) -> list[int]:
-        """Return how many of ``count`` children or parents each process has; raise where one has none."""
+        """Return how many of ``count`` children or parents each process has; raise if one has none."""
         parts = [count]
         for size in (self.mesh.size(k) for k, each in enumerate(self.axes) if each == axis):
             parts = [_chunk(part, size, k) for part in parts for k in range(size)]
         if min(parts) < 1:
-            raise ValueError(f"{axis} must leave every process one, got {count}, of which PyTorch makes {parts}")
+            raise ValueError(f"{axis} must be >= 1 on every process, got {count}, which PyTorch splits into {parts}")
         return parts
 
     def placements(self, name: str) -> list[Placement]:
-        """How an argument has to lie."""
+        """Return the required placements of an argument."""
         return [lying(None if axis is None else self.cuts[axis].get(name)) for axis in self.axes]
 
     def gradients(self, name: str, rule: int) -> list[Placement]:
-        """How the gradient of an argument comes out: in parts where an argument that is whole meets shards.
+        """Return the placements of an argument's gradient, which is partial if a whole argument is used with shards.
 
-        Where children are cut, what is used between two iterations meets the joint sums, which are the same everywhere.
+        If children are cut, arguments used between two iterations meet the joint sums, which are the same everywhere.
         """
         between = name in (*self.routing.state, "norm_weight", "norm_bias") or (rule == Rule.EM and "beta" in name)
         same = (None, "children") if between else (None,)
@@ -144,7 +143,7 @@ class Layout:
         return [at if isinstance(at, Shard) or axis in same else Partial() for at, axis in found]
 
     def local(self) -> list[Any]:
-        """Return a process's part of a call, as plain tensors, in the dtype that autocast wants."""
+        """Return a process's part of a call, as plain tensors, in autocast's dtype."""
         local = dict(self.given)
         constant = self.routing.constant if local.get("detach") else ()
         for name in self.routing.tensors:
@@ -153,7 +152,7 @@ class Layout:
                 continue
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self.mesh, self.whole, run_check=False)
-            if name in constant:  # gets no gradient; torch's way back through a redistribution trips over that
+            if name in constant:  # it gets no gradient, which torch's backward of a redistribution does not support
                 x = x.detach()
             placements = self.placements(name)
             if list(x.placements) != placements:
@@ -167,23 +166,23 @@ class Layout:
         return self.routing.cast(list(local.values()))
 
     def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
-        """Return a process's part of a result as a DTensor whose dimensions of parents, and of children, are told."""
+        """Return a process's part of a result as a DTensor, given its dimensions of parents and children."""
         dims = {None: None, "batch": 0, "parents": parents, "children": children}
         placements = [lying(dims[axis]) for axis in self.axes]
         stride = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
         size = torch.Size(shape)
         return DTensor.from_local(local.contiguous(), self.mesh, placements, run_check=False, shape=size, stride=stride)
 
-    # ---- what crosses ------------------------------------------------------------------------------------------------
+    # ---- communication -----------------------------------------------------------------------------------------------
 
     def over(self, axis: str, one: Placement) -> list[Placement]:
-        """Return ``one`` for the mesh's dimensions that cut an axis; along the others nothing shall cross."""
+        """Return placements ``one`` along the mesh's dimensions that cut an axis, and whole along the others."""
         return [one if each == axis else Replicate() for each in self.axes]
 
     def joined(self, axis: str, *parts: Tensor, by: str = "sum") -> list[Tensor]:
-        """Return sums over the processes that share an axis, of all tensors in one message.
+        """Return the sums of tensors over the processes that share an axis, by one message.
 
-        Every process goes on alike with them, so that their gradients need not cross.
+        All processes continue in the same way with them, so their gradients need no communication.
         """
         if axis not in self.axes:
             return list(parts)
@@ -191,7 +190,7 @@ class Layout:
         return _unpacked(whole.redistribute(placements=self.whole).to_local(), parts)
 
     def entered(self, axis: str, *same: Any) -> list[Any]:
-        """Return what all processes that share an axis have alike, to be used on their shards: gradients are summed."""
+        """Return tensors that are the same on all processes that share an axis, with gradients summed over these."""
         given = [x for x in same if x is not None]
         if axis not in self.axes or not any(x.requires_grad for x in given):
             return list(same)
@@ -200,9 +199,9 @@ class Layout:
         return [None if x is None else next(found) for x in same]
 
     def share(self, votes: VoteInputs, logits: Callable[[VoteBlocks], Tensor] | None) -> Tensor | None:
-        """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``.
+        """Return the share of a process's own parents in each child's softmax over all parents, ``[B, I]``.
 
-        ``logits`` returns those of the votes; None, where r = 1 / M.
+        ``logits`` returns those of the votes; None for r = 1 / M.
         """
         if "parents" not in self.axes:
             return None
@@ -216,13 +215,12 @@ class Layout:
 
 
 def _chunk(count: int, size: int, k: int) -> int:
-    """Return how many of ``count`` the k-th of ``size`` processes has; below 1 if none."""
+    """Return how many of ``count`` the k-th of ``size`` processes has; below 1 for none."""
     step = -(-count // size)
     return min(step, count - step * k)
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """Return all tensors as one message."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat([x.reshape(-1) for x in parts])
 
 
@@ -233,10 +231,7 @@ def _unpacked(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _log_sum(votes: VoteInputs, logits: Callable[[VoteBlocks], Tensor]) -> Tensor:
-    """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``.
-
-    No kernel returns it: PyTorch makes it a block of children at a time.
-    """
+    """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``, a block at a time, as no kernel returns it."""
     children, gate = votes.children, votes.gate
     if gate is not None:
         children = children.masked_fill(hidden(children, gate)[..., None, None], 0.0)
@@ -244,7 +239,7 @@ def _log_sum(votes: VoteInputs, logits: Callable[[VoteBlocks], Tensor]) -> Tenso
 
 
 def _gated(votes: VoteInputs, share: Tensor | None) -> VoteInputs:
-    """Return votes whose gates hold a process's share of each child."""
+    """Return votes with gates multiplied by a process's share of each child."""
     if share is None:
         return votes
     share = share.to(votes.children.dtype)
@@ -255,7 +250,7 @@ def _gated(votes: VoteInputs, share: Tensor | None) -> VoteInputs:
 
 
 def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[Any]:
-    """Route once: S is summed over the processes that share the children."""
+    """Return an iteration, with S summed over the processes that share the children."""
     (asked,) = layout.entered("children", own.query)
     (query,) = widen(votes.children.dtype, asked)
     share = layout.share(votes, None if query is None else lambda seen: own.scale * seen.scores(query))
@@ -266,24 +261,24 @@ def _attention(layout: Layout, votes: VoteInputs, own: Attention) -> Sequence[An
     (sums,) = layout.joined("children", sums.to(accumulation_dtype(votes.children.dtype)))
     if share is not None and own.coefficients:
         shares = shares * share.detach()[..., None]
-    return attention_routing.left(own, sums, votes.children.dtype), shares
+    return attention_routing.steps_of(own, sums, votes.children.dtype), shares
 
 
 def _pooling(layout: Layout, votes: VoteInputs, own: Pooling) -> Sequence[Any]:
-    """Route once: S and the log-sum-exp over the children are merged."""
+    """Return an iteration, with S and the log-sum-exp over the children merged."""
     (asked,) = layout.entered("children", own.query)
     settings = (votes.parents, votes.window, own._replace(query=None, rule=int(Rule.UNIT), coefficients=False))
     sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
     shares = None
     if own.coefficients:
         shares = reference.pooling_coefficients(votes, asked, own.scale, own.normalize) * part.unsqueeze(-2)
-    return sums if own.rule == Rule.UNIT else pooling_routing.left(own, sums, sums.dtype), shares
+    return sums if own.rule == Rule.UNIT else pooling_routing.steps_of(own, sums, sums.dtype), shares
 
 
 class _Pooled(torch.autograd.Function):
     """An iteration of pooling over all processes' children: S, and a process's part of each parent's softmax.
 
-    A backward asks for S and the log-sum-exp of the softmax over all children, and is then right for any of them.
+    A backward takes S and the log-sum-exp of the softmax over all children, so it is right for any part of them.
     """
 
     @staticmethod
@@ -317,13 +312,13 @@ class _Pooled(torch.autograd.Function):
 
 
 def _gaussian(layout: Layout, votes: VoteInputs, own: Gaussian) -> Sequence[Any]:
-    """Route once: the moments of all processes' children are joined by Chan's formula."""
+    """Return an iteration, with the moments of all processes' children joined by Chan's formula."""
     em, eps, state = own.rule == Rule.EM, own.eps, own[:3]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
     betas = (one, one) if em else (own.beta_use, own.beta_ignore)
     asked = layout.entered("children", *state)
-    even = own.mean is None and own.log_weight is None
-    share = layout.share(votes, None if even else lambda seen: logits_of(seen, *asked))
+    uniform = own.mean is None and own.log_weight is None
+    share = layout.share(votes, None if uniform else lambda seen: logits_of(seen, *asked))
     gated = _gated(votes, share)
     settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
     counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
@@ -349,14 +344,14 @@ def _gaussian(layout: Layout, votes: VoteInputs, own: Gaussian) -> Sequence[Any]
 
 
 def _ignored(votes: VoteInputs, share: Tensor, beta: Tensor) -> Tensor:
-    """Return ``sum_i beta_ignore_im (g_i - g'_i)``: what the kernel misses where gates g' hold a share of the child."""
+    """Return ``sum_i beta_ignore_im (g_i - g'_i)``, which the kernel misses if gates g' hold a share of the child."""
     gate = 1.0 if votes.gate is None else votes.gate
     missed = gate - gate * share
     return missed.sum(1, keepdim=True) * beta if beta.shape[0] == 1 else missed @ beta
 
 
 class _Moments(torch.autograd.Function):
-    """An iteration of a process's own Gaussians: counts, means, variances without eps, evidence; all have gradients."""
+    """An iteration of a process's Gaussians: counts, means, variances without eps, evidence, all with gradients."""
 
     @staticmethod
     def forward(ctx: Any, settings: Any, *tensors: Any) -> tuple[Tensor, ...]:
@@ -386,7 +381,6 @@ def _bits(needed: Sequence[bool]) -> int:
 
 
 def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> list[Tensor | None]:
-    """Return the gradients that are needed, under the settings of the forward."""
     with backends.under(ctx.blocks):
         found = routing.run_backward(*arguments, needs)
     return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]

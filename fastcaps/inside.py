@@ -1,4 +1,4 @@
-"""What happened in the capsule layers of a network during one call: for :func:`fastcaps.diagnose` and the pictures."""
+"""The calls of a network's capsule layers during one forward, for :func:`fastcaps.diagnose` and the pictures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fastcaps.votes import as_grid, to_op, windows
 
 
 def is_capsule_layer(module: nn.Module) -> bool:
-    """Whether a module routes, or says by ``as_poses`` how its result is read as poses ``[B, M, ..., d]``."""
+    """Return whether a module routes, or has ``as_poses``, which turns its result into poses ``[B, M, ..., d]``."""
     return isinstance(module, (RoutingLayer, RoutingPool2d)) or hasattr(module, "as_poses")
 
 
 def seen(layer: RoutingLayer[Any, Any], children: Tensor, gates: Tensor) -> Tensor:
-    """The gates of the children that each position sees, in the order of its coefficients: ``[B, Ho, Wo, I]``."""
+    """Return the gates of the children in each window, in the order of coefficients: ``[B, Ho, Wo, I]``."""
     call = layer.prepare(children, gates)
     assert call.activity is not None
     if call.window is None:
@@ -35,9 +35,9 @@ def seen(layer: RoutingLayer[Any, Any], children: Tensor, gates: Tensor) -> Tens
 class Inside:
     """The last call of one capsule layer."""
 
-    path: str  # where the layer is in the model
-    layer: Any  # one that is_capsule_layer knows
-    given: dict[str, Any]  # what it was called with, by name
+    path: str  # of the layer in the model
+    layer: Any
+    given: dict[str, Any]  # the call's arguments by name
     result: Any
 
     @property
@@ -47,7 +47,7 @@ class Inside:
 
     @property
     def returned(self) -> list[Tensor]:
-        """What it returned that has a gradient."""
+        """The returned tensors that require a gradient."""
         found = [self.result] if isinstance(self.result, Tensor) else list(self.result)
         return [each for each in found if each.requires_grad]
 
@@ -71,20 +71,20 @@ class Inside:
 
     @property
     def routes(self) -> bool:
-        """Whether the layer returns coefficients where asked."""
+        """Whether the layer can return coefficients."""
         if isinstance(self.layer, RoutingLayer):
             return self.layer.returns_coefficients
         return isinstance(self.layer, RoutingPool2d)
 
     @torch.no_grad()
     def coefficients(self) -> Tensor:
-        """The coefficients of the last iteration, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""
+        """Return the last iteration's coefficients, ``[B, Ho, Wo, I, M]``, by another call of the layer."""
         found = self.layer.forward(**{**self.given, "return_coefficients": True})[-1]
         return found if found.dim() == 5 else found[:, None, None]
 
     @torch.no_grad()
     def gates(self) -> Tensor | None:
-        """How much each child counts, as the coefficients have them: ``[B, Ho, Wo, I]``; None if all count alike."""
+        """Return the children's gates in the order of coefficients, ``[B, Ho, Wo, I]``; None if all are 1."""
         if not isinstance(self.layer, RoutingLayer):
             return None
         children, activity = self.given["children"], self.given.get(self.layer.activity_name)
@@ -93,7 +93,7 @@ class Inside:
         return seen(self.layer, children, activity.sigmoid() if self.layer.activity_name == "scores" else activity)
 
     def votes(self) -> Tensor:
-        """The votes for the parents of a set, ``[B, I, M, d]``; all places of a whole grid together."""
+        """Return the votes for a set of parents, ``[B, I, M, d]``, over all positions of a grid."""
         call = self.layer.prepare(self.given["children"], None)
         poses = to_op(call.children, call.window).flatten(1, -3)  # [B, I, C, D]
         return make_votes(as_grid(poses), call.weight, call.bias, call.parent_count)[:, 0, 0].flatten(-2)
@@ -101,10 +101,10 @@ class Inside:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
-    """Watch the capsule layers of ``model`` in evaluation mode, as long as the block lasts.
+    """Watch the capsule layers of ``model``, in evaluation mode inside a ``with`` block.
 
-    The function that it gives returns the last call of every layer so far, in the order in which they end. Modes and
-    hooks are afterwards what they were.
+    The block's value is a function that returns the last call of every layer so far, in the order in which they ended.
+    Modes and hooks are restored at the end.
     """
     last: dict[str, Inside] = {}
     modes = {module: module.training for module in model.modules()}

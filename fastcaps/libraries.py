@@ -1,7 +1,7 @@
-"""The native libraries and the Triton kernels: how they are loaded, and what they say of themselves.
+"""The native libraries and the Triton kernels: loading, and questions to them.
 
-Each is loaded at most once. A library that is not there, or does not load, is no error here: it leaves a reason, which
-:mod:`fastcaps.backends` tells.
+Each is loaded at most once. A library that is missing or does not load is no error here; :mod:`fastcaps.backends` shows
+the reason.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 
 
 def library_path(name: str) -> Path:
-    """Return where an installation keeps the library ``"cpu"`` or ``"cuda"``.
+    """Return the path of the library ``"cpu"`` or ``"cuda"``.
 
-    ``FASTCAPS_CPU_LIBRARY`` and ``FASTCAPS_CUDA_LIBRARY`` name another build of it: for sanitizers and planted faults.
+    ``FASTCAPS_CPU_LIBRARY`` and ``FASTCAPS_CUDA_LIBRARY`` name another build, for sanitizers and planted faults.
     """
     if other := os.environ.get(f"FASTCAPS_{name.upper()}_LIBRARY"):
         return Path(other)
@@ -34,21 +34,18 @@ def library_path(name: str) -> Path:
 
 
 def _to_c(argument: Any) -> Any:
-    """Return a number or a text as C takes it, anything else as it is."""
+    """Return an int or text as its C type, anything else as it is."""
     if isinstance(argument, str):
         return ctypes.c_char_p(argument.encode())
     return ctypes.c_int64(argument) if isinstance(argument, int) else argument
 
 
 _FOR_SIGNALS = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch", "PyErr_Restore")
-"""What a native library calls so that a long call gives way to a signal, in the order of ``csrc/cpu/signals.cpp``."""
+"""Functions that a native library calls to handle signals in a long call, in the order of ``csrc/cpu/signals.cpp``."""
 
 
 class Library:
-    """One native library: loaded, its ops registered; or the reason why not.
-
-    ``problem`` is why it is not loaded; empty if it is.
-    """
+    """One native library, loaded with its ops registered; or ``problem``, the reason why not (else empty)."""
 
     def __init__(self, path: Path) -> None:
         self.problem = ""
@@ -66,10 +63,10 @@ class Library:
         if tell := getattr(self._handle, "fastcaps_cpu_python", None):
             functions = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _FOR_SIGNALS)
             tell((ctypes.c_void_p * len(_FOR_SIGNALS))(*functions))
-            self._raise = ctypes.PyDLL(str(path)).fastcaps_cpu_raise  # called with the GIL, and asked for an exception
+            self._raise = ctypes.PyDLL(str(path)).fastcaps_cpu_raise  # PyDLL keeps the GIL and raises exceptions
 
     def ask(self, function: str, *arguments: int | str | ctypes.Array[ctypes.c_int64]) -> str | None:
-        """Call a C function that returns text; None if the library, the function or the answer is not there."""
+        """Return the text that a C function returns; None without the library, the function or a result."""
         called = getattr(self._handle, function, None)
         if called is None:
             return None
@@ -78,13 +75,13 @@ class Library:
         return None if answer is None else answer.decode()
 
     def measure(self, function: str, count: int) -> float:
-        """Call a C function of a count that returns a number."""
+        """Return the number that a C function of a count returns."""
         called = getattr(self._handle, function)
         called.restype = ctypes.c_double
         return float(called(ctypes.c_int64(count)))
 
     def raise_signal(self) -> None:
-        """Raise what the handler of a signal raised during a call, KeyboardInterrupt for one, if that stopped it."""
+        """Raise the exception of a signal handler, such as KeyboardInterrupt, if it stopped a call."""
         if self._raise is not None:
             self._raise()
 
@@ -96,10 +93,10 @@ def library(name: str) -> Library:
 
 
 def native_build_info() -> dict[str, Any]:
-    """Return what the native libraries were built with; empty where the package holds none.
+    """Return how the native libraries were built; empty if the package has none.
 
     ``version``, ``compiler``, ``torch_version`` (whose headers were used), ``stable_abi_target`` (the oldest torch that
-    the libraries serve), ``flags`` of all native code, ``level_flags`` added for each instruction set; and of the CUDA
+    can load the libraries), ``flags`` of all native code, ``level_flags`` added for each instruction set; for the CUDA
     kernels ``cuda`` (toolkit, architectures, flags), or None and ``cuda_why_not``.
     """
     found: dict[str, Any] = json.loads(library("cpu").ask("fastcaps_build_info") or "{}")
@@ -107,14 +104,9 @@ def native_build_info() -> dict[str, Any]:
 
 
 def multiply_adds(rounds: int) -> float:
-    """Run so many rounds of float32 multiply-adds and nothing else, on this thread and without the GIL.
+    """Run rounds of float32 multiply-adds on this thread, without the GIL; return the operations, two for each.
 
-    Returns the operations, two for each: the time that they take is the processor's peak.
-
-    Raises
-    ------
-    RuntimeError
-        Where the package holds no library for the CPU.
+    The time that they take is the processor's peak. Raises RuntimeError if the package has no library for the CPU.
     """
     loaded = library("cpu")
     if loaded.problem:
@@ -139,8 +131,8 @@ def architecture_names(architectures: str) -> str:
 def architecture_problem(architectures: str, capability: tuple[int, int]) -> str:
     """Return why code for ``architectures`` does not run on a device of that compute capability, or an empty string.
 
-    Architectures are separated by commas, as CMake writes them: ``90-real`` is code for 9.0, which serves 9.x from 9.0
-    on; ``90`` and ``90-virtual`` hold PTX too, which serves whatever is newer. ``90a`` serves 9.0 alone; ``100f`` its
+    Architectures are separated by commas, as CMake writes them: ``90-real`` is code for 9.0, which runs on 9.x from 9.0
+    on; ``90`` and ``90-virtual`` hold PTX too, which runs on anything newer. ``90a`` runs on 9.0 only; ``100f`` on its
     family.
     """
     major, minor = capability
@@ -157,7 +149,7 @@ def architecture_problem(architectures: str, capability: tuple[int, int]) -> str
 
 @cache
 def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
-    """Import the Triton kernels of a pass, ``"attention"`` for one; return the module, or None and why not."""
+    """Return the module of a pass's Triton kernels, such as ``"attention"``, and ""; or None and why not."""
     if importlib.util.find_spec("triton") is None:
         return None, "triton is not installed (pip install 'fastcaps[triton]')"
     name = f"{__package__}.triton_kernels.{stem}"
@@ -165,8 +157,5 @@ def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
         return None, f"it has no kernels of the {stem} pass"
     try:
         return importlib.import_module(name), ""
-    except Exception as error:  # whatever a broken installation of Triton raises
-        return (
-            None,
-            f"triton does not load ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
-        )
+    except Exception as error:  # a broken installation of Triton may raise anything
+        return None, f"triton does not load ({type(error).__name__}: {str(error).partition(chr(10))[0]})"

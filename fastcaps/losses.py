@@ -1,8 +1,8 @@
-"""What capsule networks are trained on: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
+"""Losses of capsule networks: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
 
-All losses have a gradient everywhere: :func:`length` has one at the zero vector too. With ``reduction="mean"``, the
-default, or "sum" they return a scalar for the batch, with "none" one number a sample, ``[B]``. An argument of the wrong
-type, dtype or shape raises TypeError or ValueError naming it.
+All have a finite gradient everywhere, as has :func:`length` at the zero vector. With ``reduction="mean"``, the default,
+or "sum" they return a scalar for the batch, with "none" one value per sample, ``[B]``. An argument of a wrong type,
+dtype or shape raises TypeError or ValueError naming it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
 from fastcaps.vectors import length
 
-__all__ = [
-    "ReconstructionDecoder",
-    "length",
-    "margin_loss",
-    "reconstruction_loss",
-    "spread_loss",
-    "spread_margin",
-]
+__all__ = ["ReconstructionDecoder", "length", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
 
 
 def _reduce(per_sample: Tensor, reduction: str) -> Tensor:
@@ -58,7 +51,7 @@ def margin_loss(
     down_weight: float = 0.5,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Margin loss (Sabour et al. 2017), for one class or several at a time.
+    r"""Return the margin loss (Sabour et al. 2017), for samples of one or several classes.
 
     .. math:: L = \sum_k T_k \max(0, m^+ - \lVert v_k \rVert)^2
               + \lambda (1 - T_k) \max(0, \lVert v_k \rVert - m^-)^2
@@ -68,11 +61,11 @@ def margin_loss(
     lengths : Tensor
         ``[B, M]``, the class capsules' lengths (:func:`length`) or other activations.
     target : Tensor
-        ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class that is there.
+        ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class in the image.
     upper, lower : float
-        :math:`m^+` and :math:`m^-`: a present class is content above the one, an absent class below the other.
+        :math:`m^+` and :math:`m^-`: the loss is 0 for a class in the image above the one, for others below the other.
     down_weight : float
-        :math:`\lambda`, which keeps absent classes from shrinking all capsules early in training.
+        :math:`\lambda`, which keeps the other classes from shrinking all capsules early in training.
 
     Examples
     --------
@@ -87,7 +80,7 @@ def margin_loss(
     require_tensor(target, "target")
     if target.dim() == 2:
         if target.shape != lengths.shape:
-            raise ValueError(f"target must be {shape_text(lengths)} as the lengths, got {shape_text(target)}")
+            raise ValueError(f"target must be {shape_text(lengths)} to fit the lengths, got {shape_text(target)}")
         present = target.to(lengths.dtype)
     else:
         _check_labels(target, lengths.shape[0])
@@ -98,7 +91,7 @@ def margin_loss(
 
 
 def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction: str = "mean") -> Tensor:
-    r"""Spread loss (Hinton et al. 2018): the right class is to be ahead of every other by a margin.
+    r"""Return the spread loss (Hinton et al. 2018), 0 if the right class leads every other by a margin.
 
     .. math:: L = \sum_{i \ne t} \max(0, m - (a_t - a_i))^2
 
@@ -128,8 +121,8 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
 def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9) -> float:
     """Return the margin of :func:`spread_loss` at a step (or epoch) of training, counted from 0.
 
-    It grows linearly from ``start`` to ``end`` over ``steps`` steps and stays there: a large margin from the beginning
-    would leave many capsules dead.
+    It grows linearly from ``start`` to ``end`` over ``steps`` steps and then stays: a large margin at the start would
+    leave many capsules dead.
 
     Examples
     --------
@@ -145,18 +138,18 @@ def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9
 def reconstruction_loss(
     reconstruction: Tensor, images: Tensor, *, scale: float = 0.0005, reduction: str = "mean"
 ) -> Tensor:
-    r"""Sum of squared differences between images and their reconstructions, scaled down (Sabour et al. 2017).
+    r"""Return the scaled sum of squared differences between images and reconstructions (Sabour et al. 2017).
 
     .. math:: L = 0.0005 \sum_x (\hat I_x - I_x)^2
 
-    The scale keeps it from outweighing the margin loss, to which it is added.
+    The scale keeps it small beside the margin loss, to which it is added.
 
     Parameters
     ----------
     reconstruction, images : Tensor
         ``[B, ...]``, of the same shape.
     scale : float
-        What the sum over an image is multiplied by.
+        Factor of the sum over an image.
 
     Examples
     --------
@@ -169,22 +162,22 @@ def reconstruction_loss(
     if reconstruction.dim() < 2:
         raise ValueError(f"reconstruction must be [B, ...], got {shape_text(reconstruction)}")
     if images.shape != reconstruction.shape:
-        raise ValueError(f"images must be {shape_text(reconstruction)} as the reconstruction, got {shape_text(images)}")
+        raise ValueError(f"images must be {shape_text(reconstruction)}, the reconstruction's, got {shape_text(images)}")
     return _reduce(scale * (reconstruction - images).square().flatten(1).sum(1), reduction)
 
 
 class ReconstructionDecoder(nn.Module):
-    """Draw the image again from one class capsule (Sabour et al. 2017): three linear layers, ReLU, ReLU, sigmoid.
+    """Reconstruct the image from one class capsule (Sabour et al. 2017): three linear layers, ReLU, ReLU, sigmoid.
 
-    All class capsules but one are masked with zeros: while training the one of the right class is kept, afterwards the
-    longest. Which one it is tells the decoder the class, its numbers how the class looks here.
+    All other class capsules are set to zero: in training all but that of the right class, afterwards all but the
+    longest. So the decoder knows the class from its place, and what it looks like from its values.
 
     Parameters
     ----------
     classes : int
         Class capsules M.
     dim : int
-        Numbers in a class capsule's pose.
+        Values in a class capsule's pose.
     image_shape : sequence of int
         Shape of an image, without the batch.
     hidden : sequence of int
@@ -235,8 +228,8 @@ class ReconstructionDecoder(nn.Module):
         return capsules.masked_fill(~kept.unsqueeze(-1), 0.0)
 
     def forward(self, capsules: Tensor, target: Tensor | None = None) -> Tensor:
-        """Draw the images ``[B, *image_shape]``, in (0, 1), of the class capsules ``[B, M, dim]``.
+        """Return images ``[B, *image_shape]``, in (0, 1), of class capsules ``[B, M, dim]``.
 
-        ``target`` is int64 ``[B]``, which class to draw; None draws each sample's longest capsule.
+        ``target``, int64 ``[B]``, is the class to draw; None draws each sample's longest capsule.
         """
         return self.layers(self.mask(capsules, target).flatten(1)).unflatten(1, self.image_shape)

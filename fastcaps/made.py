@@ -1,4 +1,4 @@
-"""Votes that a function makes, a block of children at a time: what :meth:`fastcaps.Votes.in_blocks` describes."""
+"""Votes that a function computes, a block of children at a time: :meth:`fastcaps.Votes.in_blocks`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tr
 from fastcaps.votes import SET_WINDOW, VoteInputs
 from fastcaps.watchers import are_plain, is_transformed
 
-BLOCK = 1 << 20  # the numbers in a block of votes: 4 MB of float32
-MADE = ("reference", "votes that a function makes come a block at a time, in plain PyTorch")
-"""What runs, and why, for an explanation."""
+BLOCK = 1 << 20  # values in a block of votes: 4 MB of float32
+MADE = ("reference", "votes that a function computes come a block at a time, in plain PyTorch")
+"""The backend, and why, for an explanation."""
 
 
 class MadeVotes(VoteInputs):
-    """The votes that a function makes; to a routing they are those of a set of children at each of B * space places.
+    """The votes of a function; to a routing, those of a set of children at each of B * space positions.
 
-    ``children`` is an expanded 0 of that shape, from which others read sizes, dtype and device as from any children.
+    ``children`` is a zero expanded to that shape, so that sizes, dtype and device can be read as from any children.
     """
 
     maker: Maker
 
     @classmethod
     def by(cls, maker: Maker) -> MadeVotes:
-        """Describe the votes of a function."""
         places, (parents, rows, columns) = prod(maker.places), maker.shape
         children = maker.like.new_zeros(()).expand(places, maker.count, rows, columns)
         votes = cls(children, None, None, None, parents, SET_WINDOW)
@@ -49,7 +48,7 @@ class MadeVotes(VoteInputs):
         check_shape(name, gate, self.public_pairs()[:-1], "B, *space, I")
         return self._replace(gate=self.pairs_to_op(gate).to(self.children.dtype))
 
-    # a place is an element of the ops' batch
+    # a position is an element of the ops' batch
 
     def to_op(self, tensor: Tensor) -> Tensor:
         space = len(self.maker.places) - 1
@@ -73,7 +72,7 @@ class MadeVotes(VoteInputs):
 
 
 class Maker:
-    """A function that makes votes, and the check that it returns the same votes at every call.
+    """A function that computes votes, with a check that it returns the same votes in every call.
 
     Attributes
     ----------
@@ -109,13 +108,13 @@ class Maker:
         self._sizes: dict[tuple[int, int], Tensor] = {}
 
     def __call__(self, first: int, last: int) -> Tensor:
-        """Return the votes of some children, ``[B * space, last - first, M, C, E]``, in the accumulation dtype."""
+        """Return the votes of children first to last - 1, ``[B * space, I, M, C, E]``, in the accumulation dtype."""
         made = self._made(first, last)
         return made.flatten(0, len(self.places) - 1).to(accumulation_dtype(made.dtype))
 
     def _made(self, first: int, last: int) -> Tensor:
-        """Return votes as the function returns them, made with the random numbers of the call before."""
-        if is_tracing():  # which knows no states of generators
+        """Return the function's votes, computed with the same random numbers as in earlier calls."""
+        if is_tracing():  # a trace cannot save the states of generators
             made = self.make(first, last)
             self._check(first, last, made)
             return made
@@ -134,9 +133,9 @@ class Maker:
         size = made.detach().abs().sum()
         if not torch.allclose(size, self._sizes.setdefault(block, size), rtol=1e-3, atol=0.0, equal_nan=True):
             raise ValueError(
-                f"make must return the same votes at every call, but make({first}, {last}) returned others: it must "
-                "not depend on what changes between a forward and its backward, such as statistics of a batch, and "
-                "votes are described anew after a step of an optimizer"
+                f"make must return the same votes in every call, but make({first}, {last}) returned others: it must "
+                "not depend on anything that changes between a forward and its backward, such as statistics of a "
+                "batch; after an optimizer's step, build new Votes"
             )
         return made
 
@@ -156,7 +155,7 @@ class Maker:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that a function on a device may draw from."""
+    """Return the states of the generators that a function on a device may use."""
     own: Any = getattr(torch, device.type, None)
     states = [torch.get_rng_state()]
     return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
@@ -164,7 +163,7 @@ def _random_states(device: torch.device) -> list[Tensor]:
 
 @contextmanager
 def _random_states_kept(device: torch.device, start: list[Tensor] | None = None) -> Iterator[None]:
-    """Draw from ``start`` on, and put the generators back to where they were."""
+    """Start the generators at ``start``, if given, and restore their states after the block."""
     if is_tracing():
         yield
         return

@@ -1,6 +1,6 @@
-"""Time and peak memory of a call; and of the demo's passes, ``python -m fastcaps.measure NAME BACKEND``.
+"""Time and peak memory of a call, and of the demo's passes: ``python -m fastcaps.measure NAME BACKEND``.
 
-``bench/`` measures in earnest, with alternatives and quantiles.
+The full benchmark, with alternatives and quantiles, is in ``bench/``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ from fastcaps.functional import Window, inverted_attention_routing
 
 
 def status(field: str) -> int:
-    """A field of this process's status, in bytes.
-
-    Raises
-    ------
-    OSError
-        Where the system has no such file (it is Linux's).
-    """
+    """Return a field of this process's status, in bytes; OSError except on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
@@ -46,20 +40,20 @@ def give_back() -> None:
 
 
 def peak() -> int:
-    """Bytes of the most resident memory that this process has had so far."""
+    """Return the peak resident memory of this process so far, in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_growth(run: Callable[[], object]) -> int:
-    """Bytes by which the resident memory of this process grows at the peak of ``run``, what it returns included.
+    """Return the bytes by which resident memory grows at the peak of ``run``, including its result.
 
     On Linux the kernel's record of the peak is reset first; elsewhere the growth counts from the highest value so far.
     """
     give_back()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the present size is the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     except OSError:
         before, kept = peak(), run()
         highest = peak()
@@ -71,7 +65,7 @@ def peak_growth(run: Callable[[], object]) -> int:
 
 
 def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:
-    """The median of repeated runs within about ``seconds``, three at least."""
+    """Return the median time in ms of repeated runs within about ``seconds``, at least three."""
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
         began = time.perf_counter()
@@ -81,12 +75,9 @@ def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:
 
 
 def apart(module: str, *arguments: str) -> Any:
-    """Run a module in a fresh process, whose memory nothing else has touched, and read the JSON that it prints.
+    """Run a module in a fresh process, so that its memory is its own; return the JSON that it prints.
 
-    Raises
-    ------
-    RuntimeError
-        With that process's last words, if it fails.
+    Raises RuntimeError with the process's last line of output if it fails.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", module, *arguments]
@@ -98,7 +89,7 @@ def apart(module: str, *arguments: str) -> Any:
 
 
 class Workload(NamedTuple):
-    """A routing pass with parents: its title, and the shapes of both, channels last where a window makes it a grid."""
+    """A routing pass with parents: its title, and the shapes of children and parents, channels last on a grid."""
 
     title: str
     children: tuple[int, ...]
@@ -106,7 +97,7 @@ class Workload(NamedTuple):
     window: Window | None = None
 
     def tensors(self, batch: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Children, weight and parents at random, as layers hand them on."""
+        """Return random children, weight and parents, as layers pass them on."""
         torch.manual_seed(0)
         children, parents = (torch.randn(batch or shape[0], *shape[1:]) for shape in (self.children, self.parents))
         groups = self.children[-3] * (1 if self.window is None else self.window.positions)
@@ -126,7 +117,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured: medians in milliseconds; memory that a training step adds at its peak, in MB (10^6 bytes)."""
+    """Median times in milliseconds, and the memory that a training step adds at its peak, in MB (10^6 bytes)."""
 
     forward_ms: float
     step_ms: float
@@ -134,7 +125,7 @@ class Figures:
 
 
 def measure(name: str, backend: str) -> Figures:
-    """Measure a workload on a backend, here and now; memory means something only in a process that did nothing else."""
+    """Return a workload's figures on a backend; the memory is right only in a fresh process."""
     workload = WORKLOADS[name]
 
     def forward() -> Tensor:
@@ -149,7 +140,7 @@ def measure(name: str, backend: str) -> Figures:
             tensor.grad = None
 
     with backends.backend(backend):
-        # a first, small step: threads, code and caches that every later call shares are not part of the figure
+        # a first, small step creates threads, code and caches, which are not part of the figure
         tensors = tuple(tensor.requires_grad_() for tensor in workload.tensors(batch=1))
         step()
         tensors = tuple(tensor.requires_grad_() for tensor in workload.tensors())

@@ -1,4 +1,4 @@
-"""What routing returns where it returns more than poses: named tuples, poses first."""
+"""The results of routings that return more than poses: named tuples, poses first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ __all__ = ["Capsules", "Gaussians", "Routed", "RoutedCapsules", "RoutedGaussians
 
 
 class Routed(NamedTuple):
-    """Parents' poses, and the coefficients r ``[B, I, M]`` or ``[B, Ho, Wo, I, M]`` of the last iteration, without
-    gradient."""
+    """Parents' poses, and the last iteration's coefficients r ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, no gradient."""
 
     poses: Tensor
     coefficients: Tensor
 
 
 class Capsules(NamedTuple):
-    """Poses and, for each, one activation."""
+    """Poses, and an activation for each."""
 
     poses: Tensor
     activations: Tensor
@@ -34,7 +33,7 @@ class RoutedCapsules(NamedTuple):
 
 
 class Gaussians(NamedTuple):
-    """Parents as Heinsen's routing finds them: poses (the means), scores, and variances of the poses' shape."""
+    """Parents of Heinsen routing: poses (the means), scores, and variances of the poses' shape."""
 
     poses: Tensor
     scores: Tensor
@@ -50,5 +49,5 @@ class RoutedGaussians(NamedTuple):
     coefficients: Tensor
 
 
-for _result in (Routed, Capsules, RoutedCapsules, Gaussians, RoutedGaussians):  # an exported program can be saved then
+for _result in (Routed, Capsules, RoutedCapsules, Gaussians, RoutedGaussians):  # so that exported programs can be saved
     _register_namedtuple(_result, serialized_type_name=f"{__name__}.{_result.__name__}")

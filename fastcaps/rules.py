@@ -1,4 +1,4 @@
-"""What lies between two iterations, by number: the native libraries know the same."""
+"""The step between two iterations, by number; the native libraries use the same numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Rule(IntEnum):
-    """What lies between one iteration of a routing and the next."""
+    """What a routing computes between one iteration and the next."""
 
     LAYER_NORM = 0  # parents are LayerNorm(S), and the next query
     PLAIN = 1  # parents are S, and the next query
@@ -18,4 +18,4 @@ class Rule(IntEnum):
 
 
 DETACH = 1 << 30
-"""A bit of ``needs`` beside those of the gradients: coefficients are constants, no gradient flows through them."""
+"""A bit of ``needs`` besides those of the gradients: coefficients are constants, no gradient flows through them."""

@@ -1,6 +1,6 @@
-"""Lengths of vectors, unit vectors, and squashing, each with a derivative everywhere: at the zero vector it is 0.
+"""Length, unit vector, squash and softmax of vectors; the derivatives at the zero vector are 0.
 
-The textbook formulas divide by the length there, and one capsule that is zero then turns every parameter into NaN.
+The textbook formulas divide by the length, so a single capsule of zeros would make every parameter NaN.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Dims = int | tuple[int, ...]
 def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
     r"""Return the Euclidean length :math:`\lVert v \rVert`, with gradient 0 at the zero vector.
 
-    Neither the squares of very long vectors overflow nor those of very short ones vanish.
+    It is computed without overflow of very long vectors or underflow of very short ones.
 
     Parameters
     ----------
     vectors : Tensor
-        ``[..., d]``, or any shape with ``dim`` telling which numbers form a vector.
+        ``[..., d]``, or any shape with ``dim``.
     dim : int or tuple of int
         The dimensions of one vector: -1 for flat poses, (-2, -1) for ``C x D`` ones.
     keepdim : bool
-        Whether ``dim`` stays, with size 1.
+        Whether to keep ``dim`` with size 1.
 
     Returns
     -------
@@ -49,8 +49,8 @@ def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
 
 
 def scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each vector's largest number (1 where it is 0 or not finite), its length in that unit, itself in that
-    unit, and whether it is 0: nothing here overflows or vanishes."""
+    """Return each vector's largest value (1 if that is 0 or not finite), its length and itself divided by that, and
+    whether it is 0, without overflow or underflow."""
     largest = vectors.detach().abs().amax(dim, keepdim=True)
     zero = largest == 0
     largest = largest.masked_fill(zero | ~largest.isfinite(), 1.0)
@@ -60,10 +60,10 @@ def scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def softmax(logits: Tensor, dim: int = -1) -> Tensor:
-    """Return ``torch.softmax(logits, dim)``, on a CPU some ten times as fast where the last dimension is below 16.
+    """Return ``torch.softmax(logits, dim)``, on a CPU about ten times as fast over a last dimension below 16.
 
-    PyTorch takes the softmax over ten neighbours in memory one by one, over ten rows in whole vectors: so the last two
-    dimensions change places in memory.
+    PyTorch computes a softmax over neighbours in memory one value at a time, but over rows in SIMD vectors, so the last
+    two dimensions are swapped in memory.
     """
     last = dim in (-1, logits.dim() - 1)
     if not (last and logits.is_cpu and logits.dim() > 1 and logits.shape[-1] < 16):
@@ -77,7 +77,7 @@ def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
     Parameters
     ----------
     vectors : Tensor
-        ``[..., d]``, or any shape with ``dim`` telling which numbers form a vector.
+        ``[..., d]``, or any shape with ``dim``.
     dim : int or tuple of int
         The dimensions of one vector.
 
@@ -101,18 +101,17 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
     r"""Return :math:`\frac{\lVert s \rVert^2}{1 + \lVert s \rVert^2} \frac{s}{\sqrt{\lVert s \rVert^2 + \epsilon}}`
     (Sabour et al. 2017, where :math:`\epsilon = 0`).
 
-    Directions stay, short vectors shrink towards zero, long ones towards length 1. The zero vector stays zero; the
-    derivative there is 0, which is the formula's limit. Vectors of any length are squashed to the rounding of their
-    dtype; half types are squashed in float32.
+    The direction stays; short vectors shrink towards zero, long ones towards length 1. The zero vector stays zero, with
+    derivative 0, the limit of the formula. Vectors of any length are squashed to full precision, half types in float32.
 
     Parameters
     ----------
     vectors : Tensor
-        ``[..., d]``, or any shape with ``dim`` telling which numbers form a vector.
+        ``[..., d]``, or any shape with ``dim``.
     dim : int or tuple of int
         The dimensions of one vector.
     eps : float
-        Under the root, as some published codes have it.
+        Added under the root, as in some published implementations.
 
     Returns
     -------
@@ -134,8 +133,8 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
     squares = shrunk.square().sum(dim, keepdim=True)
     zero = squares == 0
     ratio = squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
-    # n / (1 + n^2) is the same for n and for 1/n: the smaller of the two never overflows. Beyond 2^40 a squashed vector
-    # has length 1 to the last bit, and is that of one 2^40 long.
+    # n / (1 + n^2) is the same for n and 1/n: use the smaller, which cannot overflow. Beyond 2^40 a squashed vector has
+    # length 1 to the last bit, so n may be cut there.
     scale = largest.clamp(max=2.0**40)
     size = ratio * scale
     inner = torch.minimum(size, size.clamp(min=1.0).reciprocal())

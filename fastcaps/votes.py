@@ -1,8 +1,8 @@
-"""What the votes of a call are made of: checked once, in the function that the user calls, and handed on.
+"""The inputs of votes: children, weight, bias, gate and window, checked once in the function that the user calls.
 
-*Public layout* is what users see: a set of capsules is ``[B, I, C, D]``, a grid of them ``[B, N, H, W, C, D]``.
-*Op layout* is what ops see: a set as it is, a grid with channels last, ``[B, H, W, N, C, D]``. Going from one to the
-other is a view: no number moves. To a kernel a set is a grid of one position with ``N = I`` types, and a 1 x 1 window.
+In *public layout* a set of capsules is ``[B, I, C, D]``, a grid ``[B, N, H, W, C, D]``. In *op layout* a set is the
+same, and a grid has channels last, ``[B, H, W, N, C, D]``. One is a view of the other, so nothing is copied. To a
+kernel a set is a grid of one position with ``N = I`` types and a 1 x 1 window.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ SET_WINDOW: tuple[int, ...] = (1, 1, 1, 1, 0, 0, 1, 1)
 
 @dataclass(frozen=True)
 class Window:
-    """The children that one output position of a grid layer sees: those under a rectangular, possibly dilated, window.
+    """A rectangular window over a grid: one output position of a grid layer routes the children under it.
 
     Parameters
     ----------
     kernel_size, stride, padding, dilation
-        As in :class:`torch.nn.Conv2d`: an int, or a (rows, columns) pair. Padded positions hold no children at all:
-        they send no vote, not even a bias.
+        As in :class:`torch.nn.Conv2d`: an int, or a (rows, columns) pair. Padded positions hold no children: they send
+        no vote, not even a bias.
 
     Attributes
     ----------
     spec
-        The eight numbers ``(kh, kw, sh, sw, ph, pw, dh, dw)`` that the ops take.
+        The eight values ``(kh, kw, sh, sw, ph, pw, dh, dw)`` that the ops take.
 
     Raises
     ------
     TypeError
         If an argument is not an int or a pair of ints.
     ValueError
-        If an argument is too small (kernel_size, stride and dilation start at 1, padding at 0) or above 2**31.
+        If an argument is below its minimum (1; padding: 0) or above 2**31.
     """
 
     kernel_size: int | tuple[int, int]
@@ -66,11 +66,11 @@ class Window:
 
     @property
     def positions(self) -> int:
-        """Positions under the window, kh * kw: a grid layer with N child types sees kh * kw * N children."""
+        """Positions in the window, kh * kw, which hold kh * kw * N children of N types."""
         return self.spec[0] * self.spec[1]
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return (Ho, Wo) for an H x W grid; a number below 1 says that the window does not fit."""
+        """Return (Ho, Wo) for an H x W grid; a value below 1 means that the window does not fit."""
         return output_size(self.spec, height, width)
 
 
@@ -88,9 +88,9 @@ def output_size(spec: Sequence[int], height: int, width: int) -> tuple[int, int]
 
 
 def window_views(grid: Tensor, window: Sequence[int]) -> Tensor:
-    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``: ``[B, Ho, Wo, kh, kw, N, ...]``.
+    """Return the windows of ``grid`` ``[B, H, W, N, ...]`` as ``[B, Ho, Wo, kh, kw, N, ...]``.
 
-    It is a view, of a copy of the grid where there is padding: padded positions hold zeros.
+    They are a view; with padding, of a copy of the grid with zeros in padded positions.
     """
     _, _, sh, sw, ph, pw, dh, dw = window
     if ph or pw:
@@ -106,34 +106,33 @@ def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
 
 
 def hidden(children: Tensor, gate: Tensor) -> Tensor:
-    """Return which children leave no trace: a gate of 0 is a child that is not there, whatever its numbers are.
+    """Return which children to skip: those with a gate of 0 and a NaN or infinity in their pose.
 
-    As long as these are finite it still gets the derivative that the formulas give it: its gate may want to open again.
-    One that is NaN or infinite behind a gate of 0 gets, and gives, no gradient at all.
+    A gate of 0 means that a child does not exist, whatever its values. If they are finite it still gets its ordinary
+    gradient, so that its gate can open again. A skipped child gets no gradient, and has no effect on others'.
     """
     return (gate == 0) & ~children.isfinite().all(-1).all(-1)
 
 
 def to_op(tensor: Tensor, window: Window | None) -> Tensor:
-    """Return a public tensor of capsules, parents or gates in op layout: a grid's is a view ``[B, H, W, N, ...]``."""
+    """Return capsules, parents or gates of public layout in op layout, for a grid a view ``[B, H, W, N, ...]``."""
     return tensor if window is None else tensor.movedim(1, 3)
 
 
 def as_grid(tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return a tensor of a set as that of a grid of one position, whose H and W come from ``dim`` on."""
+    """Return a set's tensor as that of a grid of one position, with H and W at ``dim``."""
     return tensor.unsqueeze(dim).unsqueeze(dim)
 
 
 def as_set(tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return a tensor of a grid of one position as that of a set; the inverse of :func:`as_grid`."""
+    """Return a tensor of a grid of one position as a set's; the inverse of :func:`as_grid`."""
     return tensor.squeeze(dim).squeeze(dim)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype in which the ops run under the autocast that is on for a device type; None where it is off.
+    """Return the ops' dtype under autocast for a device type; None if autocast is off.
 
-    That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels take no float16, and
-    float32 loses nothing of what was asked for.
+    It is autocast's dtype, except that float16 on the CPU becomes float32: the CPU kernels do not take float16.
     """
     # Not torch.amp.is_autocast_available: torch 2.10's compiler cannot trace it. Other devices have no rule below.
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
@@ -143,21 +142,21 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a block in which autocast is off; meta tensors know none."""
+    """Return a block in which autocast is off; meta tensors have no autocast."""
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 class VoteInputs(NamedTuple):
-    """The parts of all votes ``V[b, l, i, m] = P[b, l, i] W[i mod G, m] + bias[i or 1, m or 1]``, in op layout.
+    """The inputs of the votes ``V[b, l, i, m] = P[b, l, i] W[i mod G, m] + bias[i or 1, m or 1]``, in op layout.
 
-    They are the leading arguments of every op, in this order: ``op(*votes, ...)``.
+    They are the first arguments of every op, in this order: ``op(*votes, ...)``.
 
     Attributes
     ----------
     children
         P, ``[B, H, W, N, C, D]``; of a set ``[B, I, C, D]``.
     weight
-        W, ``[G, M, D, E]``, or None: the votes are the children's own poses, for each of ``parents``, and ``E = D``.
+        W, ``[G, M, D, E]``, or None: a child's vote for every parent is its pose, and ``E = D``.
     bias
         ``[I or 1, M or 1, C, E]``, or None.
     gate
@@ -165,7 +164,7 @@ class VoteInputs(NamedTuple):
     parents
         M.
     window
-        Eight numbers, kh, kw, sh, sw, ph, pw, dh, dw.
+        kh, kw, sh, sw, ph, pw, dh, dw.
     """
 
     children: Tensor
@@ -182,7 +181,7 @@ class VoteInputs(NamedTuple):
 
     @property
     def seen(self) -> int:
-        """I: the children that one position sees."""
+        """I, the children in one window."""
         return seen_of(self)
 
     @property
@@ -192,12 +191,12 @@ class VoteInputs(NamedTuple):
 
     @property
     def pose(self) -> tuple[int, int, int]:
-        """C, D, E: a child's pose is C x D numbers, a parent's C x E."""
+        """C, D, E: a child's pose is C x D, a parent's C x E."""
         return pose_of(self)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """The shape of a number for every parent, ``[B, Ho, Wo, M]`` or ``[B, M]``."""
+    def parent_values_shape(self) -> tuple[int, ...]:
+        """The shape of one value for each parent, ``[B, Ho, Wo, M]`` or ``[B, M]``."""
         return (*positions_of(self), self.parents)
 
     @property
@@ -207,25 +206,25 @@ class VoteInputs(NamedTuple):
         return (*positions_of(self), self.parents, rows, columns)
 
     @property
-    def shares(self) -> tuple[int, ...]:
+    def coefficients_shape(self) -> tuple[int, ...]:
         """The shape of the coefficients, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``."""
         return (*positions_of(self), self.seen, self.parents)
 
     @property
     def is_set(self) -> bool:
-        """Whether the children are a set: nothing has positions then."""
+        """Whether the children are a set, without positions."""
         return self.children.dim() == 4
 
     def to_op(self, tensor: Tensor) -> Tensor:
-        """Return values of parents (poses, scores) in op layout, given in public layout: a view."""
+        """Return parents' poses or scores of public layout in op layout, as a view."""
         return tensor if self.children.dim() == 4 else tensor.movedim(1, 3)
 
     def from_op(self, tensor: Tensor) -> Tensor:
-        """Return them in public layout: the inverse of :meth:`to_op`."""
+        """Return them in public layout; the inverse of :meth:`to_op`."""
         return tensor if self.children.dim() == 4 else tensor.movedim(3, 1)
 
     def pairs_to_op(self, tensor: Tensor) -> Tensor:
-        """Return coefficients from public layout in op layout, which is the same where children are tensors."""
+        """Return coefficients of public layout in op layout: the same, unless a function makes the votes."""
         return tensor
 
     def pairs_from_op(self, tensor: Tensor) -> Tensor:
@@ -250,7 +249,7 @@ class VoteInputs(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """B H W N C D Ho Wo M E G and the window's eight, with a G of 0 for votes without matrices."""
+        """B H W N C D Ho Wo M E G and the window's eight values; G is 0 without matrices."""
         groups = 0 if self.weight is None else self.groups
         batch, *where = self.children.shape[:-3]
         return (
@@ -259,12 +258,12 @@ class VoteInputs(NamedTuple):
         )
 
     def sizes_in_c(self) -> Any:
-        """Return :attr:`sizes` as native libraries take them when they are asked about a call."""
+        """Return :attr:`sizes` as an array for the native libraries."""
         return (ctypes.c_int64 * len(self.sizes))(*self.sizes)
 
     @property
     def autocasts(self) -> bool:
-        """Whether autocast, which takes any mixture of dtypes, is on for the children's device."""
+        """Whether autocast, which allows mixed dtypes, is on for the children's device."""
         return autocast_dtype(self.children.device.type) is not None
 
     @classmethod
@@ -282,14 +281,14 @@ class VoteInputs(NamedTuple):
         parents_at: int | None = None,
         check: Callable[..., None] | None = None,
     ) -> VoteInputs:
-        """Check what the user gave, in public layout, and return it in op layout: the one way of checking a call.
+        """Check the user's arguments, in public layout, and return them in op layout; every call is checked here.
 
-        What was found right once is not checked again: a check may ask for the tensors' shapes, dtypes, devices and
-        layouts, for the settings and for autocast.
+        Arguments that passed once are not checked again if shapes, dtypes, devices, layouts, settings and autocast are
+        the same, so a check may not depend on anything else.
 
-        ``parents`` is M, taken from ``weight``, else from ``bias``, else 1. The user calls the gate ``gate_name``.
-        ``others`` is what a routing takes besides (tensors, None or booleans), which ``check(votes, *others)`` checks;
-        the first of them says M by its dimension ``parents_at`` where the weight does not.
+        ``parents`` is M, by default that of ``weight``, else of ``bias``, else 1. Messages call the gate ``gate_name``.
+        ``others`` are a routing's other arguments (tensors, None or booleans), which ``check(votes, *others)`` checks;
+        dimension ``parents_at`` of the first of them is M if the weight does not say it.
         """
         parents = None if parents is None else check_count("parents", parents)
         settings = (window, parents, gate_name, parents_at, check)
@@ -306,14 +305,14 @@ class VoteInputs(NamedTuple):
         window: Window | None,
         parents: int,
     ) -> VoteInputs:
-        """Return in op layout what was found right."""
+        """Return valid arguments of public layout in op layout."""
         spec = SET_WINDOW if window is None else window.spec
         if gate is not None and gate.dtype == torch.bool:
             gate = gate.to(children.dtype)
         return cls(to_op(children, window), weight, bias, None if gate is None else to_op(gate, window), parents, spec)
 
     def check(self) -> None:
-        """Raise unless the parts fit together: for raw calls of the ops, whose kernels in Python would broadcast."""
+        """Raise if the parts do not fit together, in raw calls of the ops: kernels in Python would broadcast."""
         votes = self.on_grid()
         gate = votes.gate if votes.gate is None or votes.gate.dim() != 4 else votes.gate.movedim(3, 1)
         pairs = [tuple(self.window[k : k + 2]) for k in range(0, 8, 2)]
@@ -321,13 +320,13 @@ class VoteInputs(NamedTuple):
         VoteInputs.of(votes.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
 
     def check_poses(self, name: str, poses: Tensor) -> None:
-        """Raise unless parents' poses, given in public layout, fit."""
+        """Raise if parents' poses, in public layout, do not fit."""
         check_tensor(name, poses, self.children, self.autocasts)
         shape = self.public_poses()
         check_shape(name, poses, shape, "B, M, C, E" if len(shape) == 4 else "B, M, Ho, Wo, C, E")
 
 
-# Functions, for what torch.compile traces: torch 2.10's knows a named tuple's fields and methods, no property.
+# functions, as torch 2.10's compiler traces a named tuple's fields and methods but not its properties
 
 
 def pose_of(votes: VoteInputs) -> tuple[int, int, int]:
@@ -337,7 +336,7 @@ def pose_of(votes: VoteInputs) -> tuple[int, int, int]:
 
 
 def positions_of(votes: VoteInputs) -> tuple[int, ...]:
-    """Return B, of grids B, Ho, Wo."""
+    """Return B; for grids B, Ho, Wo."""
     batch, *grid = votes.children.shape[:-3]
     return (batch, *output_size(votes.window, *grid)) if grid else (batch,)
 
@@ -351,7 +350,7 @@ _found_right: dict[Any, int] = {}
 
 
 def _once(given: tuple[Any, ...], settings: tuple[Any, ...]) -> int:
-    """Return M of what :meth:`VoteInputs.of` takes, checked unless its like was found right before."""
+    """Return M of the arguments of :meth:`VoteInputs.of`, after a check unless the same kind of call passed before."""
     key: Any = None
     if not (is_tracing() or torch._C._is_tracing()):  # a compiler would guard every entry
         try:
@@ -362,7 +361,7 @@ def _once(given: tuple[Any, ...], settings: tuple[Any, ...]) -> int:
             found = _found_right.get(key)
             if found is not None:
                 return found
-        except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a setting of a wrong kind: checks say so
+        except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a setting of a wrong type: _check raises
             key = None
     found = _check(given, *settings)
     if key is not None and len(_found_right) < 4096:
@@ -378,14 +377,13 @@ def _check(
     parents_at: int | None,
     check: Callable[..., None] | None,
 ) -> int:
-    """Check what the user gave; return M."""
     children, weight, bias, gate, *others = given
-    for name, value in zip(("children", "weight", "bias", gate_name), given, strict=False):  # before a shape is asked
+    for name, value in zip(("children", "weight", "bias", gate_name), given, strict=False):  # they have no shape
         if isinstance(value, Tensor):
             refuse_nested(name, value)
     first = others[0] if others else None
     if parents_at is not None and isinstance(first, Tensor) and not first.is_nested and first.dim() > parents_at:
-        # a weight for one parent does not decide: beside other parents it is a mistake, which _check_weight names
+        # a weight for one parent does not decide: with more parents it is a mistake, which _check_weight reports
         decides = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
         parents = None if decides else check_count("parents", first.shape[parents_at])
     _check_children(children, window)
@@ -413,7 +411,7 @@ def _check(
 
 
 def _check_children(children: Any, window: Any) -> None:
-    """Raise unless children is a dense, floating-point, non-empty (but for the batch) set or grid of poses."""
+    """Raise unless children is a dense, floating-point set or grid of poses, non-empty except for the batch."""
     if not isinstance(children, Tensor):
         raise TypeError(f"children must be a torch.Tensor, got {type(children).__name__}")
     if window is not None and not isinstance(window, Window):
@@ -448,7 +446,7 @@ def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
         )
     if parents is not None and weight.shape[1] == 1 != parents:
         raise ValueError(
-            f"weight [G, M, D, E] must have M = {parents}, as there are parents (weight.expand(-1, {parents}, -1, -1) "
+            f"weight [G, M, D, E] must have M = {parents}, the number of parents (weight.expand(-1, {parents}, -1, -1) "
             f"shares one matrix), got {shape_text(weight)}"
         )
     if parents is not None and parents != weight.shape[1]:
@@ -456,7 +454,7 @@ def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
 
 
 def _check_window(votes: VoteInputs, children: Tensor, window: Window | None) -> None:
-    """Raise if the window does not fit into the grid, or the weight groups do not divide what it sees."""
+    """Raise if the window does not fit into the grid, or G does not divide the children in a window."""
     if is_tracing():
         return
     if window is not None and min(votes.grid) < 1:
@@ -467,6 +465,6 @@ def _check_window(votes: VoteInputs, children: Tensor, window: Window | None) ->
         )
     if votes.seen % votes.groups != 0:
         raise ValueError(
-            f"weight [G, M, D, E] must have a G that divides the {votes.seen} children that one position sees; "
+            f"weight [G, M, D, E] must have a G that divides the {votes.seen} children in one window, "
             f"got {shape_text(votes.weight)}"  # type: ignore[arg-type]
         )

@@ -1,4 +1,4 @@
-"""Who must see a call as an op, who wants plain formulas instead, and who listens: asked once, at the border."""
+"""How a call must run for those who watch it: as an op, as plain formulas, or with a listener."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 listener: ContextVar[Any] = ContextVar("fastcaps_listener", default=None)
-"""Who listens in this thread to the calls that fake kernels see: what :func:`fastcaps.explain` makes. It hears
-``routing(op, votes, own, by_library)`` and ``other(call, described, runs)`` of what is no routing's op."""
+"""The listener of this thread, set by :func:`fastcaps.explain`: fake kernels call its methods
+``routing(op, votes, own, by_library)``, and ``other(call, described, runs)`` for ops that are not a routing's."""
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 
 
 def are_plain(tensors: Sequence[Any]) -> bool:
-    """Return whether tensors, or None in their place, are PyTorch's own: no type that asks to see the op."""
+    """Return whether all tensors are plain ones or None, not of a subclass that may handle the op itself."""
     return _PLAIN.issuperset(map(type, tensors))
 
 
 def is_watched() -> bool:
-    """Return whether somebody must see a call as an op: a compiler, a dispatch mode, a trace, autocast."""
+    """Return whether a compiler, a dispatch mode, a trace or autocast must see a call as an op."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -34,7 +34,7 @@ def is_watched() -> bool:
 
 
 def is_sharded(tensors: Sequence[Any]) -> bool:
-    """Return whether a tensor is a DTensor: there is none as long as nobody has imported them."""
+    """Return whether a tensor is a DTensor; there is none unless their module was imported."""
     if are_plain(tensors):
         return False
     known: Any = sys.modules.get("torch.distributed.tensor")
@@ -42,8 +42,8 @@ def is_sharded(tensors: Sequence[Any]) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode derivatives want plain formulas.
+    """Return whether torch.func or forward-mode derivatives are active.
 
-    The ops have no rules for those: the reference, which is ordinary code, is right under all of them.
+    The ops have no rules for them, so the reference runs, which is ordinary PyTorch.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

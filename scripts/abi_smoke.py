@@ -11,18 +11,42 @@ import copy
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
-from fastcaps import encapnet, libraries, ops
+from fastcaps import encapnet, libraries
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path += [str(CHECKOUT), str(CHECKOUT / "tests")]  # for the cases; the package, another's, was imported before
 import nn_layers  # noqa: E402
 
 from tools import sanitize  # noqa: E402
+
+
+class Verbs(fastcaps.nn.RoutingLayer[Tensor, Tensor]):
+    """A routing over the verbs, whose ops no other layer calls."""
+
+    def route(self, votes: fastcaps.Votes, activity: Tensor | None) -> Tensor:
+        parents = votes.sum(1 / votes.parents)
+        for _ in range(self.iterations):
+            parents = votes.sum(votes.agreement(fastcaps.functional.unit(parents, (-2, -1))).softmax(-1))
+        return parents
+
+
+class Seen(TorchDispatchMode):
+    """The names of the ops that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 class Squash(torch.nn.Module):
@@ -43,6 +67,9 @@ def layers() -> dict[str, tuple[torch.nn.Module, Tensor]]:
         for variant, options in {"": {}, **row.variants}.items():
             wanted[f"{row.kind.__name__} {variant}".strip()] = row.make("grid", **options)
     found = {name: (layer, nn_layers.draw(layer)[0]) for name, layer in wanted.items()}
+    for share in (False, True):
+        layer = Verbs(32, 10, 16, 16, share=share, dtype=torch.float64)
+        found[f"Verbs share={share}"] = layer, torch.randn(3, 32, 16, dtype=torch.float64)
     return found | {"squash_sum": (Squash(), torch.randn(2, 32, 5, 5))}
 
 
@@ -58,11 +85,24 @@ def compiled(layer: torch.nn.Module, children: Tensor) -> None:
         torch.testing.assert_close(other.grad, own.grad)
 
 
-def unchecked() -> set[str]:
-    """Return the ops that torch has of this package and no call here is of."""
-    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
-    names = (*(routing.name for routing in ops.ROUTINGS), "squash_sum")
-    return registered - {f"fastcaps::{name}{end}" for name in names for end in ("", "_backward")}
+def verbs(dtype: torch.dtype) -> list[str]:
+    """Return which results and gradients of the verbs' kernels differ from those of the float64 reference."""
+    layer, children = Verbs(32, 10, 16, 16, dtype=dtype), torch.randn(3, 32, 16).to(dtype).requires_grad_()
+    twin, exact = copy.deepcopy(layer).double(), children.detach().double().requires_grad_()
+    found = []
+    for name, one, given in (("cpu", layer, children), ("reference", twin, exact)):
+        with fastcaps.backend(name):
+            parents = one(given)
+            found.append([parents, *torch.autograd.grad((parents.double() ** 2).sum(), (given, one.weight))])
+    near = 0.05 if dtype == torch.bfloat16 else 1e-4
+    names = ("parents", "d children", "d weight")
+    apart = [(ours.double() - right).norm() / right.norm() for ours, right in zip(*found, strict=True)]
+    return [f"{name} of the verbs differ by {far:.1e}" for name, far in zip(names, apart, strict=True) if far > near]
+
+
+def unchecked(seen: set[str]) -> set[str]:
+    """Return the ops that torch has of this package and no call was of."""
+    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")} - seen
 
 
 def main() -> int:
@@ -74,10 +114,12 @@ def main() -> int:
     level = fastcaps.backends.native_capability()
     print(f"running under torch {torch.__version__}, Python {platform.python_version()}, level {level}")
     fastcaps.backends.show()
-    wrong = [f"{name} has no call here" for name in unchecked()]
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        print(f"in {dtype}:")
-        wrong += [f"{call} in {dtype}" for call in sanitize.run("cpu", "cpu", dtype, rows=())]
+    wrong = []
+    with Seen() as seen:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            print(f"in {dtype}:")
+            wrong += [f"{call} in {dtype}" for call in (*sanitize.run("cpu", "cpu", dtype, rows=()), *verbs(dtype))]
+    wrong += [f"{name} has no call here" for name in unchecked(seen.names)]
     for name, (layer, children) in layers().items():
         try:
             compiled(layer, children)

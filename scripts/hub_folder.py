@@ -20,9 +20,11 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$")
-NAMED = re.compile(r'^    "(training|data)",\n', re.MULTILINE)  # in the list of public names
+CPU_LIBRARY, CUDA_LIBRARY = (f"fastcaps/lib/libfastcaps_{name}.so" for name in ("cpu", "cuda"))
+NAMED = re.compile(r'^    "(data|training|viz)",\n', re.MULTILINE)  # in the list of public names
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)
 
@@ -41,35 +43,48 @@ def relative(text: str, path: PurePosixPath) -> str:
     return IMPORT.sub(lambda found: f"{found['before']}from {dots}{(found['module'] or '.')[1:]} import ", text)
 
 
-def variant(wheel: Path) -> str:
-    """Return the hub's name for what a wheel holds."""
+def variants(wheel: Path, files: zipfile.ZipFile) -> dict[str, dict[str, Any]]:
+    """Return the hub's names for what a wheel has, each with its backend: a CUDA torch looks for one of its CUDA."""
     *_, platform = wheel.stem.split("-")
     if platform == "any":
-        return "torch-universal"
+        return {"torch-universal": {"type": "cpu"}}
     machine = re.search(r"(x86_64|aarch64|arm64)", platform)
     if machine is None or "linux" not in platform:
         raise ValueError(f"{wheel.name}: the hub's folder is made of Linux wheels, or of one without compiled code")
-    return f"torch-stable-abi210-cpu-{machine[1]}-linux"
+    name = f"torch-stable-abi210-%s-{machine[1]}-linux"
+    found: dict[str, dict[str, Any]] = {name % "cpu": {"type": "cpu"}}
+    if CUDA_LIBRARY in files.namelist():
+        built = re.search(rb'"toolkit": "(\d+)\.(\d+)[^"]*", "architectures": \[([^]]*)\]', files.read(CPU_LIBRARY))
+        assert built is not None, "the CPU library says what the CUDA library was built with"
+        major, minor, architectures = (each.decode() for each in built.groups())
+        archs = [f"{int(n) / 10}{'' if real else '+PTX'}" for n, real in re.findall(r'"(\d+)(-real)?"', architectures)]
+        found[name % f"cu{major}{minor}"] = {"type": "cuda", "archs": archs}
+    return found
 
 
-def write(wheel: Path, out: Path) -> Path:
-    """Write the folder; return that of the variant."""
-    root = out / "build" / variant(wheel)
-    shutil.rmtree(root, ignore_errors=True)
+def write(wheel: Path, out: Path) -> list[Path]:
+    """Write the folder; return those of its variants."""
     with zipfile.ZipFile(wheel) as files:
-        version = wheel.name.split("-")[1]
-        for member in files.namelist():
-            path = PurePosixPath(member)
-            folder = member.endswith("/")  # auditwheel lists folders too
-            if folder or path.parts[0] != "fastcaps" or LEFT_OUT.search(member.removeprefix("fastcaps/")):
-                continue
-            path, content = path.relative_to("fastcaps"), files.read(member)
-            if path.suffix == ".py":
-                text = re.sub(NAMED, "", content.decode()) if path.name == "__init__.py" else content.decode()
-                content = relative(text, path).encode()
-            place = root / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
+        return [_write(out / "build" / name, wheel, files, how) for name, how in variants(wheel, files).items()]
+
+
+def _write(root: Path, wheel: Path, files: zipfile.ZipFile, backend: dict[str, Any]) -> Path:
+    shutil.rmtree(root, ignore_errors=True)
+    version = wheel.name.split("-")[1]
+    for member in files.namelist():
+        path = PurePosixPath(member)
+        folder = member.endswith("/")  # auditwheel lists folders too
+        if folder or path.parts[0] != "fastcaps" or LEFT_OUT.search(member.removeprefix("fastcaps/")):
+            continue
+        if member == CUDA_LIBRARY and backend["type"] == "cpu":
+            continue
+        path, content = path.relative_to("fastcaps"), files.read(member)
+        if path.suffix == ".py":
+            text = re.sub(NAMED, "", content.decode()) if path.name == "__init__.py" else content.decode()
+            content = relative(text, path).encode()
+        place = root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
     # older readers look for a folder of the repository's name
     (root / "fastcaps").mkdir()
     (root / "fastcaps/__init__.py").write_text(
@@ -86,7 +101,8 @@ def write(wheel: Path, out: Path) -> Path:
         "id": "fastcaps",
         "version": int(version.split(".")[0]),
         "license": "Apache-2.0",
-        "backend": {"type": "cpu"},
+        "python-depends": [],
+        "backend": backend,
         "digest": {"algorithm": "sha256", "files": digests},
     }
     (root / "metadata.json").write_text(json.dumps(told, indent=2) + "\n")
@@ -99,7 +115,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     try:
-        print(f"written: {write(given.wheel, given.out)}")
+        print(*(f"written: {root}" for root in write(given.wheel, given.out)), sep="\n")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         print(f"hub_folder: {error}", file=sys.stderr)
         return 1

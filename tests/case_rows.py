@@ -105,11 +105,11 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
         ),
         make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
         make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types", window=WHOLE,
-             bias="1M", turns=2),
+             bias="1M", iterations=2),
         make("ranges", batch=8, types=100, parents=10, pose=(4, 4, 4)),
         # what is NaN behind a gate of 0: children in the lanes, weights that are shared
-        make("broken-children", batch=1, types=37, parents=5, pose=(4, 4, 4), gate="broken", turns=2),
-        make("broken-shared", batch=20, types=9, parents=5, pose=(1, 8, 16), groups="one", gate="broken", turns=2),
+        make("broken-children", batch=1, types=37, parents=5, pose=(4, 4, 4), gate="broken", iterations=2),
+        make("broken-shared", batch=20, types=9, parents=5, pose=(1, 8, 16), groups="one", gate="broken", iterations=2),
     )  # fmt: skip
 
 
@@ -119,20 +119,21 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         *_double(
             # too few positions to fill the lanes of a CPU: children do
             make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
-            # few enough children to stay from turn to turn
-            make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
+            # few enough children to stay from iteration to iteration
+            make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, iterations=3),
         ),
         # what is NaN behind a gate of 0, in half precision too
-        make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False, turns=2),
+        make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False,
+             iterations=2),
         make("broken-half", types=7, parents=5, pose=(1, 64, 64), gate="broken", dtype=torch.bfloat16),
         # kernels of their own, on a GPU by parents a warp; lanes that stand for no position, whose sums are 0
         *(make(f"pose-{p[0]}x{p[1]}", batch=3, types=7, parents=5, pose=p, eps=0.0, bias="1M") for p in POSES_OF_ALL),
         make("pose-4x4-10", batch=1, types=9, parents=10, pose=(4, 4, 4), bias="I1"),
-        make("pose-4x4-20", types=6, parents=20, pose=(4, 4, 4), gate="some", turns=2),
-        make("conv", batch=1, grid=(5, 5), types=2, parents=32, pose=(4, 4, 4), window=CONV, gate="some", turns=2),
+        make("pose-4x4-20", types=6, parents=20, pose=(4, 4, 4), gate="some", iterations=2),
+        make("conv", batch=1, grid=(5, 5), types=2, parents=32, pose=(4, 4, 4), window=CONV, gate="some", iterations=2),
         make("one-parent-shared", batch=1, types=64, parents=1, pose=(1, 16, 16), groups="one"),
         # on a GPU: parents in several blocks, children in several ranges, poses at the limits of 32 lanes
-        make("sweeps", batch=1, types=2, parents=520, pose=(4, 4, 4), gate="some", turns=2),
+        make("sweeps", batch=1, types=2, parents=520, pose=(4, 4, 4), gate="some", iterations=2),
         make("sweeps-any", batch=1, grid=(2, 1), types=1, parents=300, window=(2, 1, 1, 1, 0, 0, 1, 1)),
         make("one-position", batch=1, types=400, parents=3, pose=(4, 4, 4), groups="one", gate="some", bias="I1"),
         make("one-position-any", batch=1, types=200, parents=3, start=False, bias="1M", gate="silent"),
@@ -141,7 +142,7 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         make("tall-pose", types=3, parents=5, pose=(37, 3, 2), bias="IM"),
         # votes that are the children themselves
         make("same-4x4", types=9, parents=1, pose=(4, 4, 4), groups="none", gate="some"),
-        make("same-2x3", types=9, parents=40, pose=(2, 3, 3), groups="none", bias="IM", gate="some", turns=2),
+        make("same-2x3", types=9, parents=40, pose=(2, 3, 3), groups="none", bias="IM", gate="some", iterations=2),
         # every kind of window, and no two sizes alike
         make("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some"),
         make("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some", betas="IM"),
@@ -159,22 +160,22 @@ _ATTENTION = (
       for p in OWN_POSES for m in ((5, 10, 15, 16, 33) if p == (4, 4, 4) else (5,))),
     _norm("bias-4x4-16", types=6, parents=16, pose=(4, 4, 4), bias="I1"),
     _norm("plain-any", scale=30.0),
-    _squash("one-parent-squash", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", turns=3),
+    _squash("one-parent-squash", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", iterations=3),
     _norm("pointwise", grid=(3, 5), types=4, window=(1, 1, 2, 3, 0, 0, 1, 1), bias="I1"),
-    _norm("whole-grid", grid=(4, 3), types=2, window=(4, 3, 1, 1, 0, 0, 1, 1), turns=3),
+    _norm("whole-grid", grid=(4, 3), types=2, window=(4, 3, 1, 1, 0, 0, 1, 1), iterations=3),
 )  # fmt: skip
 _ATTENTION_LANES = (
     *_lanes(_norm),
     *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
     # weights that act on the parents instead of on the children
-    _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", turns=3),
-    _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
-    _squash("folded-any", batch=20, types=9, parents=5, pose=(2, 3, 5), groups="one", turns=2),
-    _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", turns=2),
-    _norm("folded-sharing-1x8", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one"),
+    _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", iterations=3),
+    _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", iterations=2, gate="some"),
+    _squash("folded-any", batch=20, types=9, parents=5, pose=(2, 3, 5), groups="one", iterations=2),
+    _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", iterations=2),
+    _squash("folded-sharing-1x8", batch=3, types=512, parents=7, pose=(1, 8, 16), groups=8, iterations=3, gate="some"),
     _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=WHOLE, groups="types",
-          turns=2),
+          iterations=2),
     _norm("folded-types", batch=3, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
           groups="types"),
     # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
@@ -184,33 +185,33 @@ _ATTENTION_LANES = (
 _POOLING = (
     *_paths(_unit),
     _unit("same-1x16-children", batch=1, types=70, parents=2, pose=(1, 16, 16), groups="none", gate="silent"),
-    _unit("one-parent", types=67, parents=1, pose=(1, 8, 8), groups="one", gate="some", turns=3),
+    _unit("one-parent", types=67, parents=1, pose=(1, 8, 8), groups="one", gate="some", iterations=3),
     _unit("sharp", scale=30.0),
 )
 _POOLING_LANES = (
     *_lanes(_unit),
-    *_double(_unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", turns=3, gate="some")),
-    _unit("same-1x16", batch=20, types=9, parents=1, pose=(1, 16, 16), groups="none", turns=3),
+    *_double(_unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", iterations=3, gate="some")),
+    _unit("same-1x16", batch=20, types=9, parents=1, pose=(1, 16, 16), groups="none", iterations=3),
     _unit("same-any-children", batch=1, types=70, parents=3, pose=(2, 3, 3), groups="none"),
 )
 _GAUSSIAN = (
     *_paths(_heinsen),
     _heinsen("sweeps-means", batch=1, types=2, parents=300, log_weight=False),
     # a parent that about one child makes
-    _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
-    _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, turns=3, gate="some"),
-    _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
-    _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
+    _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
+    _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
+    _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
+    _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", iterations=2),
     # nobody is there, or all gates are shut
     *(make(f"nobody-no-eps-{name}", batch=3, window=WINDOWS["nobody"][1], bias="1M", eps=0.0, types=9, start=False,
-           turns=2) for name, make in (("em", _em), ("heinsen", _heinsen))),
-    *(make(f"shut-no-eps-{name}", batch=3, bias="1M", eps=0.0, types=9, start=False, turns=2, gate="shut")
+           iterations=2) for name, make in (("em", _em), ("heinsen", _heinsen))),
+    *(make(f"shut-no-eps-{name}", batch=3, bias="1M", eps=0.0, types=9, start=False, iterations=2, gate="shut")
       for name, make in (("em", _em), ("heinsen", _heinsen))),
 )  # fmt: skip
 _GAUSSIAN_LANES = (
     *_lanes(_heinsen),
-    _heinsen("1x64-1x2", batch=17, types=3, parents=17, pose=(1, 64, 2), groups="one", turns=2),
-    _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), turns=2),
+    _heinsen("1x64-1x2", batch=17, types=3, parents=17, pose=(1, 64, 2), groups="one", iterations=2),
+    _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), iterations=2),
 )
 
 ATTENTION = Table(

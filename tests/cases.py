@@ -103,7 +103,7 @@ class Case:
         ``"some"`` gates; ``"silent"``: a third of them is 0; ``"broken"``: and what lies behind it is NaN; ``"shut"``:
         all of the first sample are 0.
     start
-        Whether the first turn is given parents.
+        Whether the first iteration is given parents.
     affine, normalize, log_weight, detach
         Whether LayerNorm has parameters; keys are unit vectors; parents have a log-weight; coefficients are constants.
     """
@@ -120,7 +120,7 @@ class Case:
     bias: str | None = None
     gate: str | None = None
     start: bool = True
-    turns: int = 1
+    iterations: int = 1
     dtype: torch.dtype = torch.float32
     layout: str = "plain"
     scale: float | None = None
@@ -151,8 +151,8 @@ class Case:
 
     @property
     def products(self) -> int:
-        """The multiply-adds of the votes of all turns."""
-        return math.prod((*self.numbers, self.seen, *self.pose, self.turns))
+        """The multiply-adds of the votes of all iterations."""
+        return math.prod((*self.numbers, self.seen, *self.pose, self.iterations))
 
     @property
     def wide(self) -> torch.dtype:
@@ -260,7 +260,7 @@ def common_factors(*groups: str) -> dict[str, list[Any]]:
         "bias": [None, "IM", "I1", "1M", "11"],
         "gate": [None, "some", "silent"],
         "start": [True, False],
-        "turns": [1, 2, 3],
+        "iterations": [1, 2, 3],
         "dtype": list(DTYPES),
         "layout": list(LAYOUTS),
     }

@@ -64,14 +64,22 @@ def question(
     sizes = [*given["children"].shape, *case.numbers[1:], case.pose[2]]
     sizes += [0 if given["weight"] is None else given["weight"].shape[0], *case.window]
     bias = 0 if case.bias is None else 1 if case.bias[0] == "1" else 2
-    facts = (int(backward), _ELEMENTS.index(case.dtype), bias, int(case.start), case.turns, OPTIONS[option], *machine)
+    facts = (
+        int(backward),
+        _ELEMENTS.index(case.dtype),
+        bias,
+        int(case.start),
+        case.iterations,
+        OPTIONS[option],
+        *machine,
+    )
     return routing.stem, tuple(sizes), facts
 
 
 def taken(routing: Routing, case: Case, option: str = "fast") -> Case:
-    """Return a case as one call takes it: with one turn where its parents need several blocks."""
-    if case.turns > 1 and "parents take" in ask("routing_refusal", *question(routing, case, option)):
-        return replace(case, turns=1)
+    """Return a case as one call takes it: with one iteration where its parents need several blocks."""
+    if case.iterations > 1 and "parents take" in ask("routing_refusal", *question(routing, case, option)):
+        return replace(case, iterations=1)
     return case
 
 

@@ -244,10 +244,10 @@ def check_errors(mesh: DeviceMesh) -> None:
     whole = Replicate()
     for text, given, matrices, cut, other in (
         ("children must be sharded over the batch or the children", children, weight[:1], Shard(2), whole),
-        ("children must leave every process one", children[:, :1], weight[:1], Shard(1), whole),
-        ("parents must leave every process one", children, weight[:1, :1], whole, Shard(1)),
+        ("children must be >= 1 on every process", children[:, :1], weight[:1], Shard(1), whole),
+        ("parents must be >= 1 on every process", children, weight[:1, :1], whole, Shard(1)),
         ("weight [G, ...] must have a G of 12", children, torch.randn(4, 4, 3, 3), Shard(1), whole),
-        ("parents must be whole where the children are a grid", grid, weight[:4], whole, Shard(1)),
+        ("parents must be whole if the children are a grid", grid, weight[:4], whole, Shard(1)),
     ):
         there, matrices = distribute_tensor(given, mesh, [cut]), distribute_tensor(matrices, mesh, [other])
         try:
@@ -273,15 +273,20 @@ class Traffic(TorchDispatchMode):
 
 
 def check_traffic(mesh: DeviceMesh) -> None:
-    """What crosses in a turn is what docs/distributed.md says: the parents' state, or two numbers a child."""
-    turns, pose = 3, 2 * 3
+    """What crosses in an iteration is what docs/distributed.md says: the parents' state, or two numbers a child."""
+    iterations, pose = 3, 2 * 3
     state, child = BATCH * PARENTS, BATCH * CHILDREN
     for name, cut, forward, backward in (
         ("dynamic-parents", "batch", 0, 0),
-        ("dynamic-parents", "children", turns * state * pose, (turns - 1) * state * pose),
-        ("em", "children", turns * state * (2 * pose + 2), (turns - 1) * state * (2 * pose + 1) + turns * state * pose),
-        ("pool-weights", "children", turns * state * (pose + 2), (turns - 1) * state * pose),
-        ("dynamic-parents", "parents", (turns - 1) * 2 * child, (turns - 1) * child),
+        ("dynamic-parents", "children", iterations * state * pose, (iterations - 1) * state * pose),
+        (
+            "em",
+            "children",
+            iterations * state * (2 * pose + 2),
+            (iterations - 1) * state * (2 * pose + 1) + iterations * state * pose,
+        ),
+        ("pool-weights", "children", iterations * state * (pose + 2), (iterations - 1) * state * pose),
+        ("dynamic-parents", "parents", (iterations - 1) * 2 * child, (iterations - 1) * child),
         ("pool-weights", "parents", 0, 0),
     ):
         case = Case(OF[name], (cut,), share=True)
@@ -300,7 +305,7 @@ def _ops() -> list[tuple[Routing, OneCall, str]]:
     """One case of the raw ops for every rule, the batch in shards; and a sum over children in shards."""
     options: dict[str, Any] = {"batch": 5, "types": 7, "bias": "IM", "gate": "some"}
     found = [
-        (routing, OneCall(f"{routing}-{rule.name}", rule, turns=2, start=rule != Rule.SQUASH, **options), "batch")
+        (routing, OneCall(f"{routing}-{rule.name}", rule, iterations=2, start=rule != Rule.SQUASH, **options), "batch")
         for routing in ROUTINGS
         for rule in sorted(routing.rules)
     ]

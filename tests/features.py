@@ -54,9 +54,9 @@ class Routing:
     """A public function with some settings.
 
     ``leaves``: the tensors that it is given, of which ``child`` has a number for each child. ``results``: the parts of
-    what it returns. ``turns``: how often its votes are read; ``first``: whether the first of these turns has no query
-    and no state; ``moments``: the sums over the votes of a turn. ``library``: whether the library may make the first
-    turn; ``ops``: the calls of an op.
+    what it returns. ``iterations``: how often its votes are read; ``first``: whether the first has no query and no
+    state; ``moments``: the sums over the votes of an iteration. ``library``: whether the library may run the first
+    iteration; ``ops``: the calls of an op.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Routing:
     settings: Mapping[str, Any]
     child: str = "gate"
     results: tuple[str, ...] = ("poses",)
-    turns: int = 3
+    iterations: int = 3
     first: bool = True
     moments: int = 1
     library: bool = False
@@ -106,13 +106,13 @@ AFFINE = ("norm_weight", "norm_bias")
 
 
 def _attention(name: str, *more: str, **settings: Any) -> Routing:
-    turns, first = settings.get("iterations", 1), "parents" not in more
-    options = {"turns": turns, "first": first, "library": first, "ops": int(turns > 1 or not first)}
+    iterations, first = settings.get("iterations", 1), "parents" not in more
+    options = {"iterations": iterations, "first": first, "library": first, "ops": int(iterations > 1 or not first)}
     return Routing(name, inverted_attention_routing, (*VOTES, *more), settings, **options)
 
 
 def _dynamic(name: str, *more: str, **settings: Any) -> Routing:
-    ops = 3 if "eps" in settings else 1  # then every turn is an op of its own
+    ops = 3 if "eps" in settings else 1  # then every iteration is an op of its own
     return Routing(name, dynamic_routing, (*VOTES, *more), {"iterations": 3, **settings}, ops=ops)
 
 

@@ -176,7 +176,7 @@ def added(query: list[Vector] | None, step: list[Vector]) -> list[Vector]:
 
 
 def attention_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
-    """One position of the op, all turns. Rules: 0 LayerNorm, 1 none, 2 squash; an empty position has sums of 0."""
+    """One position of the op, all iterations. Rules: 0 LayerNorm, 1 none, 2 squash; an empty position has sums of 0."""
     many, rule, query, history = given["parents"], given["rule"], _at(given, "query", place), []
     parents: list[Vector] = []
     for _ in range(given["iterations"]):
@@ -192,7 +192,7 @@ def attention_routing(given: Any, seen: list[Child], place: tuple[int, int, int]
 
 
 def pooling_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
-    """One position of the op, all turns. Rules: 2 squash, 3 unit vectors."""
+    """One position of the op, all iterations. Rules: 2 squash, 3 unit vectors."""
     many, rule, query = given["parents"], given["rule"], _at(given, "query", place)
     history, logs, sums = [], [], []
     for _ in range(given["iterations"]):
@@ -207,7 +207,7 @@ def pooling_routing(given: Any, seen: list[Child], place: tuple[int, int, int], 
 
 
 def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
-    """One position of the op, all turns. Rules: 4 EM, 5 Heinsen, 6 k-means."""
+    """One position of the op, all iterations. Rules: 4 EM, 5 Heinsen, 6 k-means."""
     many, rule, eps = range(given["parents"]), given["rule"], given["eps"]
     mean, variance, log_weight = (_at(given, name, place) for name in ("mean", "variance", "log_weight"))
     use, ignore = given["beta_use"], given["beta_ignore"]
@@ -321,7 +321,7 @@ def em(
 ) -> tuple[list[Vector], list[float], list[list[float]]]:
     """Procedure 1 of Hinton et al. 2018, "EM ROUTING"; returns the poses mu_j, activations a_j and the last R_ij.
 
-    One turn for each inverse temperature. ``eps`` stands where the package has it: beside sum_i R_ij, under which the
+    One iteration for each inverse temperature. ``eps`` is where the package has it: beside sum_i R_ij, under which the
     moments are divided, and in the variances; the paper has none. The E-step after the last M-step is left out: nothing
     reads it. ``first``: R_ij of the first iteration where it is not 1 / M. ``normalize``: what the sigmoid takes is
     normalised over j before lambda (Li et al. 2018, appendix A).
@@ -331,8 +331,8 @@ def em(
     mu: list[Vector] = []
     square: list[Vector] = []
     a: list[float] = []
-    for turn, inverse_temperature in enumerate(inverse_temperatures):
-        if turn:  # E-step
+    for iteration, inverse_temperature in enumerate(inverse_temperatures):
+        if iteration:  # E-step
             responsibility = [posterior(a, votes[i], mu, square) for i in lower]
         r = [[responsibility[i][j] * activations[i] for i in lower] for j in upper]  # M-step
         total, mu, square = zip(*(moments(r[j], [vote[j] for vote in votes], eps) for j in upper), strict=True)
@@ -365,8 +365,8 @@ def heinsen(
     mu: list[Vector] = []
     square: list[Vector] = []
     r = [[1 / len(votes[0]) for _ in upper] for _ in lower]
-    for turn in range(iterations):
-        if turn:  # E-step
+    for iteration in range(iterations):
+        if iteration:  # E-step
             likely = [sigmoid(score) for score in a]
             r = [posterior(likely, votes[i], mu, square if model == "gaussian" else None) for i in lower]
         use = [[sigmoid(scores[i]) * r[i][j] for i in lower] for j in upper]  # D-step

@@ -1,6 +1,6 @@
 """The routings that there are: one row each, which every suite iterates.
 
-A row tells how to make the arguments of a case, what one turn of the oracle is and what lies between two, which results
+A row has the arguments of a case, one iteration of the oracle, the step between two iterations, and which results
 have gradients, and which cases there are. Whoever adds a routing adds a row here; ``test_registry`` holds the rows
 equal to the ops that are registered. Nothing here needs pytest.
 """
@@ -36,7 +36,7 @@ def votes_of(given: Given) -> VoteInputs:
     return VoteInputs(*(given[name] for name in VOTES))
 
 
-# ---- arguments beside the votes, in the order of the schemas, and the oracle's loop over turns -----------------------
+# ---- arguments beside the votes, in the order of the schemas, and the oracle's loop over iterations ------------------
 
 
 def _attention_rest(case: Case, seed: int) -> Given:
@@ -49,7 +49,7 @@ def _attention_rest(case: Case, seed: int) -> Given:
         "scale": case.factor,
         "eps": case.eps,
         "rule": int(case.rule),
-        "iterations": case.turns,
+        "iterations": case.iterations,
     }
 
 
@@ -64,7 +64,7 @@ def _pooling_rest(case: Case, seed: int) -> Given:
         "scale": case.factor,
         "normalize": case.normalize,
         "rule": int(case.rule),
-        "iterations": case.turns,
+        "iterations": case.iterations,
     }
 
 
@@ -93,7 +93,7 @@ def _gaussian_rest(case: Case, seed: int) -> Given:
         "log_weight": log_weight,
         "beta_use": betas[0],
         "beta_ignore": betas[1],
-        "temperatures": [TEMPERATURES[turn % len(TEMPERATURES)] for turn in range(case.turns)],
+        "temperatures": [TEMPERATURES[iteration % len(TEMPERATURES)] for iteration in range(case.iterations)],
         "rule": int(case.rule),
         "eps": case.eps,
     }
@@ -116,8 +116,8 @@ class Routing:
     table
         Its cases.
     rest, following, loop
-        The arguments beside the votes; what the next turn is given, from the results and the state of one; all turns of
-        one position as a plain loop.
+        The arguments beside the votes; the next iteration's state, from the results and the state of one; all
+        iterations of one position as a plain loop.
     folds, rounds
         Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
     rounded
@@ -159,12 +159,12 @@ class Routing:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The arguments that a turn takes from the turn before."""
+        """The arguments that an iteration takes from the iteration before."""
         return self.border.state
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The results that have a gradient. All others are the history: turns lead."""
+        """The results that have a gradient. All others are the history: iterations lead."""
         return self.border.finals
 
     @property
@@ -221,7 +221,7 @@ class Routing:
 
     @property
     def rules(self) -> set[Rule]:
-        """What may lie between two turns."""
+        """What may lie between two iterations."""
         return {fields["rule"] for fields in self.table.rules.values()}
 
     def make(self, name: str, **fields: Any) -> Case:
@@ -241,9 +241,14 @@ class Routing:
         grads = {n: case.arranged(draw(*shapes.get(n, case.poses), dtype=dtype)) for n in self.results}
         return Call(self, given, grads, case.detach and bool(self.by_shares))
 
-    def turn(self, given: Given, turn: int, state: Given, detach: bool = False) -> tuple[Given, Given]:
-        """Return the results of one turn of the reference by name, and what the next turn is given."""
-        one = {**given, **state, "iterations": 1, "temperatures": given.get("temperatures", ())[turn : turn + 1]}
+    def iteration(self, given: Given, iteration: int, state: Given, detach: bool = False) -> tuple[Given, Given]:
+        """Return the results of one iteration of the reference by name, and what the next iteration is given."""
+        one = {
+            **given,
+            **state,
+            "iterations": 1,
+            "temperatures": given.get("temperatures", ())[iteration : iteration + 1],
+        }
         arguments = [one[name] for name in given if name not in VOTES]
         flags = [detach] if self.by_shares else []
         found = self.border.reference()[0](votes_of(given), *arguments, *flags)
@@ -251,29 +256,31 @@ class Routing:
         return results, self.following(given, results, state)
 
     def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
-        """Return ``case.turns`` turns of the backward over the same votes, each with parents of its own.
+        """Return ``case.iterations`` iterations of the backward over the same votes, each with parents of its own.
 
-        The first turn was given none if the case has no ``start``. By default all gradients are asked for that turns
-        can share, and with one turn those of its state as well.
+        The first iteration has no state if the case has no ``start``. By default all gradients are computed that
+        iterations can share, and with one iteration those of its state as well.
         """
         given = self.call(case, seed).given
-        turns: list[Given] = []
-        for turn in range(case.turns):
-            state = self.rest(case, seed + 7 * turn)
-            own = {n: None if turn == 0 and not case.start else state[n] for n in self.state}
-            results, _ = self.turn(given, 0, own)
-            turns.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
+        iterations: list[Given] = []
+        for iteration in range(case.iterations):
+            state = self.rest(case, seed + 7 * iteration)
+            own = {n: None if iteration == 0 and not case.start else state[n] for n in self.state}
+            results, _ = self.iteration(given, 0, own)
+            iterations.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
         draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
-        full: Given = {n: draw(case.turns, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}
+        full: Given = {n: draw(case.iterations, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}
         full.update({n: given[n] for n in VOTES})
         for name in (*self.state, *self.saved):
-            each = [one[name] for one in turns if one[name] is not None]
+            each = [one[name] for one in iterations if one[name] is not None]
             full[name] = torch.stack(each).detach() if each else None
         full.update({n: given[n] for n in self.fixed})
         full.update(dict.fromkeys(self.absent.get(case.rule, ())))
         if needs is None:
             there = {**given, "beta_use": full.get("beta_use"), "beta_ignore": full.get("beta_ignore")}
-            wanted = [there[n[1:]] is not None and (case.turns == 1 or n[1:] not in self.state) for n in self.gradients]
+            wanted = [
+                there[n[1:]] is not None and (case.iterations == 1 or n[1:] not in self.state) for n in self.gradients
+            ]
             needs = sum(1 << k for k, want in enumerate(wanted) if want)
         names = [argument.name for argument in self.backward_op._schema.arguments]
         full["needs"] = needs | (DETACH if case.detach and self.by_shares else 0)
@@ -318,10 +325,10 @@ class Call:
         return [*(self.given[name] for name in self.names), *self.grads.values()]
 
     @property
-    def turns(self) -> int:
-        """How many turns it has."""
-        turns: int = self.given["iterations"] if "iterations" in self.given else len(self.given["temperatures"])
-        return turns
+    def iterations(self) -> int:
+        """How many iterations it has."""
+        iterations: int = self.given["iterations"] if "iterations" in self.given else len(self.given["temperatures"])
+        return iterations
 
     def having(self, tensors: Sequence[Tensor | None]) -> Call:
         """Return this call with other tensors."""
@@ -349,11 +356,11 @@ class Call:
         return dict(zip(self.routing.outputs, self.routing.op(*self.arguments()), strict=False))
 
     def by_loop(self) -> dict[str, Tensor]:
-        """Return the results of the oracle: a loop of turns of the reference, differentiable."""
+        """Return the results of the oracle: a loop of iterations of the reference, differentiable."""
         state = {name: self.given[name] for name in self.routing.state}
         history: list[Given] = []
-        for turn in range(self.turns):
-            results, state = self.routing.turn(self.given, turn, state, self.detach)
+        for iteration in range(self.iterations):
+            results, state = self.routing.iteration(self.given, iteration, state, self.detach)
             history.append(results)
         last = history[-1]
         return {
@@ -381,7 +388,7 @@ class Call:
     def bar(self, tf32: bool = False, training: bool = True) -> Bar:
         """Return what results, and gradients if wanted, may err.
 
-        The exact ones are autograd's through the loop of the reference. So are eager's, but where turns keep what was
+        The exact ones are autograd's through the loop of the reference. So are eager's, but if iterations keep what was
         rounded to the dtype of the children: autograd would repeat such a rounding on its way back, and cancel it.
         There eager is the op itself by the reference, with the explicit formulas of its backward.
         """
@@ -394,7 +401,7 @@ class Call:
             with fastcaps.backend("reference"):
                 return self.having(tensors).training(Call.by_op)
 
-        rounds = bool(self.routing.rounded) or (self.turns > 1 and not self.routing.wide)
+        rounds = bool(self.routing.rounded) or (self.iterations > 1 and not self.routing.wide)
         return Bar(by_loop, self.tensors, [by_formulas] if training and rounds else [], tf32)
 
 
@@ -420,18 +427,18 @@ class BackwardCall:
         return {n: one for n, one in zip(self.routing.gradients, found, strict=True) if one.shape != (0,)}
 
     def by_reference(self) -> list[Tensor]:
-        """Return the sum over turns of the reference's backward."""
+        """Return the sum over iterations of the reference's backward."""
         backward = self.routing.border.reference()[1]
-        turns = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
+        iterations = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
         total: list[Tensor] = []
-        for turn in range(turns):
+        for iteration in range(iterations):
             each: Given = {}
             for name, value in self.given.items():
                 if name in (*self.routing.grads, *self.routing.saved) and value is not None:
-                    value = value[turn]
+                    value = value[iteration]
                 elif name in self.routing.state and value is not None:
-                    missing = turns - value.shape[0]
-                    value = None if turn < missing else value[turn - missing]
+                    missing = iterations - value.shape[0]
+                    value = None if iteration < missing else value[iteration - missing]
                 each[name] = value
             rest = [value for name, value in each.items() if name not in (*VOTES, *self.routing.grads)]
             found = backward(*(each[n] for n in self.routing.grads), votes_of(each), *rest)

@@ -82,7 +82,7 @@ def hold_each_gradient_alone(
 
     They may differ by ``most`` units in the last place of the largest number.
     """
-    whole = routing.backward_call(replace(case, turns=1))
+    whole = routing.backward_call(replace(case, iterations=1))
     everything, names, there = run(whole), routing.gradients, whole.given["needs"]
     for needs in (*(1 << k for k in range(len(names))), 0, 3, 6, 7):
         found = run(BackwardCall(routing, {**whole.given, "needs": needs}))

@@ -30,7 +30,7 @@ def test_listing_and_names() -> None:
 @pytest.mark.parametrize(("name", "device"), [("cuda", "cpu"), ("triton", "cpu"), ("cpu", "meta")])
 @pytest.mark.parametrize("with_parents", [True, False])
 def test_a_forced_backend_never_falls_back(name: str, device: str, with_parents: bool) -> None:
-    """Nor to torch's own product, which makes a first turn."""
+    """Nor to torch's own product, which computes a first iteration."""
     arguments = {key: tensor.to(device) for key, tensor in right().items() if with_parents or key != "parents"}
     # on a machine with a GPU the reason is that the tensors are not there
     refused = pytest.raises(fastcaps.BackendError, match=f"{name!r} is forced and cannot take this")

@@ -15,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import profiled, record
+import fastcaps
+from bench import profiled, public, record
 from bench.alternatives import (
     ALTERNATIVES,
     BLOCKED,
     FOLDED,
     OURS,
     STORED,
+    VERBS,
     build,
     is_compiled,
     reference,
@@ -86,7 +88,7 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
     wanted = runner(reference(workload), _doubles(workload), True)()
     assert wanted.keys() == {f"d{name}" for name in workload.inputs(1).learned} | {*workload.routing.results}
     assert workload.grid is None or _doubles(workload).children.movedim(1, 3).is_contiguous()
-    ways = {name: build(name, workload) for name in (OURS, STORED)}
+    ways = {name: build(name, workload) for name in (OURS, STORED, VERBS)}
     if workload.routing.makes_votes:
         share = 1 + int(0.8 * workload.votes_bytes(workload.batch))
         layouts = [Layout("imecp", block=1), Layout("imcep", block=share)]
@@ -238,6 +240,41 @@ def test_graphs_and_memory_of_a_device() -> None:
     found = measure(x.device, lambda: {"sum": torch.cat([x, x, x]).sum()}, alone=True)
     assert 0 < found["graph"]["median"] < found["median"] < 1e-2 and found["latency"] > 0
     assert 3 * 2**22 <= found["memory"]["beyond"] <= 3 * 2**22 + 2**21
+
+
+# Public programs
+
+
+def test_a_public_program_is_timed_only_where_results_and_gradients_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "heinsen_routing.py").write_text("from nn_plain import GenerativeMatrixRouting")
+    monkeypatch.syspath_prepend(tmp_path)
+    for place, name in ((torch.Tensor, "cuda"), (torch.cuda, "FloatTensor")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # what a program changes is put back
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    program = public.Program(str(tmp_path), [case[0] for case in public.CASES].index("glassroom/heinsen_routing"))
+    program.batch = 3
+    found = program.check()
+    assert found["float64"] < 1e-11 and 1e-8 < found["ours"] <= 3 * found["theirs"] + 1e-5
+    took = program.time(compiled=False)
+    assert {*took} == {"theirs", "ours"} and min(one["calls"] for one in took.values()) >= 5
+    convert = fastcaps.convert
+
+    def skewed(model: torch.nn.Module) -> object:
+        report = convert(model)
+        model.W.data *= 1 + 1e-5  # type: ignore[union-attr, operator]
+        return report
+
+    monkeypatch.setattr(fastcaps, "convert", skewed)
+    try:
+        with pytest.raises(ValueError, match="results or gradients differ"):
+            program.check()
+        monkeypatch.setattr(fastcaps, "convert", lambda model: fastcaps.compat.ConversionReport(model))
+        with pytest.raises(ValueError, match="not converted"):
+            program.check()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # Processes

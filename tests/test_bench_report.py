@@ -179,7 +179,7 @@ def test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders(
 
 def test_a_goal_that_was_held_is_lost_and_one_that_was_not_is_not(row: dict[str, Any]) -> None:
     held, slower, slightly = (row | {"speedup": value, "goal": {"speedup": 35}} for value in (40.0, 30.0, 33.0))
-    assert goals.lost(slower, held, quick=False) == ["30.0× of the fastest alternative, goal 35.0×"]
+    assert goals.lost(slower, held, quick=False) == ["speed-up 30.0×, goal 35.0×"]
     assert goals.lost(slightly, held, quick=False) == []  # within what two runs differ by
     assert goals.lost(slower, slower, quick=False) == goals.lost(slower, None, quick=False) == []
     assert goals.lost({**held, "refused": "errs"}, held, quick=False) == ["refused, errs"]
@@ -207,13 +207,13 @@ def test_the_newest_complete_row_wins_by_the_date_inside(row: dict[str, Any]) ->
 
 
 def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
-    rows = record.merge(record.load(record.RESULTS))
+    rows, programs = record.merge(record.load(record.RESULTS)), record.load(record.RESULTS, kind="public")
     (tmp_path / "docs" / "performance").mkdir(parents=True)
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("performance*"), *(ROOT / "docs/performance").glob("*")):
-        if path.is_file():
-            (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    written = report.write(rows, tmp_path)
-    assert tmp_path / "README.md" in written and len(written) >= 6
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/performance").glob("*")):
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    written = report.write(rows, programs, tmp_path)
+    assert tmp_path / "README.md" in written and (tmp_path / "docs/relation.md" in written) == bool(programs)
+    assert len(written) >= 6
     for path in written:
         made, kept = path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text()
         if path.suffix == ".svg":  # versions of matplotlib draw a text at other places
@@ -225,7 +225,7 @@ def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> Non
 def test_the_figures_of_a_speed_up_are_typed_nowhere() -> None:
     """Of README and docs only generated parts, and pages of other dated measurements, say how many times faster."""
     dated = {"encapnet.md", "learned.md", "compiled.md"}
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for path in (ROOT / "README.md", ROOT / "docs/index.md", *(ROOT / "docs").rglob("*.md")):
         if path.name not in dated:
             text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", path.read_text(), flags=re.DOTALL)
             found = re.findall(r"[^\n]*\d ?× faster[^\n]*|[^\n]*\*\*[\d.]+×\*\*[^\n]*", text)
@@ -239,7 +239,7 @@ def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict
     assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 344 GFLOP/s (344 to 380 over the rows)" in text
     assert "| tsai-c10-conv1 | 8 | 231 | 5.00 (5.00-5.00) | stored, compiled* | 150 (150-150) | 30.0× | 139 |" in text
     assert "| 139 | 40% | 65% | 1.00 (0.4%) | 698 | 25.0 |" in text
-    assert "batch 1 forward: 30.0× of the fastest alternative, goal 35.0×" in text
+    assert "batch 1 forward: speed-up 30.0×, goal 35.0×" in text
     assert "einsum, compiled: out of memory" in text
     slower = row | {"mode": "training step", "speedup": 0.52}
     doubtful = row | {"speedup": 6735.0, "doubts": ["195% of the peak"]}
@@ -249,11 +249,25 @@ def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict
     assert "- tsai-c10-conv1 batch 8 forward: 195% of the peak" in report.markdown([doubtful])
     text = report.html([row, row | {"mode": "training step"}, single | {"speedup": None, "fastest": None}])
     assert text.count("<svg") == 1 and 'name="viewport"' in text and "<td>30.0×</td>" in text
-    for said in ("30.0×", "40%", "1.00", "698", "tsai-c10-conv1", "stored votes"):
+    for said in ("30.0×", "40%", "1.00", "698", "tsai-c10-conv1", "PyTorch, votes stored"):
         assert f">{said}</text>" in text, said
     assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import url", text)  # nothing from the network
     text = report.html([row | {"batch": 2, "default": False, "memory": {}}])  # as of a quick run
-    assert ">30.0×</text>" in text and "stored votes</text>" not in text
+    assert ">30.0×</text>" in text and "votes stored</text>" not in text
+
+
+def test_the_table_of_public_programs() -> None:
+    about = MACHINE | {"threads": 2, "versions": {"torch": "2"}}
+    row = {"repository": "a/b", "commit": "0123456789", "what": "`Layer`", "batch": 8, "network": False, "load": 0.5}
+    row |= {"theirs": {"median": 0.2}, "ours": {"median": 0.05}, "memory": {"theirs": 9e8, "ours": 3e7}}
+    row |= {"equal": {"float64": 2e-15}, "compiled": {"failed": "out of memory"}, "machine": about}
+    network = row | {"what": "`Net`", "network": True, "refused": "results or gradients differ"}
+    short, full = report.public([row, network], full=False), report.public([row, network])
+    link = "| [a/b](https://github.com/a/b/tree/0123456789)"
+    said = "`Layer` (8) | 200 → 50.0 (**4.00×**) | 900 → 30.0 (**30.0×**) | 2e-15 |"
+    assert f"{link} | {said}" in short and "`Net`" not in short and "load average before a row 0.5" in short
+    assert f"{link} 0123456 | {said} out of memory |" in full
+    assert "`Net` (8) | refused: results or gradients differ |  |  |  |" in full
 
 
 # Two commits

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,23 +223,57 @@ def test_the_folder_for_the_hub_loads_under_a_name_of_its_own(pure_wheel: zipfil
     assert (done := python(code)).returncode == 0, done.stderr
 
 
-def test_the_source_distribution_holds_all_that_a_build_needs(tmp_path: Path) -> None:
-    """Without a network: what is unpacked from it has every file that the tree's build and tests read."""
-    tree = copy_tree(tmp_path / "tree")
-    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md"):
-        shutil.copy(ROOT / name, tree)
+def test_the_folder_for_the_hub_has_a_variant_for_every_kind_of_torch(tmp_path: Path) -> None:
+    """The hub's loader takes no CPU variant where torch has CUDA."""
+    wheel = tmp_path / "fastcaps-1.2-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr("fastcaps/__init__.py", "")
+        files.writestr("fastcaps/lib/libfastcaps_cuda.so", b"")
+        files.writestr(
+            "fastcaps/lib/libfastcaps_cpu.so", b'{"toolkit": "13.0.88", "architectures": ["80-real", "120"]}'
+        )
+    script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), str(wheel), str(tmp_path)]
+    subprocess.run(script, check=True)
+    for name, backend in (("cpu", {"type": "cpu"}), ("cu130", {"type": "cuda", "archs": ["8.0", "12.0+PTX"]})):
+        folder = tmp_path / f"build/torch-stable-abi210-{name}-x86_64-linux"
+        told = json.loads((folder / "metadata.json").read_text())
+        assert (told["backend"], told["python-depends"], told["version"]) == (backend, [], 1)
+        assert (folder / "lib/libfastcaps_cuda.so").exists() == (name != "cpu")
+
+
+def test_an_index_shows_the_readme_without_paths(setup_py: ModuleType, pure_wheel: zipfile.ZipFile) -> None:
+    """Links into the checkout lead nowhere there; what they say stays, as do links to the papers."""
+    given = (ROOT / "README.md").read_text()
+    shown = setup_py.described(given)
+    assert not re.search(r"\]\((?!https?:)|<!--", shown) and "](https://" in shown
+    texts = re.findall(r"(?<!!)\[([^]]+)\]\(", given)
+    assert len(texts) > 10 and all(text in shown for text in texts)
+    (metadata,) = (name for name in pure_wheel.namelist() if name.endswith("/METADATA"))
+    assert b"Description-Content-Type: text/markdown" in pure_wheel.read(metadata)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {fastcaps.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_source_distribution_is_complete(tmp_path: Path) -> None:
+    """Without a network: what is unpacked from it has every file of the tree, and nothing that a build left there."""
+    tree = tmp_path / "tree"
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "runs", "lib", "*.egg-info", "__pycache__", "results")
+    shutil.copytree(ROOT, tree, ignore=left_out, symlinks=True)
+    wanted = {path.relative_to(tree) for path in tree.rglob("*") if path.is_file()}
+    (tree / "fastcaps/lib").mkdir()
+    (tree / "fastcaps/lib/libfastcaps_cpu.so").write_text("stale")
     run = python("import setuptools.build_meta as m; m.build_sdist('out')", tree)
     assert run.returncode == 0, run.stderr
     (archive,) = (tree / "out").glob("*.tar.gz")
     assert archive.name == f"fastcaps-{fastcaps.__version__}.tar.gz"
     shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    folders = (ROOT / "csrc", ROOT / "fastcaps/triton_kernels")
-    sources = {path.relative_to(ROOT) for folder in folders for path in folder.rglob("*")}
-    sources = {path for path in sources if (ROOT / path).is_file() and "__pycache__" not in path.parts}
-    assert not [path for path in sources if not (unpacked / path).is_file()]
-    assert not list(unpacked.rglob("*.so"))
-    assert {path.name for path in unpacked.iterdir() if path.is_dir()} == {"csrc", "fastcaps", "fastcaps.egg-info"}
+    held = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    assert len(wanted) > 400 and wanted <= held, sorted(wanted - held)[:5]
+    assert Path("fastcaps/triton_kernels/__init__.py") in held  # a link in the tree
+    assert not [path for path in held if path.suffix == ".so"]
     run = build_wheel(unpacked, FASTCAPS_BUILD="0", no_proxy="*", PIP_NO_INDEX="1")
     assert run.returncode == 0, run.stderr
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from stand_ins import RECIPE
 
 import fastcaps
 from fastcaps import cli
+from fastcaps.cli import train
+from fastcaps.cli.app import app
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -45,12 +49,66 @@ def test_wrong_command_lines_exit_with_2(capsys: pytest.CaptureFixture[str]) -> 
         assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_every_list_fits_80_columns_and_breaks_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning")
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("info", "train --list", "recipes", "reproduce", "train --help"):
+        out = call(capsys, *command.split())[1]
+        assert max(map(len, out.splitlines())) <= 80, command
+    assert "tsai-iar-resnet-c100" in call(capsys, "train", "--list")[1].replace(",", " ").split()
+
+
+def test_help_shows_the_settings_defaults() -> None:
+    pytest.importorskip("lightning")
+    from fastcaps import demo
+    from fastcaps.training.config import defaults
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    shown = {each.name: each.show_default for each in commands["train"].params}
+    for option, path in train.PATHS.items():
+        value: Any = defaults()
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value not in (None, ""):
+            assert shown[option] == str(value), option
+    assert {each.name: each.show_default for each in commands["demo"].params}["epochs"] == str(demo.EPOCHS)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_tab_completion_by_a_script_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of commands, their options, and values that the package knows; after an option that takes a file, of files."""
+    pytest.importorskip("lightning")
+    script = call(capsys, "--show-completion", "bash")[1]
+    for line, wanted in {
+        "": "info bench compare explain train recipes reproduce demo --show-completion --version --help",
+        "re": "recipes reproduce",
+        "train --fl": "--flip",
+        "train --network digi": "digits",
+        "explain sabour-mn": "sabour-mnist",
+        "reproduce --col": "--collect",
+        "bench --device ": "cpu cuda",
+        "compare HEAD --ro": "--rounds",
+        "train --out ": "",
+    }.items():
+        words = " ".join(f"'{word}'" for word in ("fastcaps", *line.split(" ")))
+        asked = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _fastcaps; echo ${{COMPREPLY[@]}}"
+        environment = {"PATH": str(tmp_path)}  # no Python to be found
+        done = subprocess.run(
+            [shutil.which("bash") or "", "-c", script + asked], env=environment, capture_output=True, text=True
+        )
+        assert (done.stdout.split(), done.stderr) == (wanted.split(), ""), line
+
+
 # --- info ------------------------------------------------------------------------------------------------------------
 
 
 def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call(capsys, "info")
-    assert status == 0 and all(str(entry) in out for entry in fastcaps.backends.listing())
+    told = " ".join(out.split())
+    assert status == 0 and all(" ".join(str(entry).split()) in told for entry in fastcaps.backends.listing())
+    assert all(told.count(entry.detail) == 1 for entry in fastcaps.backends.listing() if not entry.available)
     with fastcaps.backend("reference"):
         status, out, _ = call(capsys, "info", "--json", "--dtype", "float64")
     told = json.loads(out)
@@ -80,6 +138,7 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
         ("explain digits --device abacus", "--device: got abacus, but torch finds no such device here"),
         ("bench --against jax", "--against: got jax, want some of batched-matmul"),
         ("bench --html nowhere/page.html", "--html: there is no folder "),
+        ("info --device cuda:9", "--device: got cuda:9, but torch finds no such device here"),
         ("info --dtype float31", "--dtype float31: not a dtype of torch"),
     ],
 )

@@ -61,7 +61,7 @@ def test_models_of_every_kind():
     assert report.layers[0].path == "(the model)"
     with torch.device("meta"):  # a default device does not matter
         report = fastcaps.convert(nn.Sequential(fc().to(torch.bfloat16), fc().to("meta"), fc().double()))
-    assert report.converted == ["0", "1", "2"] and "no numbers yet" in report.layers[1].why
+    assert report.converted == ["0", "1", "2"] and "no values yet" in report.layers[1].why
     report = fastcaps.convert(nn.Linear(2, 2))
     assert isinstance(report, ConversionReport) and report.layers == [] and "this model has none of" in str(report)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
@@ -119,7 +119,7 @@ def left() -> dict[str, tuple[nn.Module, str]]:
         "called": (Called(**SIZES, matrix_pose=True, dp=0.0), "has __call__ of its own"),
         "ours": (ml_capsules.CapsuleFC(6, 4, 3, 4, True, 0.0), "already"),
         "rerouted": (rerouted, "routing_module must be an AgreementRouting, got Identity"),
-        "primary": (primary, "makes primary capsules by convolutions, routes nothing"),
+        "primary": (primary, "computes primary capsules by convolutions, routes nothing"),
         "early": (Early(3, 4, 3, 2, 2), "its results differ"),
     }
 
@@ -248,4 +248,4 @@ def test_versions_of_batch_averaged_capsules():
     primary.use_routing = False
     report = fastcaps.convert(nn.Sequential(repaired, primary))
     assert report.converted == ["0"] and "compete=parents, squashed=pose" in report.layers[0].why
-    assert "makes primary capsules" in report.layers[1].why
+    assert "computes primary capsules" in report.layers[1].why

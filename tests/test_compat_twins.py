@@ -294,7 +294,7 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
         (ValueError, "K and stride must be 1 with w_shared=True, got 3 and 2", lambda: ConvCaps(w_shared=True)),
         (ValueError, r"x must be \[b, h, w, 15\]", given_to("em", (2, 7, 5, 14))),
         (ValueError, r"x must be \[batch, 12, 3\], got \[3, 3, 12\]", given_to("higgsfield", (3, 3, 12))),
-        (ValueError, "compete must be one of parents, children, got 'all'",
+        (ValueError, "compete must be one of 'parents', 'children', got 'all'",
          lambda: build("timomernick", compete="all")),
         (ValueError, "use_routing must be True", lambda: build("timomernick", use_routing=False)),
         (ValueError, r"input_tensor must be \[batch, 3, 5, h, w\], got \[2, 5, 3, 7, 6\]",

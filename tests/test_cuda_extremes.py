@@ -47,7 +47,7 @@ LONELY = (  # parents that one child makes, or two: variances are nothing beside
     Case("one-child-vector", Rule.EM, batch=5, types=1, pose=(1, 16, 16), start=False),
     Case("one-child-any", Rule.EM, types=1, parents=5, pose=(5, 3, 7), gate="some"),
     Case("one-child-each", Rule.EM, types=8, parents=10, pose=(4, 4, 4)),
-    Case("one-child-turns", Rule.EM, types=4, parents=6, pose=(4, 4, 4), turns=3),
+    Case("one-child-iterations", Rule.EM, types=4, parents=6, pose=(4, 4, 4), iterations=3),
     Case("one-child-grid", Rule.EM, grid=(3, 3), types=2, parents=6, pose=(4, 4, 4), window=(2, 2, 1, 1, 1, 1, 1, 1)),
     Case("one-child-sweeps", Rule.EM, batch=1, types=2, parents=1100, pose=(4, 4, 4)),
     Case("one-child-ranges", Rule.EM, batch=1, types=200, pose=(4, 4, 4), groups="one"),
@@ -66,13 +66,13 @@ def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
         weight = back["weight"][:1] if case.groups == "one" else back["weight"]
         votes = torch.einsum("bmcd,mde->bmce", back["children"][:, 0, 0, types],
                              weight[types if len(weight) > 1 else 0 * types, torch.arange(case.parents)])  # fmt: skip
-        back["mean"] = votes[:, None, None].expand(case.turns, *case.poses).contiguous()
+        back["mean"] = votes[:, None, None].expand(case.iterations, *case.poses).contiguous()
         back["variance"] = 1e-3 * back["variance"]
-        once, turns = GAUSSIAN.call(replace(case, turns=1)).given, []
-        for k in range(case.turns):
+        once, iterations = GAUSSIAN.call(replace(case, iterations=1)).given, []
+        for k in range(case.iterations):
             state = {name: None if back[name] is None else back[name][k] for name in GAUSSIAN.state}
-            turns.append(GAUSSIAN.turn(once, 0, state)[0])
-        back |= {n: torch.cat([results[kept] for results in turns]) for n, kept in GAUSSIAN.saved.items()}
+            iterations.append(GAUSSIAN.iteration(once, 0, state)[0])
+        back |= {n: torch.cat([results[kept] for results in iterations]) for n, kept in GAUSSIAN.saved.items()}
     back["grad_variances"] = 1e4 * back["grad_variances"]
     call = BackwardCall(GAUSSIAN, {**back, "needs": 15})
     with target.guarded():
@@ -82,14 +82,14 @@ def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
 
 
 @on_every_target
-@pytest.mark.parametrize("start", [False, True], ids=["first-turn", "later-turn"])
+@pytest.mark.parametrize("start", [False, True], ids=["first-iteration", "later-iteration"])
 @pytest.mark.parametrize("types", [40, 500])
 def test_variances_of_votes_far_from_zero(types: int, start: bool, target: Target) -> None:
     hold_far_from_zero(target.forward, types, start)
 
 
 @on_every_target
-@pytest.mark.parametrize("start", [False, True], ids=["first-turn", "later-turn"])
+@pytest.mark.parametrize("start", [False, True], ids=["first-iteration", "later-iteration"])
 def test_many_children(start: bool, target: Target) -> None:
     """Counts stay exact where one after another is added to a sum 16,384 times its size."""
     case = Case("many", Rule.HEINSEN, batch=1, types=1 << 14, parents=2, pose=(1, 1, 1), groups="one", start=start,
@@ -111,11 +111,13 @@ def test_keys_are_directions_however_long(size: float, target: Target) -> None:
 
 @on_every_target
 @pytest.mark.parametrize("size", [1e-17, 300.0, 2e19, 1e30])
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("routing", [one for one in ROUTINGS if Rule.SQUASH in one.rules], ids=str)
-def test_squash_of_any_length(routing: Routing, turns: int, size: float, target: Target) -> None:
+def test_squash_of_any_length(routing: Routing, iterations: int, size: float, target: Target) -> None:
     """Neither the square of a long vector overflows nor that of a short one vanishes."""
-    case = Case("long", Rule.SQUASH, types=1, parents=1, pose=(4, 4, 4), groups="one", start=False, turns=turns)
+    case = Case(
+        "long", Rule.SQUASH, types=1, parents=1, pose=(4, 4, 4), groups="one", start=False, iterations=iterations
+    )
     call = routing.call(case)
     call.given["children"] *= size
     exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]

@@ -38,8 +38,10 @@ def ops_of(host: Host, routing: Routing, case: Case, option: str = "fast", devic
     """Return a case's forward and backward, ready to be called."""
     forward = getattr(torch.ops.fastcaps_cuda, routing.name).default
     backward = getattr(torch.ops.fastcaps_cuda, f"{routing.name}_backward").default
-    turns = case.turns if case.parents <= 32 else 1  # so many parents take several blocks, and turns several calls
-    given = Host.moved([*routing.call(replace(case, turns=turns)).given.values()], device)
+    iterations = (
+        case.iterations if case.parents <= 32 else 1
+    )  # so many parents take several blocks, and iterations several calls
+    given = Host.moved([*routing.call(replace(case, iterations=iterations)).given.values()], device)
     back = Host.moved([*routing.backward_call(case).given.values()], device)
     return (lambda: forward(*given, OPTIONS[option])), (lambda: backward(*back, OPTIONS[option]))
 

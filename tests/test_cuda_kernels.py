@@ -86,7 +86,7 @@ def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: 
     """In every bit, forward and backward; where votes are the children, poses are seen as vectors on the way."""
     case = routing.make(
         "set", batch=3, types=7, parents=5, pose=(4, 4, 4), groups=groups, bias="IM",
-        gate="some", turns=2, layout="transposed",
+        gate="some", iterations=2, layout="transposed",
     )  # fmt: skip
     one = taken(routing, case, "ordered")
     call, back = routing.call(one), routing.backward_call(case)
@@ -159,29 +159,29 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         ("weight is not for 12 parents", {**given_all, "parents": 12}),
         (f"{state} has shape", {**given_all, state: given_all[state][:1]}),
         ("has no rule 7", {**given_all, "rule": 7}),
-        ("iterations, got 17", routing.call(replace(case, turns=17)).given),
+        ("iterations, got 17", routing.call(replace(case, iterations=17)).given),
         ("512", routing.call(replace(case, types=1, parents=1, pose=(27, 2, 19), bias=None)).given),
     ]
     if routing.competing:
-        many = replace(case, types=2, parents=1100, pose=(4, 4, 4), bias=None, betas="11", turns=2)
+        many = replace(case, types=2, parents=1100, pose=(4, 4, 4), bias=None, betas="11", iterations=2)
         wrong.append(("1100 parents take several blocks", routing.call(many).given))
     for message, each in wrong:
         with pytest.raises(RuntimeError, match=message):
             target.forward(Call(routing, each, {}))
     with pytest.raises(RuntimeError, match="of one iteration, got 2"):
-        target.backward(routing.backward_call(replace(case, turns=2), needs=16))
+        target.backward(routing.backward_call(replace(case, iterations=2), needs=16))
 
 
 def test_which_routings_take_one_launch() -> None:
     def refusals(case: Case, **options: Any) -> list[str]:
         return [ask("routing_refusal", *question(routing, case, **options)) for routing in ROUTINGS]
 
-    one = Case("one", Rule.PLAIN, batch=64, types=70, parents=10, pose=(4, 4, 4), turns=3)
+    one = Case("one", Rule.PLAIN, batch=64, types=70, parents=10, pose=(4, 4, 4), iterations=3)
     assert refusals(one) == ["", "", ""]
     many = replace(one, types=7, parents=1100)
     assert ["1100 parents" in answer for answer in refusals(many)] == [True, False, True] and refusals(many)[1] == ""
     assert all("20000 children" in answer for answer in refusals(replace(one, batch=1, types=20_000, groups="one")))
-    assert all("17 iterations" in answer for answer in refusals(replace(one, turns=17)))
+    assert all("17 iterations" in answer for answer in refusals(replace(one, iterations=17)))
     small = refusals(replace(one, types=2, pose=(8, 64, 64)), machine=(4, 1 << 10))
     assert all("shared memory" in answer for answer in small)
 
@@ -194,7 +194,7 @@ def test_what_is_promised_runs(
     pose: tuple[int, int, int], parents: int, dtype: torch.dtype, option: str, target: Target
 ) -> None:
     """The kernel that rounds to tf32 takes fewer parents of 1x64 poses a block: with it the answer is another."""
-    case = Case("promised", Rule.LAYER_NORM, types=3, parents=parents, pose=pose, turns=2, dtype=dtype)
+    case = Case("promised", Rule.LAYER_NORM, types=3, parents=parents, pose=pose, iterations=2, dtype=dtype)
     call = ATTENTION.call(case)
     if "parents take" in ask("routing_refusal", *question(ATTENTION, case, option)):
         with pytest.raises(RuntimeError, match="parents take several blocks"):

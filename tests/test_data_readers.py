@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[str, Read, list[tuple[Any, str]]]] = {
     "trees": ("train.txt", lambda path: data.read_trees(path, phrases=True), [
         (b"(2 (2 A) (2 b)\n", "line 1: ends early; 1 brackets are not closed"),
         (b"(2 a)\n(5 b)\n", "line 2: a node has the label '5', want 0 to 4"),
-        (b"(2 a) b\n", "line 1: 'b' stands outside of the tree"),
+        (b"(2 a) b\n", "line 1: 'b' is outside of the tree"),
         (b"(2 (3 ) a)\n", "line 1: a node holds no word"),
         (b"(", "line 1: a node has the label ''"),
         (b"\n\n", "holds no tree, want one a line"),

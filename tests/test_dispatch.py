@@ -28,7 +28,7 @@ POSE = (4, 4, 4)
 
 
 class FakeLibrary:
-    """The CUDA library as far as the choice asks it: it takes poses of up to 512 numbers, and all turns at once."""
+    """The CUDA library as far as the choice asks it: it takes poses of up to 512 values, and all iterations at once."""
 
     problem = ""
 
@@ -91,7 +91,7 @@ def serve(
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Have a made-up backend serve the CPU by the reference, and return the list of its calls, as it grows.
 
-    ``refusal`` answers whether the CUDA library takes all turns at once.
+    ``refusal`` answers whether the CUDA library takes all iterations at once.
     """
     seen: list[tuple[str, tuple[Any, ...]]] = []
 
@@ -174,7 +174,7 @@ def test_the_first_backend_that_can_take_a_call_does(
     ("stage", "cuda", "triton", "runs"),
     [
         ("old device", "it is built for compute capability 8.0, 9.0+PTX, the device has 7.5", None, "triton"),
-        ("old driver", "it is built with CUDA 13.0.88, the driver serves CUDA 12 at most", None, "triton"),
+        ("old driver", "it is built with CUDA 13.0.88, the driver supports CUDA 12 at most", None, "triton"),
         ("no library", "not built: no CUDA toolkit when it was built", None, "triton"),
         ("no gpu", "torch sees no GPU", "torch sees no GPU", "reference"),
         ("cpu torch", *2 * [f"torch {torch.__version__} is a CPU build"], "reference"),
@@ -229,7 +229,7 @@ def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: 
     heard: list[backends.Call] = []
     monkeypatch.setattr(backends, "choose", lambda call: heard.append(call) or "reference")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
-    case = replace(routing.case("padded"), turns=1)
+    case = replace(routing.case("padded"), iterations=1)
     routing.call(case).training(Call.by_op)
     wanted = backends.Call(routing.stem, torch.device("cpu"), torch.float32, case.pose, case.parents, True, 0)
     assert heard == [wanted] * 2
@@ -299,7 +299,7 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 
 @every_routing
 @pytest.mark.parametrize(("name", "refusal"), [("cuda", ""), ("cuda", "too many parents"), ("triton", "")])
-def test_turns_are_one_call_where_the_library_takes_them(
+def test_iterations_are_one_call_where_the_library_takes_them(
     routing: Routing, name: str, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere an iteration a call; the backward asks every one that has parents for their gradient.
@@ -308,7 +308,7 @@ def test_turns_are_one_call_where_the_library_takes_them(
     """
     monkeypatch.setattr(backends, "_options", lambda _: 3)
     seen = serve(monkeypatch, name, lambda: refusal)
-    call = routing.call(replace(routing.case("padded"), turns=3, dtype=torch.float64))
+    call = routing.call(replace(routing.case("padded"), iterations=3, dtype=torch.float64))
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
@@ -319,7 +319,7 @@ def test_turns_are_one_call_where_the_library_takes_them(
 
 
 def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
-    """Sizes, type, bias, whether the first turn has parents, turns, settings, and the device's two limits."""
+    """Sizes, type, bias, whether the first iteration has parents, iterations, settings, and the device's two limits."""
     heard: list[Any] = []
 
     class Asked(FakeLibrary):

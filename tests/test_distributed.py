@@ -66,8 +66,8 @@ dist.init_process_group("fake", rank=0, world_size=2)
 tried = 0
 for routing, ours in zip(ROWS, ROUTINGS, strict=True):
     for rule in routing.rules:
-        for turns in (1, 2):
-            case = Case("", rule, batch=4, types=6, parents=4, bias="IM", gate="some", turns=turns)
+        for iterations in (1, 2):
+            case = Case("", rule, batch=4, types=6, parents=4, bias="IM", gate="some", iterations=iterations)
             there, back = routing.call(case).arguments(True), list(routing.backward_call(case).given.values())
             for op, given, backward in ((routing.op, there, False), (routing.backward_op, back, True)):
                 for results, arguments in acceptable(ours, backward, *given):
@@ -75,7 +75,7 @@ for routing, ours in zip(ROWS, ROUTINGS, strict=True):
                     with LocalTensorMode(2):
                         mesh = init_device_mesh("cpu", (2,))
                         right, why = validate(op, tuple(given), {}, list(op(*given)), lies, 2, mesh)
-                    assert right, (op, rule, turns, lies, why)
+                    assert right, (op, rule, iterations, lies, why)
                     tried += 1
 print(tried)
 """

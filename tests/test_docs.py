@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fastcaps
 from fastcaps import models
 from tools import routing_pictures, site
 
@@ -20,6 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PRINTED = re.compile(r"^\s*print\(.*\)\s+# (.+)$", re.MULTILINE)
 DOCS = ROOT / "docs"
+FORMULA = re.compile(r"^```math\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "fastcaps").rglob("*.py")
@@ -39,6 +44,32 @@ def blocks(path: Path) -> list[str]:
 def shape(text: str) -> str:
     """A shape as it is printed, or as a comment has it for short."""
     return re.sub(r"torch\.Size\(|\)|,(?= \[)", "", text)
+
+
+def test_the_package_shows_what_the_pages_use_and_nothing_else() -> None:
+    pytest.importorskip("lightning")
+    examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    code = "\n".join([*(block for path in PAGES for block in blocks(path)), examples])
+    used = set(re.findall(r"^(?!\s*from |\s*import ).*?\bfastcaps\.([a-zA-Z]\w*)", code, re.MULTILINE))
+    assert len(used) > 8 and used <= {*fastcaps.__all__}
+    known = set(re.findall(r"\w+", "\n".join([*(path.read_text() for path in PAGES), examples])))
+    assert {*fastcaps.__all__} <= known | {"__version__"}
+    assert dir(fastcaps) == sorted(fastcaps.__all__)
+    assert all(getattr(fastcaps, name) is not None for name in fastcaps.__all__)
+
+
+def test_help_begins_with_what_a_user_calls() -> None:
+    """Before what torch's modules bring."""
+    layers = [
+        kind for kind in vars(fastcaps.nn).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)
+    ]
+    for layer in layers:
+        shown = pydoc.render_doc(layer, renderer=pydoc.plaintext)
+        methods = re.findall(r"^ \|  (\w+)\(self", shown.partition("torch.nn.modules.module.Module:")[0], re.MULTILINE)
+        assert "forward" in methods
+        if issubclass(layer, fastcaps.nn.RoutingLayer):  # first of its class's
+            assert methods[methods.index("forward") - 1] in ("__init__", "run", "first_std")
+    assert methods
 
 
 @pytest.fixture
@@ -101,7 +132,8 @@ def test_the_examples_of_docstrings_run_as_printed(module: str) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = set(re.findall(r"\w: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    assert menu == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(site.PAGES.values())
+    made = {*site.PAGES.values(), *(f"api/{module}.md" for module in site.API)}
+    assert menu == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made
 
 
 @pytest.mark.parametrize("name", routing_pictures.SCENES)
@@ -113,7 +145,7 @@ def test_a_routing_has_a_page_with_its_equation_and_its_picture_as_it_is_drawn_n
     ]
     assert drawn[0] == drawn[1] and len(drawn[0]) > routing_pictures.CHILDREN * routing_pictures.PARENTS
     page = (DOCS / f"routings/{name}.md").read_text(encoding="utf-8")
-    assert f"]({name}.svg)" in page and re.search(r"^    r_im ", page, re.MULTILINE)
+    assert f"]({name}.svg)" in page and re.search(r"^```math\n.*^r_\{im\} &= .*^```", page, re.MULTILINE | re.DOTALL)
 
 
 def test_the_site_lists_all_recipes() -> None:
@@ -132,10 +164,39 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     assert all((ROOT / path).is_file() for path in site.named_outside(DOCS))
 
 
-def test_docstrings_become_markdown() -> None:
+def test_the_api_describes_every_argument_of_a_layer_and_names_only_what_there_is() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")
-    from tools.docstrings import latex_left, translated
+    from fastcaps import nn
+    from fastcaps.nn.poses import arguments
+    from tools.docstrings import described, translated
+
+    layers = [
+        each for each in map(vars(nn).get, nn.__all__) if isinstance(each, type) and issubclass(each, nn.RoutingLayer)
+    ]
+    for layer in layers:
+        wanted = {*arguments(layer)} - ({"dropout"} if layer is nn.EquilibriumRouting else set())
+        listed = set(re.findall(r"^(\w+)(?: :|$)", translated(layer.__doc__ or "", layer.__module__), re.MULTILINE))
+        assert wanted <= {*described(layer.__qualname__, layer.__module__)} & listed, layer
+    assert len(layers) > 6 and {"children", "activations"} <= {*described("RoutingLayer.forward", "fastcaps.nn.layer")}
+    names = re.findall(r"^::: ([\w.]+)$", "\n".join(map(site.api, site.API)), re.MULTILINE)
+    assert len(names) > 100 and len(names) == len({*names})
+
+
+def test_links_get_titles() -> None:
+    assert site.for_site("index.md", "[layers.md](layers.md) [it](layers.md)") == "[Layers](layers.md) [it](layers.md)"
+
+
+def test_equations_become_mathml_and_docstrings_markdown() -> None:
+    pytest.importorskip("griffe")
+    pytest.importorskip("latex2mathml")
+    from tools.docstrings import fenced, latex_left, translated
+
+    equations = [each for path in DOCS.rglob("*.md") for each in FORMULA.findall(path.read_text(encoding="utf-8"))]
+    assert len(equations) > 9 and not [each for each in equations if latex_left(fenced(each))]
+    assert all(map(latex_left, (r"<p>\\alpha</p>", "<mi>&</mi>", "<p>$$ x $$</p>"))) and not latex_left(
+        "<code>\\a</code>"
+    )
 
     made = translated("Sum.\n\n.. math::\n    a &= b, \\\\\n    c &= d\n\nSee :func:`~fastcaps.convert` and :math:`x`.")
     assert made.count("<mtr>") == made.count("<math") == 2 and "::" not in made and "`convert`" in made

@@ -16,6 +16,7 @@ from features import FUNCTIONS, NothingRuns
 from suite import native_only
 from torch import Tensor
 
+import fastcaps
 from fastcaps import Window, functional
 from fastcaps.training.run import is_out_of_memory
 
@@ -151,11 +152,11 @@ WRONG = [
     (ValueError, "parents must be an int >= 1, got 0", POOL, {"parents": 0}),
     (ValueError, r"bias must have shape .* = \[3 or 1, 7 or 1, 2, 3\]", POOL, {"weight": None}),
     (TypeError, r"beta_a must be a torch\.Tensor, got float", EM, {"beta_a": 0.0}),
-    (ValueError, "inverse_temperature must have a number for each of the 3 iterations, got 2", EM,
+    (ValueError, "inverse_temperature must have a value for each of the 3 iterations, got 2", EM,
      {"inverse_temperature": np.array([0.1, 0.2])}),
     (TypeError, "inverse_temperature must be a number, got tensor", EM, {"inverse_temperature": torch.ones(3)}),
     (ValueError, "inverse_temperature must be a finite number >= 0, got nan", EM, {"inverse_temperature": math.nan}),
-    (TypeError, "inverse_temperature must be a number", EM, {"inverse_temperature": lambda turn: "hot"}),
+    (TypeError, "inverse_temperature must be a number", EM, {"inverse_temperature": lambda iteration: "hot"}),
     (ValueError, "model must be one of 'gaussian', 'kmeans', got 'skm'", HEINSEN, {"model": "skm"}),
 ]  # fmt: skip
 
@@ -241,3 +242,15 @@ def test_the_largest_numbers_of_a_window_overflow_nothing() -> None:
     parents = torch.randn(1, 2, 3, 3, 1, 2)
     found = functional.inverted_attention_routing(children, weight, parents, window=far, normalize=False)
     assert found[:, :, 1, 1].abs().sum() > 0 and found.abs().sum() == found[:, :, 1, 1].abs().sum()
+
+
+@before_anything_runs
+@every_function
+def test_the_nearest_name_is_told(name: str) -> None:
+    """Of an argument of a function or of a class, and of what the package has."""
+    with pytest.raises(TypeError, match=rf"{name} has no argument windw \(did you mean window\?\); there are"):
+        call(name, right(name) | {"windw": None})
+    with pytest.raises(TypeError, match=r"RoutingPool2d has no argument sharpnes \(did you mean sharpness\?\)"):
+        fastcaps.RoutingPool2d(3, sharpnes=4.0)
+    with pytest.raises(AttributeError, match=r"has no attribute 'DynamicRoutng' \(did you mean DynamicRouting\?\)"):
+        fastcaps.DynamicRoutng  # noqa: B018

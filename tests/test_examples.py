@@ -88,7 +88,7 @@ def test_texts_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("one_thread")  # which the example asks for, and which must not stay
 def test_pooling_in_a_resnet(capsys: pytest.CaptureFixture[str]) -> None:
     found = names("pooling_resnet.py")
-    assert "to the bit: True" in capsys.readouterr().out
+    assert "in every bit: True" in capsys.readouterr().out
     assert min(found["accuracy"].values()) > 0.9
     assert found["share"] < 1 / 16 and found["moved"]["routing"] < found["moved"]["average"]
 

@@ -95,7 +95,7 @@ def test_nothing_is_computed() -> None:
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_every_function_in_its_settings(routing: Routing, window: Window | None) -> None:
-    """What is told of fits the call: its sizes, its window, its kind; the uniform turn is the library's."""
+    """What is told of fits the call: its sizes, its window, its kind; the uniform iteration is the library's."""
     routing_calls: list[Any] = []
 
     def call(given: Any) -> Any:
@@ -149,9 +149,29 @@ def test_a_module_whose_way_depends_on_numbers_says_so() -> None:
         explain(lambda x: x[x > 0], torch.randn(3))  # a shape that depends on them
 
 
+def test_a_reason_is_told_once() -> None:
+    """Of all calls of a network, and of the verbs of a routing written here, whose equal calls share a line."""
+
+    class Own(fastcaps.nn.RoutingLayer):
+        def route(self, votes: fastcaps.Votes, activations: Tensor | None) -> Tensor:
+            parents = votes.sum(1 / votes.parents)
+            for _ in range(3):
+                parents = votes.sum(votes.agreement(parents))
+            return parents
+
+    for told in (explain(Network(), images()), explain(Own(6, 3, 4, 4))):
+        lines = str(told).splitlines()
+        heads = [line.partition("]")[0].strip("[").split(", ") for line in lines if line.startswith("[")]
+        assert sorted(int(k) for head in heads for k in head) == [*range(len(told))]
+        assert len({(one.how, one.call, one.forward) for one in told}) == len(heads)
+        why_not = [line.partition(": ")[2] for line in lines if line.startswith("  not ")]
+        reasons = {reason for one in told for reason in one.reasons.values() if reason != one.how}
+        assert reasons and sorted(why_not) == sorted(reasons)
+
+
 @native_only
 def test_the_schedule_is_that_of_the_call() -> None:
-    """With its dtype, bias and turns: matrices are folded into parents in float32 without a bias, children may stay."""
+    """With its dtype, bias and iterations: in float32 without a bias matrices are folded, and children may stay."""
     children, weight = torch.randn(2, 256, 1, 8), torch.randn(32, 10, 8, 16)
     with backend("cpu"):
         plain = explain(functional.dynamic_routing, children, weight)

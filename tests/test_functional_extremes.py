@@ -152,7 +152,7 @@ def test_pooling_knows_no_scale(scale: float, window: Window | None, name: str) 
     torch.testing.assert_close(gradient.double(), slope, rtol=2e-4, atol=2e-5)
 
 
-# ---- a first turn that torch's own convolution does not survive ------------------------------------------------------
+# ---- a first iteration that torch's own convolution does not survive -------------------------------------------------
 
 FATAL = [  # grid, kernel, stride, padding, dilation: no output column sees an input column
     ((4, 1), (3, 1), (3, 3), (5, 2), (2, 2)),
@@ -183,7 +183,7 @@ print("survived")
 """
 
 
-def test_first_turn_where_no_window_sees_a_column() -> None:
+def test_first_iteration_where_no_window_sees_a_column() -> None:
     """In a process of its own: oneDNN's bfloat16 convolution reads a null pointer there."""
     run = python(_SCRIPT.format(cases=FATAL))
     assert run.stdout.strip() == "survived", f"ended with {run.returncode}: {run.stderr[-2000:]}"

@@ -59,7 +59,7 @@ def test_em_at_the_edges(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", [2, 8])
 @pytest.mark.parametrize("window", [None, Window(3, 2, 1)], ids=["set", "grid"])
-def test_a_first_turn_in_half_precision_sums_wide(window: Window | None, columns: int) -> None:
+def test_a_first_iteration_in_half_precision_sums_wide(window: Window | None, columns: int) -> None:
     """What LayerNorm almost cancels, all of the gradient for a pose of two numbers, is not lost to a rounded sum."""
     seen = 9 if window is None else 27
     for dtype, groups in product((torch.bfloat16, torch.float16), (seen, seen // 3, 1)):

@@ -52,7 +52,7 @@ def held(call: Call) -> None:
 
 @cases_where()
 def test_results_and_gradients(routing: Routing, case: Case) -> None:
-    """By autograd; and by the backward, with parents of its own for every turn: what turns share, in one call."""
+    """By autograd; and by the backward, with other parents in every iteration: what iterations share, in one call."""
     routing.bar(case).hold(routing.call(case).training(by_op))
     found = routing.backward_call(case).results(routing.backward_op)
     assert all(gradient.is_contiguous() for gradient in found.values())
@@ -63,21 +63,21 @@ def test_results_and_gradients(routing: Routing, case: Case) -> None:
 
 
 @pytest.mark.parametrize("routing", [one for one in ROUTINGS if Rule.SQUASH in one.rules], ids=str)
-@pytest.mark.parametrize(("parents", "turns"), [(1, 1), (3, 2)])
-def test_squash_in_bfloat16(routing: Routing, parents: int, turns: int) -> None:
+@pytest.mark.parametrize(("parents", "iterations"), [(1, 1), (3, 2)])
+def test_squash_in_bfloat16(routing: Routing, parents: int, iterations: int) -> None:
     """What is squashed, and the gradient of what was, is not rounded before: no other rounding hides it."""
     options: dict[str, Any] = {"pose": (2, 3, 5), "gate": "some", "start": False, "scale": 3.0, "dtype": torch.bfloat16}
-    case = Case("few-votes", Rule.SQUASH, types=1, parents=parents, turns=turns, **options)
+    case = Case("few-votes", Rule.SQUASH, types=1, parents=parents, iterations=iterations, **options)
     for seed in range(10):
         call = routing.call(case, seed)
         call.bar().hold(call.training(by_op))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("rule", [Rule.UNIT, Rule.SQUASH], ids=lambda rule: rule.name)
-def test_the_first_turn_of_pooling_asks_no_broken_child(rule: Rule, turns: int, number: float) -> None:
-    call = POOLING.call(Case("broken", rule, start=False, turns=turns, normalize=rule == Rule.UNIT))
+def test_the_first_iteration_of_pooling_asks_no_broken_child(rule: Rule, iterations: int, number: float) -> None:
+    call = POOLING.call(Case("broken", rule, start=False, iterations=iterations, normalize=rule == Rule.UNIT))
     call.given["children"][0, 0, 0, 2, 0, 1] = number
     for found, wanted in zip(call.by_op().values(), call.by_loop().values(), strict=True):
         assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
@@ -88,7 +88,7 @@ def test_the_first_turn_of_pooling_asks_no_broken_child(rule: Rule, turns: int, 
 def test_windows_that_see_padding_alone_and_no_eps(batch: int, bias: str | None) -> None:
     """There is no LayerNorm of nothing; but no child's gradient knows of it."""
     grid, window = WINDOWS["nobody"]
-    held(ATTENTION.call(Case("no-eps", Rule.LAYER_NORM, batch, grid, window=window, bias=bias, eps=0.0, turns=2)))
+    held(ATTENTION.call(Case("no-eps", Rule.LAYER_NORM, batch, grid, window=window, bias=bias, eps=0.0, iterations=2)))
 
 
 @every_routing
@@ -98,7 +98,7 @@ def test_a_broken_gradient_where_padding_alone_is_seen(routing: Routing, batch: 
     """No child is there to take it on, so none of the matrices' numbers may: 0 times NaN is not 0."""
     grid, window = WINDOWS["nobody"]
     shape = {"batch": batch, "grid": grid, "window": window, "types": 17}
-    call = routing.call(replace(routing.case("primes"), groups=groups, bias=None, turns=1, **shape))
+    call = routing.call(replace(routing.case("primes"), groups=groups, bias=None, iterations=1, **shape))
     name, gradient = next(iter(call.grads.items()))
     broken = gradient.clone()
     broken[0, 0, 0, -1] = torch.nan
@@ -156,30 +156,30 @@ def test_only_the_gradients_asked_for(routing: Routing, case: Case, name: str, c
 @pytest.mark.parametrize(("batch", "types"), [(20, 9), (1, 70)])
 def test_attention_over_votes_that_are_the_children(batch: int, types: int, bias: str | None) -> None:
     for rule, dtype in ((Rule.LAYER_NORM, torch.float32), (Rule.SQUASH, torch.bfloat16), (Rule.PLAIN, torch.float64)):
-        options: dict[str, Any] = {"pose": (2, 3, 3), "groups": "none", "bias": bias, "turns": 2, "gate": "some"}
+        options: dict[str, Any] = {"pose": (2, 3, 3), "groups": "none", "bias": bias, "iterations": 2, "gate": "some"}
         case = Case("same", rule, batch, types=types, dtype=dtype, **options)
         ATTENTION.bar(case).hold(ATTENTION.call(case).training(by_op))
 
 
 @every_routing
-def test_turns_over_ranges_of_children(routing: Routing) -> None:
-    """Too many children to stay over turns: every range waits for the turn before, whose parents it reads back."""
-    held(routing.call(replace(routing.case("ranges"), batch=2, types=300, parents=8, turns=3)))
+def test_iterations_over_ranges_of_children(routing: Routing) -> None:
+    """Too many children to stay over iterations: every range waits for the iteration before, and reads its parents."""
+    held(routing.call(replace(routing.case("ranges"), batch=2, types=300, parents=8, iterations=3)))
 
 
 @every_routing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_groups_of_samples_that_end_within_a_vector(routing: Routing, dtype: torch.dtype) -> None:
     """The backward of two groups of 45 positions: the last lanes of the first are nobody's, not the second's."""
-    case = replace(routing.case("stay-float32"), batch=10, grid=(5, 5), types=1, parents=8, turns=1, dtype=dtype)
+    case = replace(routing.case("stay-float32"), batch=10, grid=(5, 5), types=1, parents=8, iterations=1, dtype=dtype)
     case = replace(case, window=(3, 3, 1, 1, 0, 0, 1, 1))
     routing.backward_bar(case).hold(routing.backward_call(case).results(routing.backward_op))
 
 
 @every_routing
-def test_a_backward_takes_its_turns_as_they_lie(routing: Routing) -> None:
-    """Gradients that are one number, and stacks of which the turns lie innermost."""
-    call = routing.backward_call(replace(routing.case("padded"), turns=3))
+def test_a_backward_takes_its_iterations_as_they_lie(routing: Routing) -> None:
+    """Gradients that are one number, and stacks of which the iterations lie innermost."""
+    call = routing.backward_call(replace(routing.case("padded"), iterations=3))
     for head in (
         lambda t: torch.full((), 0.7, dtype=t.dtype).expand(t.shape),
         lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
@@ -194,7 +194,7 @@ def test_a_backward_takes_its_turns_as_they_lie(routing: Routing) -> None:
 @cases_named(["primes", "padded", "sharing-float32", "children-float32"])
 def test_a_gate_of_0_leaves_no_trace(routing: Routing, case: Case, trash: float, name: str, chosen: None) -> None:
     """Whatever the child's numbers are: NaN in the cases that are broken; votes of 3e38 overflow, by large matrices."""
-    call = routing.call(replace(case, turns=2))
+    call = routing.call(replace(case, iterations=2))
     if trash == 3e38 and call.given["weight"] is not None:
         call = replace(call, given={**call.given, "weight": 8 * call.given["weight"]})
     silent = torch.arange(call.given["gate"].shape[-1]) % 3 == 1
@@ -311,7 +311,7 @@ def test_parents_of_about_one_child(rule: Rule, shape: str, eps: float) -> None:
     """
     batch, types, parents, pose, groups = LONELY[shape]
     case = Case(shape, rule, batch, types=types, parents=parents, pose=pose, groups=groups, gate="some", start=False,
-                turns=3, eps=eps, betas="1M")  # fmt: skip
+                iterations=3, eps=eps, betas="1M")  # fmt: skip
     calls = [GAUSSIAN.call(case, seed) for seed in range(6)]
     wrong = [found for call in calls if (found := call.bar().judge(call.training(by_op)).complaints)]
     assert len(wrong) <= 1, wrong
@@ -323,7 +323,7 @@ def test_parents_of_about_one_child(rule: Rule, shape: str, eps: float) -> None:
 def test_a_sample_has_the_same_bits_beside_any_other(batch: int, dtype: torch.dtype) -> None:
     """What is done for a parent with little variance is not done for those who share a vector with it."""
     case = Case(
-        "beside", Rule.EM, batch, types=7, parents=5, pose=(4, 4, 4), bias="IM", turns=2, betas="M", dtype=dtype
+        "beside", Rule.EM, batch, types=7, parents=5, pose=(4, 4, 4), bias="IM", iterations=2, betas="M", dtype=dtype
     )
     call = GAUSSIAN.call(case)
     clean = call.training(Call.by_op)

@@ -104,7 +104,7 @@ def test_errors_name_the_argument() -> None:
         (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
         (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
         (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
-        (ValueError, r"target must be \[2, 3\] as the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
+        (ValueError, r"target must be \[2, 3\] to fit the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
         (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
         (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
         (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),

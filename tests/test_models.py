@@ -264,7 +264,7 @@ text = create("heinsen-sst2", layers=1, embedding=2)
         (TypeError, "create.. has no override lr; there are: .*image_size", create("mnist", lr=1, batch=2)),
         (ValueError, "larger than its grid", create("mnist", image_size=8)),
         (ValueError, "channels must be None", create("sabour-mnist", channels=8)),
-        (ValueError, "left alone for DynamicRouting", create("sabour-mnist", routing="sequential")),
+        (ValueError, "'concurrent' for DynamicRouting", create("sabour-mnist", routing="sequential")),
         (ValueError, "image_size .8, 8. is too small", create("sabour-mnist", image_size=8)),
         (ValueError, "must divide the 100 capsules", create("li-capnet-dynamic", parents=100)),
         (ValueError, "images must be .B, 3, 32, 32.", lambda: create("zhao-cnn-max")(torch.randn(1, 1, 32, 32))),

@@ -158,11 +158,11 @@ WRONG = [
     (nn.DynamicRouting, (6, 3, 4, 4), {"compete": "children", "leaky": True}, ValueError, "leaky must be False with c"),
     (nn.DynamicRouting, (6, 3, 4, 4), {"prior": True, "leaky": True}, ValueError, "leaky must be False with prior='le"),
     (nn.EMRouting, (2, 3, 4, 4), {"kernel_size": 3, "coordinates": True}, ValueError, "False without kernel_size='all"),
-    (nn.EMRouting, (6, 3, 4, 4), {"inverse_temperature": [0.1]}, ValueError, "must have a number for each of the 3"),
+    (nn.EMRouting, (6, 3, 4, 4), {"inverse_temperature": [0.1]}, ValueError, "must have a value for each of the 3"),
     (nn.EMRouting, (3, 1, 4, 4), {"normalize_cost": True}, ValueError, "normalize_cost must be False for one parent"),
-    (nn.InvertedAttentionRouting, (6, 3, 4, 4), {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\)"),
+    (nn.InvertedAttentionRouting, (6, 3, 4, 4), {"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\)"),
     (nn.EquilibriumRouting, (4, 3, 4, 4), {"dropout": 0.1}, ValueError, "dropout must be 0"),
-    (nn.EquilibriumRouting, (4, 3, 4, 4), {"start": "learned"}, ValueError, "start must not be 'learned'"),
+    (nn.EquilibriumRouting, (4, 3, 4, 4), {"start": "learned"}, ValueError, "start must be 'zero' or 'random'"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_every_layer_names_its_own_wrong_arguments(row: Row) -> None:
     unknown = rf"{named}; there are: in_capsules.*pose"
     with pytest.raises(TypeError, match=unknown):
         row.kind(6, 3, 4, 4, iteration=2)
-    with pytest.raises(ValueError, match="stride, padding and dilation need a kernel_size"):
+    with pytest.raises(ValueError, match="stride, padding and dilation need an int or a pair as kernel_size"):
         row.kind(6, 3, 4, 4, stride=2)
     for wrong in (torch.nan, -1.0):
         with pytest.raises(ValueError, match=f"{row.positive} must be a finite number >= 0"):
@@ -199,7 +199,7 @@ def test_wrong_inputs_are_named(row: Row) -> None:
         (ValueError, name, lambda: row.call(layer, good, torch.rand(2, 5))),
         (TypeError, name, lambda: row.call(layer, good, torch.rand(2, 6).double())),
         (ValueError, "children must be a grid of at least one", lambda: whole(torch.randn(2, 2, 0, 5, 4))),
-        (TypeError, r"a tuple of 2: hand its parts .*layer\(poses, \w+s\)", lambda: layer((good, torch.rand(2, 6)))),
+        (TypeError, r"a tuple of 2: pass its parts .*layer\(poses, \w+s\)", lambda: layer((good, torch.rand(2, 6)))),
         (TypeError, "weight and children must have the same dtype", lambda: layer(good.double())),
         (ValueError, "device", lambda: layer(good.to("meta"))),
         (TypeError, "has no argument sharp", lambda: layer(good, sharp=1.0)),

@@ -168,7 +168,7 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, r"poses must be \[B, M, 4\], got \[2, 3, 5\]", lambda: head(torch.randn(2, 3, 5))),
         (ValueError, r"activations must be \[2, 3\]", lambda: head(torch.randn(2, 3, 4), torch.rand(2, 4))),
         (ValueError, r"images must be \[B, 1, H, W\], got \[2, 3, 12, 14\]", lambda: net(torch.randn(2, 3, 12, 14))),
-        (ValueError, "must hold the 18 children.*built for.*image_size", lambda: net(torch.randn(2, 1, 24, 14))),
+        (ValueError, "must hold the 18 children.*built for.*image size", lambda: net(torch.randn(2, 1, 24, 14))),
         (ValueError, "layer 0 .*larger than its grid of 2 x 7", lambda: make(size=(4, 14))),
         (ValueError, "image_size .* is too small", lambda: make(size=4, primary={"kernel_size": 3})),
         (TypeError, "floating-point numbers .*uint8", lambda: net(torch.zeros(2, 1, 12, 14, dtype=torch.uint8))),

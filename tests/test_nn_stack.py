@@ -177,8 +177,8 @@ def test_a_set_is_read_as_types_at_places() -> None:
     torch.testing.assert_close(RoutingStack([below, shared])(children), own(below(children)))
     for message, spec in [
         ("types, 4, must divide the 6 capsules", CapsuleSpec(4, kernel_size="all", share=True, types=4)),
-        ("wants a grid", CapsuleSpec(4, kernel_size="all", share=True)),
-        ("wants a grid", CapsuleSpec(4, kernel_size=2, types=2)),
+        ("needs a grid", CapsuleSpec(4, kernel_size="all", share=True)),
+        ("needs a grid", CapsuleSpec(4, kernel_size=2, types=2)),
     ]:
         with pytest.raises(ValueError, match=message):
             RoutingStack.build([specs[0], spec], **options)
@@ -197,7 +197,7 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, r"in_capsules, 5, does not fit the 4", lambda: RoutingStack([below, layer(5, 3, 4, 4)])),
         (ValueError, "does not fit the 4", lambda: RoutingStack([wide, layer(6, 3, 4, 4)])),
         (ValueError, "routes a grid", lambda: RoutingStack([below, layer(4, 3, 4, 4, kernel_size=2)])),
-        (ValueError, "layer 0 .*wants a grid", lambda: build(SPECS, in_capsules=2, in_dim=4)),
+        (ValueError, "layer 0 .*needs a grid", lambda: build(SPECS, in_capsules=2, in_dim=4)),
         (ValueError, "layer 1.*larger than", lambda: build(SPECS, in_capsules=2, in_dim=4, size=(4, 4))),
     ]:
         with pytest.raises(error, match=message):

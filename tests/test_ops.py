@@ -36,12 +36,12 @@ def leaves_of(call: Call, device: str = "cpu", grad: bool = True) -> list[Any]:
 
 @cases_named(FEW)
 def test_opcheck(routing: Routing, case: Case) -> None:
-    torch.library.opcheck(routing.op, leaves_of(routing.call(replace(case, turns=2))))
+    torch.library.opcheck(routing.op, leaves_of(routing.call(replace(case, iterations=2))))
 
 
 @cases_named(FEW)
 def test_opcheck_backward(routing: Routing, case: Case) -> None:
-    given = routing.backward_call(replace(case, turns=2)).given
+    given = routing.backward_call(replace(case, iterations=2)).given
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(routing.backward_op, [*given.values()], test_utils=checks)
 
@@ -76,15 +76,15 @@ def test_a_fake_beyond_32_bits() -> None:
 
 
 @cases_named(FEW)
-def test_coefficients_are_those_of_the_last_turn(routing: Routing, case: Case) -> None:
-    """Those that the call used: the reference's, from the state that its own turns left."""
-    for turns in (1, 3):
+def test_coefficients_are_those_of_the_last_iteration(routing: Routing, case: Case) -> None:
+    """Those that the call used: the reference's, from the state that its own iterations left."""
+    for iterations in (1, 3):
         for start in (True, False):
-            call = routing.call(replace(case, turns=turns, start=start, dtype=torch.float64))
+            call = routing.call(replace(case, iterations=iterations, start=start, dtype=torch.float64))
             found = routing.op(*call.arguments(coefficients=True))[-1]
             state = {name: call.given[name] for name in routing.state}
-            for turn in range(turns - 1):
-                _, state = routing.turn(call.given, turn, state)
+            for iteration in range(iterations - 1):
+                _, state = routing.iteration(call.given, iteration, state)
             shares = getattr(inspect.getmodule(routing.border.reference()[0]), f"{routing.stem}_coefficients")
             given = {**call.given, **state, "votes": votes_of(call.given)}
             wanted = shares(*(given[name] for name in inspect.signature(shares).parameters))
@@ -109,7 +109,7 @@ def test_the_entrance_is_the_op(routing: Routing) -> None:
 
 @every_routing
 def test_the_formula_that_an_export_to_other_runtimes_takes(routing: Routing) -> None:
-    arguments = routing.call(replace(routing.case("padded"), turns=2, dtype=torch.float64)).arguments(True)
+    arguments = routing.call(replace(routing.case("padded"), iterations=2, dtype=torch.float64)).arguments(True)
     found = torch._decomp.decomposition_table[routing.op](*arguments)
     torch.testing.assert_close(tuple(found), tuple(routing.op(*arguments)))
 
@@ -119,9 +119,11 @@ def test_the_formula_that_an_export_to_other_runtimes_takes(routing: Routing) ->
 
 @pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
 def test_second_and_third_derivatives(rule: Rule) -> None:
-    """Of two turns, in children, weights and what the first turn starts from: the op's are the oracle's."""
+    """Of two iterations, in children, weights and what the first iteration starts from: the op's are the oracle's."""
     routing = next(one for one in ROUTINGS if rule in {case.rule for case in one.cases})
-    case = Case("tiny", rule, types=3, parents=2, pose=(1, 3, 2), gate="some", bias="IM", turns=2, dtype=torch.float64)
+    case = Case(
+        "tiny", rule, types=3, parents=2, pose=(1, 3, 2), gate="some", bias="IM", iterations=2, dtype=torch.float64
+    )
     call = routing.call(case)
     asked = ["children", "weight", routing.state[0]]
 
@@ -171,7 +173,7 @@ class Asked(TorchDispatchMode):
 @every_routing
 def test_a_watched_backward_is_the_same(routing: Routing, name: str) -> None:
     """A mode brings the backward through the dispatcher, below which autograd is left out."""
-    call = routing.call(replace(routing.case("padded"), turns=2))
+    call = routing.call(replace(routing.case("padded"), iterations=2))
     found = []
     for mode in (nullcontext(), Asked()):
         with fastcaps.backend(name), mode:
@@ -182,13 +184,13 @@ def test_a_watched_backward_is_the_same(routing: Routing, name: str) -> None:
 
 
 @pytest.mark.parametrize("detach", [False, True])
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("iterations", [1, 3])
 @every_routing
-def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, turns: int, detach: bool) -> None:
-    """A turn before the last for what it was given, and all of them for what is wanted, alone."""
-    call = routing.call(replace(routing.case("padded"), turns=turns, detach=detach))
+def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, iterations: int, detach: bool) -> None:
+    """An iteration before the last for what it was given, and all of them for what is wanted, alone."""
+    call = routing.call(replace(routing.case("padded"), iterations=iterations, detach=detach))
     bits = {name[1:]: 1 << k for k, name in enumerate(routing.gradients)}
-    between = sum(bits[name] for name in routing.state) if turns > 1 and not call.detach else 0
+    between = sum(bits[name] for name in routing.state) if iterations > 1 and not call.detach else 0
     for name in call.names:
         arguments = leaves_of(call, grad=False)
         position = [*call.given].index(name)
@@ -207,15 +209,17 @@ def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, turns: int
         silent = (call.detach and name in routing.by_shares) or name == "norm_bias"
         absent = name in routing.absent.get(call.given["rule"], ())
         assert silent or absent or together & own, (name, asked.needs)
-        assert len(asked.needs) <= (turns + 1 if between else 1)
+        assert len(asked.needs) <= (iterations + 1 if between else 1)
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("iterations", [1, 3])
 @every_backend
 @every_routing
-def test_a_set_is_a_grid_of_one_position(routing: Routing, name: str, turns: int) -> None:
+def test_a_set_is_a_grid_of_one_position(routing: Routing, name: str, iterations: int) -> None:
     """In every bit, whatever its strides, with coefficients and every gradient."""
-    case = replace(routing.case("children-float32"), turns=turns, bias="IM", layout="transposed", parents=1 + turns)
+    case = replace(
+        routing.case("children-float32"), iterations=iterations, bias="IM", layout="transposed", parents=1 + iterations
+    )
     call = routing.call(case)
     with fastcaps.backend(name):
         wanted, found = (one.training(Call.by_op) for one in (call, call.as_set()))
@@ -277,10 +281,12 @@ def test_wrong_arguments_are_named(routing: Routing, name: str) -> None:
 @native_only
 @every_routing
 def test_wrong_arguments_of_a_backward_are_named(routing: Routing) -> None:
-    """The state may have one turn less, nothing else may."""
-    call = routing.backward_call(replace(routing.case("padded"), turns=3, start=True))
+    """The state may have one iteration less, nothing else may."""
+    call = routing.backward_call(replace(routing.case("padded"), iterations=3, start=True))
     arguments = {one.name: str(one.type) for one in routing.backward_op._schema.arguments}
-    tells = next(name for name in (*routing.grads, *routing.saved) if arguments[name] == "Tensor")  # how many turns
+    tells = next(
+        name for name in (*routing.grads, *routing.saved) if arguments[name] == "Tensor"
+    )  # how many iterations
     for argument in (*routing.grads, *routing.state, *routing.saved):
         right = call.given[argument]
         if right is None:
@@ -295,7 +301,7 @@ def test_wrong_arguments_of_a_backward_are_named(routing: Routing) -> None:
 
 @every_routing
 def test_a_backward_by_the_reference_names_what_has_another_dtype(routing: Routing) -> None:
-    call = routing.backward_call(replace(routing.case("padded"), turns=2, start=True))
+    call = routing.backward_call(replace(routing.case("padded"), iterations=2, start=True))
     with backends.backend("reference"):
         for argument in (*VOTES, *routing.grads, *routing.state, *routing.saved):
             if isinstance(right := call.given[argument], Tensor):

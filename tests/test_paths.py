@@ -33,7 +33,7 @@ def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, re.Match[s
     for case in routing.cases:
         votes = votes_of(routing.call(case).given)
         for backward in (False, True):
-            facts = backends.native_facts(Call.of(routing.stem, votes), votes, case.turns, case.start, backward)
+            facts = backends.native_facts(Call.of(routing.stem, votes), votes, case.iterations, case.start, backward)
             told = ask("fastcaps_cpu_schedule", routing.stem, votes.sizes_in_c(), facts)
             assert told is not None
             match = SENTENCE.match(told)

@@ -1,6 +1,6 @@
 """The reference: its backward against autograd, what it does at the edges, and its roundings.
 
-That its turns are the papers' procedures, ``test_registry`` shows; ``test_kernels`` asks it what it asks the CPU's.
+``test_registry`` shows that its iterations are the papers' procedures; ``test_kernels`` tests it as the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def by_reference(call: Call) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("routing", "case"), every_case(lambda case: case.dtype == torch.float64), ids=str)
 def test_the_backward_is_autograds(routing: Routing, case: Case) -> None:
-    """The explicit formulas of every turn; where coefficients are constants too."""
+    """The explicit formulas of every iteration; where coefficients are constants too."""
     for detach in (False, True) if routing.by_shares and case.name == "sharing-float64" else (case.detach,):
         call = routing.call(replace(case, detach=detach, gate="silent" if case.gate == "broken" else case.gate))
         found = by_reference(call)
@@ -47,7 +47,7 @@ def test_a_parent_of_one_child_costs_float32_nothing(name: str) -> None:
 @every_routing
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_rounds_once(routing: Routing, dtype: torch.dtype) -> None:
-    call = routing.call(replace(routing.case("primes"), dtype=dtype, turns=1))
+    call = routing.call(replace(routing.case("primes"), dtype=dtype, iterations=1))
     wanted = call.having([tensor.float() for tensor in call.tensors]).by_loop()
     for name, result in call.by_loop().items():
         narrow = name in routing.rounded or (name in routing.results and not routing.wide)

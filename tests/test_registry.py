@@ -62,13 +62,13 @@ def test_rows_cover_all_pairs(routing: Routing) -> None:
 
 def is_small(case: Case) -> bool:
     """Whether the loops get through it quickly."""
-    votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.turns
+    votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.iterations
     return 0 < votes * case.pose[0] * case.pose[2] * max(case.pose[1], 4) < 30_000
 
 
 @pytest.mark.parametrize(("routing", "case"), every_case(is_small), ids=str)
 def test_the_oracle_is_the_plain_loop(routing: Routing, case: Case) -> None:
-    """All turns, all results; absent children have no votes."""
+    """All iterations, all results; absent children have no votes."""
     given = routing.call(replace(case, dtype=torch.float64)).given
     found = routing.call(replace(case, dtype=torch.float64)).by_loop()
     lists = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
@@ -86,7 +86,7 @@ def test_the_oracle_is_the_plain_loop(routing: Routing, case: Case) -> None:
 def test_the_loops_are_asked_of_every_rule_window_and_option() -> None:
     small = [case for _, case in every_case(is_small)]
     assert {int(case.rule) for case in small} == {int(rule) for rule in Rule}
-    for choice in ("window", "gate", "bias", "start", "turns", "normalize", "affine", "log_weight"):
+    for choice in ("window", "gate", "bias", "start", "iterations", "normalize", "affine", "log_weight"):
         everywhere = {getattr(case, choice) for _, case in every_case(pairs=True)}
         assert {getattr(case, choice) for case in small} >= everywhere, choice
 

@@ -52,16 +52,16 @@ class EnoughOfOneCall:
             raise Enough
 
 
-def call(batch: int, turns: int, parents: int = 10) -> Tensor:
-    """All turns are one call of the library going forward, and one each going backward."""
+def call(batch: int, iterations: int, parents: int = 10) -> Tensor:
+    """All iterations are one call of the library going forward, and one each going backward."""
     children, weight = torch.randn(batch, 1152, 1, 8), torch.randn(1152, parents, 8, 16, requires_grad=True)
-    return fastcaps.functional.dynamic_routing(children, weight, iterations=turns)[0]
+    return fastcaps.functional.dynamic_routing(children, weight, iterations=iterations)[0]
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_call_gives_way(alarm: Any, backward: bool) -> None:
     with torch.set_grad_enabled(backward):
-        # a turn backward is a second or so: one that is short may end before it is asked twice
+        # an iteration backward is a second or so: one that is short may end before it is asked twice
         run = call(2048, 2, 50).sum().backward if backward else lambda: call(32, 5000)
         alarm(0.15, EnoughOfOneCall())
         with pytest.raises(Enough) as caught:

@@ -34,7 +34,7 @@ def as_cast(routing: Routing, given: Leaves) -> Leaves:
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @every_routing
 def test_results_err_no_more_than_what_is_rounded(routing: Routing, window: Window | None, name: str) -> None:
-    """The tensors, and the poses after each turn; coefficients are those that the call used."""
+    """The tensors, and the poses after each iteration; coefficients are those that the call used."""
     given = routing.tensors(window, torch.float32)
     with backend("reference"):
         exact = routing.ours(as_cast(routing, given), window, coefficients=True)

@@ -27,12 +27,12 @@ def sizes(routing: Routing, window: Window | None) -> tuple[int, int]:
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @every_backend
 def test_forward_is_counted(name: str, window: Window | None, routing: Routing) -> None:
-    """Every turn makes the votes; with a query it measures agreement and sums; else it is linear but for moments."""
+    """Every iteration computes votes; with a query also agreement and sums; else it is linear except for moments."""
     with backend(name), FlopCounterMode(display=False) as counter, torch.no_grad():
         routing.ours(routing.tensors(window, torch.float32), window)
     votes, one = sizes(routing, window)
     wanted = routing.first * (votes + (2 * one if routing.moments == 2 else 0))
-    wanted += (routing.turns - routing.first) * (votes + (1 + routing.moments) * one)
+    wanted += (routing.iterations - routing.first) * (votes + (1 + routing.moments) * one)
     # a convolution of its own for the bias of the votes
     more = one if routing.library else 0
     assert counter.get_total_flops() in (wanted, wanted + more)
@@ -45,6 +45,9 @@ def test_backward_is_counted(routing: Routing) -> None:
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     votes, one = sizes(routing, None)
-    turns = 1 if "detach" in routing.name else routing.turns
-    # a turn is asked twice where the gradients of children and weights are summed over turns in a call of their own
-    assert 0 < 2 * turns * votes <= counter.get_total_flops() <= routing.turns * (4 * votes + 8 * one) or not votes
+    iterations = 1 if "detach" in routing.name else routing.iterations
+    # an iteration runs twice if a separate call sums the gradients of children and weights over iterations
+    assert (
+        0 < 2 * iterations * votes <= counter.get_total_flops() <= routing.iterations * (4 * votes + 8 * one)
+        or not votes
+    )

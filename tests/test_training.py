@@ -124,7 +124,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
     done_before = read_metrics(tmp_path / "metrics.csv")
     assert len(done_before) == 1 and not (tmp_path / "result.json").exists()
     assert (tmp_path / "last.ckpt.writing").exists()
-    with pytest.raises(ValueError, match="23 steps an epoch and this run 45; resume with the data, batch size"):
+    with pytest.raises(ValueError, match="23 steps per epoch and this run 45; resume with the same data, batch size"):
         run(config.changed({"batch_size": 32}), resume=True)
     resumed = run(config, resume=True)
     assert same_weights(resumed.network, finished.network)
@@ -143,11 +143,11 @@ def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
 def test_a_folder_is_not_overwritten_by_accident_and_has_one_run(tmp_path: Path) -> None:
     config = settings(tmp_path, epochs=1)
     first = run(config)
-    with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\), replace it"):
+    with pytest.raises(RunError, match=r"already holds a run: continue it \(--resume\), replace it"):
         run(config)
     with only_run(tmp_path):
         for options in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(RunError, match=r"is in use by a run that has not ended: wait for it, or take"):
+            with pytest.raises(RunError, match=r"is in use by a run: wait for it, or use"):
                 run(config, **options)
     assert (tmp_path / "result.json").exists()  # nothing was deleted
     second = run(config, overwrite=True)
@@ -159,7 +159,7 @@ def test_a_folder_is_not_overwritten_by_accident_and_has_one_run(tmp_path: Path)
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"out: got .*file, which cannot be made \(File exists\); want a folder"):
+    with pytest.raises(RunError, match=r"out: got .*file, which cannot be created \(File exists\); want a folder"):
         run(settings(tmp_path / "file", epochs=1))
     (tmp_path / "run" / "metrics.csv.writing").mkdir(parents=True)  # as good as a full disk
     arguments = ["train", "--network", "digits", "--data", "digits", "--limit", "64", "--out", str(tmp_path / "run")]
@@ -220,7 +220,7 @@ def test_the_best_epoch_is_chosen_by_images_held_out(tmp_path: Path) -> None:
     assert told["best_epoch"] == result.best_epoch and told["validation_accuracy"] == max(held_out)
     best = tmp_path / "best.ckpt"
     best.write_bytes(best.read_bytes()[:1000])
-    with pytest.raises(RunError, match=r"best\.ckpt cannot be read: \w+: .*; train anew with --overwrite"):
+    with pytest.raises(RunError, match=r"best\.ckpt cannot be read: \w+: .*; restart with --overwrite"):
         run(config, resume=True)
 
 
@@ -237,7 +237,7 @@ def test_several_seeds_give_mean_and_spread(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "runs").glob("seed-*")) == ["seed-4", "seed-5"]
     told = json.loads((tmp_path / "runs" / "result.json").read_text())
     assert told["test_accuracy"] == {"mean": several.mean, "spread": several.spread} and told["seeds"] == [4, 5]
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="already holds a run"):
         train_seeds(config, report=Report(quiet=True))
     again = train_seeds(config, resume=True, report=Report(quiet=True))  # all are finished
     assert [result.test_accuracy for result in again.results] == found
@@ -260,7 +260,7 @@ def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.Monk
     told = io.StringIO()
     many = settings(tmp_path / "many", epochs=1, data__limit=64, workers=100_000)
     result = train(many, report=Report(Console(file=told)))
-    assert told.getvalue().startswith("workers: got 100000, 1 are started, one a core\n")
+    assert told.getvalue().startswith("workers: got 100000, 1 are started, one per core\n")
     assert same_weights(result.network, run(many.changed({"out": str(tmp_path / "none"), "workers": 0})).network)
 
 

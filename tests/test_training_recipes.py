@@ -35,7 +35,7 @@ def test_every_recipe_is_whole(name: str) -> None:
     assert sum(p.numel() for p in network.parameters()) > 10_000
     assert all(p.is_meta for p in network.parameters())
     config = models.config(read.config.network.name)
-    if getattr(config, "iterations", None) is not None:  # where a network makes turns, the recipe says how many
+    if getattr(config, "iterations", None) is not None:  # where a network makes iterations, the recipe says how many
         assert "iterations" in read.config.network.options
 
 
@@ -105,7 +105,7 @@ def test_a_step_of_every_loss(name: str) -> None:
         ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a valid number"),
         ("[1/2, 0.75]", "[1/2/4]", "schedule.at[0]: got '1/2/4', want a valid number"),
         ("name: digits, opt", "name: lstm, opt", "network.name: got 'lstm', want a network of fastcaps train --list"),
-        ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
+        ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 and pad 2, want one of them"),
         ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),
         ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
         ("network:", "network: [", "line "),
@@ -143,7 +143,7 @@ def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SettingError, match=re.escape(f"mine.yaml: {message}")):
             recipe(str(path))
-    with pytest.raises(SettingError, match=r"nowhere\.yaml', and there is no such file"):
+    with pytest.raises(SettingError, match=r"nowhere\.yaml', want an existing file"):
         recipe(str(tmp_path / "nowhere.yaml"))
 
 

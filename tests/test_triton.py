@@ -50,7 +50,7 @@ def _cost(case: Case) -> int:
     """Return how long the interpreter takes, about: children that programs walk."""
     positions = case.numbers[0] * case.numbers[1] * case.numbers[2]
     size = case.parents * case.pose[0] * case.pose[2]
-    return case.seen * case.turns * -(-positions * size // 4096)
+    return case.seen * case.iterations * -(-positions * size // 4096)
 
 
 HARD = ("primes", "largest-pose", "long-vector", "tall-pose", "sweeps-any", "broken", "sharp", "one-effective-child")
@@ -91,13 +91,13 @@ def test_forward_and_every_gradient(routing: Routing, case: Case) -> None:
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
 @every_routing
 def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
-    check(routing, _small(routing, dtype=dtype, turns=2, eps=0.3))  # gradients within float16's numbers
+    check(routing, _small(routing, dtype=dtype, iterations=2, eps=0.3))  # gradients within float16's numbers
 
 
 TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
 DEEP = {"parents": 17, "pose": (2, 9, 2)}  # two tiles, and a depth that makes matrix products pay
-FIRST = {"how": 0, "start": False, "turns": 2}
-SAME = {"groups": "none", "types": 1, "pose": (2, 3, 3), "start": False, "turns": 2}
+FIRST = {"how": 0, "start": False, "iterations": 2}
+SAME = {"groups": "none", "types": 1, "pose": (2, 3, 3), "start": False, "iterations": 2}
 CROWDED = {"grid": (1, 1), "window": SET_WINDOW, "types": 65, "parents": 3, "groups": "one"}
 CROWDED |= {"bias": "1M", "betas": "I1"}
 BARE: dict[str, Any] = {
@@ -107,7 +107,7 @@ BARE: dict[str, Any] = {
 WAYS: dict[str, Any] = {
     "tiny": (0, TINY, {}),  # parents and children are split over programs
     "tiny-ordered": (1, TINY, {}),
-    "tiny-first-turn": (1, TINY, FIRST),
+    "tiny-first-iteration": (1, TINY, FIRST),
     "tiny-same": (0, TINY, SAME),  # votes without matrices
     "tiny-same-ordered": (1, TINY, SAME),
     "crowded": (0, LIMITS, CROWDED),  # programs of their own gather dW, by outer products for few positions
@@ -158,7 +158,9 @@ def test_every_compiled_path_has_a_case(routing: Routing) -> None:
 @given(data=st.data(), options=st.integers(0, 3 if DEVICE == "cpu" else 1), routing=st.sampled_from(ROUTINGS))
 def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> None:
     case = data.draw(random_cases(routing))
-    small = replace(case, batch=min(case.batch, 1), types=min(case.types, 1 if case.grid != (1, 1) else 5), turns=1)
+    small = replace(
+        case, batch=min(case.batch, 1), types=min(case.types, 1 if case.grid != (1, 1) else 5), iterations=1
+    )
     small = replace(small, groups="own" if isinstance(case.groups, int) else case.groups, dtype=torch.float32)
     check(routing, small, options, **LIMITS)
 
@@ -174,7 +176,7 @@ def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> No
     ids=str,
 )
 def test_ops_served_by_the_interpreter(routing: Routing, name: str) -> None:
-    """All turns by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1."""
+    """All iterations by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1."""
     case = routing.case(name)
     routing.bar(case).hold(interpret("triton_worker.training", routing.stem, case))
 
@@ -256,8 +258,8 @@ def test_refusals_say_why() -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_one_turn_at_a_time(routing: Routing) -> None:
-    call = routing.call(_small(routing, turns=2))
+def test_one_iteration_at_a_time(routing: Routing) -> None:
+    call = routing.call(_small(routing, iterations=2))
     with pytest.raises((ValueError, RuntimeError), match="one iteration at a time, got 2"):
         call.forward(kernels(routing.name))
 
@@ -290,7 +292,7 @@ def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products
 
 
 def _step(routing: Routing, case: Case, options: int = 0, **chosen: Any) -> Callable[[], None]:
-    """Return a training step of a turn, on tensors of no memory."""
+    """Return a training step of an iteration, on tensors of no memory."""
     with torch.device("meta"):
         call, back = routing.call(case), routing.backward_call(case)
 

@@ -213,7 +213,7 @@ class Mine(fastcaps.nn.RoutingLayer):
 
     extra: Any = ()
 
-    def route(self, votes: Votes, activity: Tensor | None, iterations: int) -> Any:
+    def route(self, votes: Votes, activations: Tensor | None, iterations: int) -> Any:
         parents = rout(votes, iterations)
         return (parents, *self.extra) if self.extra else parents
 
@@ -269,13 +269,13 @@ def test_a_layer_of_ones_own() -> None:
 
 
 class Scaled(fastcaps.nn.RoutingLayer):
-    """A routing with a parameter and an option of its own, and without coefficients."""
+    """A routing with a parameter and an option of its own, and without activations and coefficients."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.scale = torch.nn.Parameter(torch.ones(()))
 
-    def route(self, votes: Votes, activity: Tensor | None, *, factor: float = 1.0) -> Tensor:
+    def route(self, votes: Votes, *, factor: float = 1.0) -> Tensor:
         return votes.sum(self.scale * factor)
 
 
@@ -359,16 +359,14 @@ def changing(then: Any) -> Tensor:
 
 def routed(found: Any, **options: Any) -> Any:
     class Wrong(Mine):
-        def route(self, votes: Votes, activity: Tensor | None, iterations: int = 3) -> Any:
+        def route(self, votes: Votes, activations: Tensor | None, iterations: int = 3) -> Any:
             return found
 
     return Wrong(2, 3, 4, 4, kernel_size=3, padding=1)(small_layer()[1], **options)
 
 
-def without_activity() -> None:
-    class Short(RoutingLayer):
-        def route(self, votes: Votes) -> Tensor:
-            return votes.sum(1.0)
+def define(route: Any) -> None:
+    type("Own", (RoutingLayer,), {"route": route})
 
 
 WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -412,7 +410,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "beta_use ... 3 or 1], got [1, 5]", lambda: heinsen(NO_MATRIX, None, None, None, *ONES(2, 1, 5))),
     (ValueError, "gate ... [B, *space, I] = [2, 6], got [2, 5]", lambda: dynamic(MADE, gate=ONES(2, 5))),
     (TypeError, "scores ... got torch.bool", lambda: heinsen(MADE, ONES(2, 6).bool(), None, None, *ONES(2, 1, 1))),
-    (ValueError, "prior must be None beside votes that a function", lambda: dynamic(MADE, prior=ONES(6, 3))),
+    (ValueError, "prior must be None with votes that a function", lambda: dynamic(MADE, prior=ONES(6, 3))),
     (ValueError, "leaky must be False", lambda: dynamic(MADE, leaky=True)),
     (BackendError, "backend 'cuda' is forced", lambda: backend("cuda")(VOTES.agreement)(POSES)),
     (BackendError, "backend 'cuda' is forced", lambda: backend("cuda")(NO_MATRIX.sum)(1.0)),
@@ -431,7 +429,9 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "route must return parents of shape ... got NoneType", lambda: routed(None)),
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
-    (TypeError, "route must take (self, votes, activity), got (self, votes)", without_activity),
+    (TypeError, "route must take (self, votes, activations), got (self)", lambda: define(lambda self: None)),
+    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
+    (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip
 

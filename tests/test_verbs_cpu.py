@@ -183,7 +183,7 @@ def test_an_empty_batch(window: Any) -> None:
         assert not value.any(), name
 
 
-@pytest.mark.parametrize(("seen", "parents", "groups", "bias"), [(300_000, 3, 1, None), (3, 30_000, "I", "")])
+@pytest.mark.parametrize(("seen", "parents", "groups", "bias"), [(300_000, 3, 1, ""), (3, 30_000, "I", "")])
 def test_many_children_and_many_parents(seen: int, parents: int, groups: Any, bias: str | None) -> None:
     call = Call(Case((1, 2, 3), parents, seen, 1, None, groups, bias, torch.float32, "shared", "dense"))
     Bar(call.formulas, call.tensors).hold(call.kernels(call.tensors))

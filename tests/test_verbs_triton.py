@@ -93,7 +93,9 @@ class Given:
             bias = torch.randn(*lead, rows, columns)
         voting = [None if tensor is None else tensor.to(case.dtype) for tensor in (children, weight, bias)]
         votes = VoteInputs(*voting, None, case.parents, case.window)  # type: ignore[arg-type]
-        coefficients = torch.randn(()).expand(votes.shares) if case.expanded else torch.randn(votes.shares)
+        coefficients = (
+            torch.randn(()).expand(votes.coefficients_shape) if case.expanded else torch.randn(votes.coefficients_shape)
+        )
         tensors = [*voting, coefficients, torch.randn(votes.poses), torch.rand(votes.poses) + 0.5]
         if case.strided:
             tensors = [None if tensor is None else strided(tensor) for tensor in tensors]
@@ -194,9 +196,9 @@ def test_squares_about_the_mean_keep_their_digits() -> None:
 def test_coefficients_are_read_where_they_lie(form: str) -> None:
     with torch.device("meta"):
         votes = VoteInputs(torch.empty(2, 3, 3, 2, 4, 4), torch.empty(2, 5, 4, 4), None, None, 5, PADDED)
-        targets, coefficients = torch.empty(votes.poses), torch.empty(votes.shares)
+        targets, coefficients = torch.empty(votes.poses), torch.empty(votes.coefficients_shape)
     if form == "expanded":
-        coefficients = coefficients.new_empty(()).expand(votes.shares)
+        coefficients = coefficients.new_empty(()).expand(votes.coefficients_shape)
     if form == "transposed":
         coefficients = coefficients.mT.contiguous().mT
 
@@ -216,7 +218,7 @@ def test_compiles_without_a_gpu(options: int) -> None:
         votes = VoteInputs(
             torch.empty(128, 16, 16, 32, 4, 4), torch.empty(288, 32, 4, 4), None, None, 32, (3, 3, 2, 2, 0, 0, 1, 1)
         )
-        targets, coefficients = torch.empty(votes.poses), torch.empty(votes.shares)
+        targets, coefficients = torch.empty(votes.poses), torch.empty(votes.coefficients_shape)
     wanted = {"vote_scores_forward_kernel", "vote_sums_forward_kernel", "vote_pull_backward_kernel"}
     wanted |= {"vote_pull_matrix_backward_kernel"} if options & 1 else set()
     for squared in (False, True):

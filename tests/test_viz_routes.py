@@ -98,8 +98,8 @@ def test_coefficients_of_a_pool_are_its_own() -> None:
     shares = pool(net[0](images), return_coefficients=True).coefficients[:, 0, 0]  # [B, H W groups, M]
     found = viz.coefficients(net, images)
     torch.testing.assert_close(found[1, 2, 4, 3], shares[1].view(5, 6, 2, 3)[4, 3, :, 2].sum())
-    torch.testing.assert_close(viz.coefficients(net, images, even=True), torch.full((2, 3, 5, 6), 1 / 30))
-    found = viz.coefficients(network(), torch.randn(1, 1, 8, 8), even=True)[0, 0]  # counts the windows at a place
+    torch.testing.assert_close(viz.coefficients(net, images, uniform=True), torch.full((2, 3, 5, 6), 1 / 30))
+    found = viz.coefficients(network(), torch.randn(1, 1, 8, 8), uniform=True)[0, 0]  # counts the windows at a place
     seen = nn.functional.conv_transpose2d(torch.ones(1, 1, 6, 6), torch.ones(1, 1, 3, 3))[0, 0]
     torch.testing.assert_close(found, seen / seen.sum())
     for without in (nn.Conv2d(1, 2, 3), nn.Sequential(net[0], fastcaps.RoutingPool2d(4, kernel_size=2))):

@@ -59,8 +59,8 @@ def kernels(name: str, **limits: Any) -> Callable[..., Any]:
 
 
 def forward_of(routing: Routing, case: Case, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
-    """Return the results of one turn by name."""
-    call = routing.call(replace(case, turns=1))
+    """Return the results of one iteration by name."""
+    call = routing.call(replace(case, iterations=1))
     return call.forward(kernels(routing.name, **limits), options)
 
 
@@ -70,10 +70,12 @@ def backward_of(routing: Routing, back: BackwardCall, options: int = 0, **limits
 
 
 def check(routing: Routing, case: Case, options: int = 0, **limits: Any) -> None:
-    """Hold one turn's results, and the gradients of all turns, to the bar."""
+    """Hold one iteration's results, and the gradients of all iterations, to the bar."""
     # the interpreter multiplies in float32, and three products keep its rule
     tf32 = options & 6 == 2 and DEVICE == "cuda" and case.dtype == torch.float32
-    routing.bar(replace(case, turns=1), tf32=tf32, training=False).hold(forward_of(routing, case, options, **limits))
+    routing.bar(replace(case, iterations=1), tf32=tf32, training=False).hold(
+        forward_of(routing, case, options, **limits)
+    )
     routing.backward_bar(case, tf32=tf32).hold(backward_of(routing, routing.backward_call(case), options, **limits))
 
 
@@ -129,7 +131,7 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
 
     met = set()
     with torch.device("meta"):
-        call, back = routing.call(replace(case, turns=1)), routing.backward_call(case)
+        call, back = routing.call(replace(case, iterations=1)), routing.backward_call(case)
     found = launches(lambda: call.forward(asked(routing.name), options))
     found += launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
     for launch in found:

@@ -70,7 +70,7 @@ FAR = 1 << 30
 
 
 def training(stem: str, case: Any) -> dict[str, Tensor]:
-    """Return results and gradients of a case by the public op with the Triton backend, of however many turns."""
+    """Return results and gradients of a case by the public op with the Triton backend, of however many iterations."""
     import fastcaps
 
     with fastcaps.backend("triton"):

@@ -113,7 +113,7 @@ def op(draw: st.DrawFn) -> None:
 
 
 def backward(draw: st.DrawFn) -> None:
-    """The backward op of several turns, of which any gradients may be wanted."""
+    """The backward op of several iterations, of which any gradients may be wanted."""
     routing = draw(ROUTING)
     one = draw(case(routing))
     seed, wanted = draw(SEED), draw(st.integers(0, (1 << len(routing.gradients)) - 1))

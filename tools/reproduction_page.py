@@ -2,8 +2,8 @@
 
     python -m tools.reproduction_page runs/reproduce
 
-Every table of which a run is there (in the folder of its name, or NAME-short) has its rows in one table, and its
-source, claim and settings in another; both stand between the page's markers. Pictures go to docs/reproduction/NAME.png.
+Every table that has a run (in the folder of its name, or NAME-short) has its rows in one table, and its source, claim
+and settings in a list; both are between the page's markers. Pictures go to docs/reproduction/NAME.png.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from fastcaps.training.tables import names
 __all__ = ["collect", "main", "page"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reproduction.md"
-COLUMNS = ("ours", "paper", "epochs × images", "parameters")
+COLUMNS = {
+    "ours": "short run",
+    "paper": "paper, in full",
+    "epochs × images": "epochs × images",
+    "parameters": "parameters",
+}
 
 
 def collect(runs: Path, pictures: Path) -> dict[str, Any]:
@@ -57,17 +62,17 @@ def _rows(name: str, table: Mapping[str, Any]) -> list[list[str]]:
 
 def page(text: str, tables: Mapping[str, Any]) -> str:
     """Return the page with the tables as they are now."""
-    rows = [["table", "row", *COLUMNS]]
-    about, versions = [["table", "the paper's claim", "what differs here"]], []
+    rows = [["table", "row", *COLUMNS.values()]]
+    about, versions = [], []
     for name, table in tables.items():
         rows += _rows(name, table)
         seeds, _, made = table["remarks"][-1].partition("; ")
         versions += made.rstrip(".").split("; ")
         told = [remark for remark in table["remarks"][1:-1] if not remark.startswith("Best first")]
-        about.append([f"`{name}` ({table['source']})", table["claim"], " ".join([*told, f"{seeds}."])])
+        about.append(f"- **`{name}`** ({table['source']}). The claim: {table['claim']} {' '.join(told)} {seeds}.")
     text = into(text, as_markdown(rows).replace("---:", "---"), "results")
     made_by = f"Made by {'; '.join(dict.fromkeys(versions))}."
-    return into(text, f"{as_markdown(about).replace('---:', '---')}\n\n{made_by}", "settings")
+    return into(text, "\n".join([*about, "", made_by]), "settings")
 
 
 def main() -> None:

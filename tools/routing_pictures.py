@@ -1,4 +1,4 @@
-"""The pictures of docs/routings: one small scene, routed turn by turn by every algorithm.
+"""The pictures of docs/routings: one small scene, routed iteration by iteration by every algorithm.
 
 Twelve children vote for two parents, in poses of two numbers. Six agree on parent A, six on parent B; what a child says
 to the other parent is scattered. The coefficients and poses are what the reference computes, in float64.
@@ -25,9 +25,9 @@ from fastcaps.viz.charts import BLUE, ORANGE, pyplot
 __all__ = ["SCENES", "main", "picture"]
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "routings"
-CHILDREN, PARENTS, TURNS = 12, 2, 3
+CHILDREN, PARENTS, ITERATIONS = 12, 2, 3
 COLOURS = (BLUE, ORANGE)
-Turn = tuple[Tensor, Tensor, Tensor | None]
+Iteration = tuple[Tensor, Tensor, Tensor | None]
 """Coefficients [I, M], poses [M, 2], and variances [M, 2] where the parents have some."""
 
 
@@ -46,11 +46,11 @@ def votes() -> Tensor:
 SCENES = ("inverted-attention", "dynamic", "em", "heinsen", "pooling")
 
 
-def scene(name: str, turn: int) -> Turn:
-    """Return what a routing has after so many turns. It routes children of zeros, whose votes are the biases."""
+def scene(name: str, iteration: int) -> Iteration:
+    """Return what a routing has after so many iterations. It routes children of zeros, whose votes are the biases."""
     bias = votes()[:, :, None]
     children, zeros = bias.new_zeros(1, CHILDREN, 1, 2), bias.new_zeros(1, PARENTS)
-    given: dict[str, Any] = {"bias": bias, "iterations": turn, "return_coefficients": True}
+    given: dict[str, Any] = {"bias": bias, "iterations": iteration, "return_coefficients": True}
     with fastcaps.backend("reference"):
         if name == "em":
             found = functional.em_routing(children, None, None, zeros[0], zeros[0], **given)
@@ -62,8 +62,8 @@ def scene(name: str, turn: int) -> Turn:
             return found.coefficients[0], found.poses[0, :, 0], found.variances[0, :, 0]
         if name == "dynamic":
             found = functional.dynamic_routing(children, None, **given)
-        elif name == "pooling":  # its last sum is a turn of this picture
-            found = functional.routing_pool(children, sharpness=1.5, **given | {"iterations": turn - 1})
+        elif name == "pooling":  # its last sum is an iteration of this picture
+            found = functional.routing_pool(children, sharpness=1.5, **given | {"iterations": iteration - 1})
         elif name == "inverted-attention":
             found = functional.inverted_attention_routing(children, None, normalize=False, **given)
         else:
@@ -73,14 +73,14 @@ def scene(name: str, turn: int) -> Turn:
 
 
 def picture(name: str) -> str:
-    """Return the SVG of one routing: a row a parent, a column a turn.
+    """Return the SVG of one routing: a row a parent, a column an iteration.
 
     A dot is a vote, as large as its coefficient; a cross the parent's pose, an ellipse its variances.
     """
-    figure, plots = pyplot().subplots(PARENTS, TURNS, figsize=(6.4, 4.4))
+    figure, plots = pyplot().subplots(PARENTS, ITERATIONS, figsize=(6.4, 4.4))
     figure.subplots_adjust(0.05, 0.02, 0.99, 0.94, 0.05, 0.05)
     owners = [COLOURS[child * PARENTS // CHILDREN] for child in range(CHILDREN)]
-    for t in range(TURNS):
+    for t in range(ITERATIONS):
         r, poses, variances = scene(name, t + 1)
         shares = r * CHILDREN / PARENTS if name == "pooling" else r  # whose sum over children is 1
         for m in range(PARENTS):
@@ -94,7 +94,7 @@ def picture(name: str) -> str:
                 plot.plot([0, x], [0, y], color=COLOURS[m])
             plot.plot([x], [y], "+", color="black", markersize=10, markeredgewidth=2)
             plot.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), xticks=[], yticks=[])
-        plots[0][t].set_title(f"turn {t + 1}", fontsize=10)
+        plots[0][t].set_title(f"iteration {t + 1}", fontsize=10)
     for m in range(PARENTS):
         plots[m][0].set_ylabel("AB"[m], rotation=0, labelpad=8, color=COLOURS[m])
     return as_svg(figure)

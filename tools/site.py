@@ -1,26 +1,38 @@
 """What MkDocs does besides turning docs/ into pages (mkdocs.yml names this file).
 
 Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
-CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages. The page of all measured rows is drawn from
-bench/results, the table of recipes from the recipes.
+CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages, and so does each public module (api/). The
+page of all measured rows is drawn from bench/results, the table of recipes from the recipes.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import posixpath
 import re
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = re.compile(r"^# %%(?P<kind> \[markdown\])?\n", re.MULTILINE)
 NOTEBOOKS = [path for path in sorted((ROOT / "examples").glob("*.py")) if CELL.match(path.read_text(encoding="utf-8"))]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in NOTEBOOKS}
-LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
+API = {
+    **dict.fromkeys(("nn", "functional", "encapnet", "models", "losses", "viz", "compat", "data", "training")),
+    "diagnosis": ("diagnose", "Diagnosis", "LayerDiagnosis"),
+    "backends": ("backend", "BackendError", "listing", "tf32x3"),
+}
+"""The modules that have a page, and of some the names that users need; of the others, ``__all__``."""
+
 MEASURED, RECIPES = "<!-- site: measured -->", "<!-- site: recipes -->"
 
 
@@ -35,15 +47,42 @@ def place(path: str) -> str:
     return PAGES.get(path, f"source/{path}")
 
 
+def title(path: Path) -> str:
+    """Return the title of a page."""
+    return re.sub(r"[`*]", "", re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)[1])
+
+
 def for_site(page: str, text: str) -> str:
-    """Return a page's text with the links that leave docs/ turned to where the site has those files."""
+    """Return a page's text with the links that leave docs/ turned to where the site has those files.
+
+    A link whose text is the name of a page gets that page's title.
+    """
 
     def turned(link: re.Match[str]) -> str:
-        path = outside(page, link["path"])
+        path, target = outside(page, link["path"]), ROOT / "docs" / posixpath.dirname(page) / link["path"]
         here = link["path"] if path is None else posixpath.relpath(place(path), posixpath.dirname(page) or ".")
-        return here + (link["anchor"] or "")
+        is_name = re.fullmatch(r"[\w./-]+\.md", link["text"]) and target.is_file()
+        return f"[{title(target) if is_name else link['text']}]({here}{link['anchor'] or ''})"
 
     return LINK.sub(turned, text)
+
+
+def api(module: str) -> str:
+    """Return the page of a public module: what it says of itself, and all that it offers."""
+    found = importlib.import_module(f"fastcaps.{module}")
+    said = re.sub(r":\w+:`~?(?:\.?\w+\.)*(\w+)`", r"`\1`", found.__doc__ or "").strip()
+    things = {name: getattr(found, name) for name in API[module] or found.__all__}
+    parts = [f"# fastcaps.{module}", said]
+    for name, thing in sorted(things.items(), key=lambda each: inspect.isclass(each[1])):  # functions first
+        if not callable(thing) or hasattr(thing, "__origin__"):  # a type's other name
+            continue
+        is_layer = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
+        kinds = (property, classmethod, staticmethod, types.FunctionType)
+        own = vars(thing) if inspect.isclass(thing) else {}
+        members = [*getattr(thing, "_fields", ()), *(key for key, each in own.items() if isinstance(each, kinds))]
+        shown = ["build", "forward"] if is_layer else [key for key in members if key[0] != "_"] or "false"
+        parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_layer}}}")
+    return "\n\n".join(parts)
 
 
 def named_outside(docs: Path) -> set[str]:
@@ -78,6 +117,18 @@ def recipes() -> str:
     return as_markdown(lines).replace("---:", "---")
 
 
+def on_config(config: Any) -> Any:
+    """Name the version, and the repository if the package names one."""
+    from fastcaps import __version__
+
+    config.site_name = f"fastcaps {__version__}"
+    config.copyright = f"fastcaps {__version__}, Apache-2.0"
+    urls = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.urls]")[2].partition("\n[")[0]
+    if found := re.search(r'^(?:Repository|Source) *= *"(.+)"', urls, re.MULTILINE):
+        config.repo_url = found[1]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add what is not in docs/."""
     from mkdocs.structure.files import File
@@ -86,6 +137,8 @@ def on_files(files: Any, config: Any) -> Any:
         text = (ROOT / name).read_text(encoding="utf-8")
         text = as_page(text) if name.endswith(".py") else text
         files.append(File.generated(config, page, content=re.sub(r"\]\((\.\./)?docs/", r"](\1", text)))
+    for module in API:
+        files.append(File.generated(config, f"api/{module}.md", content=api(module)))
     for path in sorted(named_outside(Path(config["docs_dir"]))):
         files.append(File.generated(config, place(path), content=(ROOT / path).read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory() as folder:

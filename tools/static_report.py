@@ -174,7 +174,7 @@ def triton_table(target: str, options: int = 0) -> list[list[str]]:
     for routing in ROUTINGS:
         module, _ = libraries.triton_kernels(routing.stem)
         for case in map(routing.case, LAYERS):
-            large = replace(case, batch=128, turns=1, dtype=torch.float32)
+            large = replace(case, batch=128, iterations=1, dtype=torch.float32)
             with torch.device("meta"):
                 forward, back = routing.call(large).given.values(), routing.backward_call(large).given.values()
             border = getattr(ops, routing.name)

@@ -164,11 +164,10 @@ class Call:
         self.deterministic = bool(options & DETERMINISTIC)
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
-        index = tl.int32 if self._reach() < 1 << 31 else tl.int64
         self.votes = Votes(
             *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *table_strides(bias)),
             *_strides(gate, 4),
-            *(tl.constexpr(each) for each in (kw, sh, sw, ph, pw, dh, dw, index)),
+            *map(tl.constexpr, (kw, sh, sw, ph, pw, dh, dw, tl.int32 if self._reach() < 1 << 31 else tl.int64)),
         )
         self.sizes = {
             "positions": self.positions, "H": height, "W": width, "N": types, "Ho": ho, "Wo": wo,

@@ -1,4 +1,4 @@
-// LayerNorm over a parent's C * E numbers in memory. Where several lanes of a GPU hold them: standardise in pose.h.
+// LayerNorm over a parent's C * E values in memory; standardise in pose.h is for values in several lanes of a GPU.
 #pragma once
 
 #include "number.h"
@@ -7,8 +7,8 @@ namespace fastcaps {
 
 template <class X>
 struct LayerNorm {
-  // The mean is kept with the remainder of its own rounding: the backward formula wants differences that sum to 0 in
-  // their own last place, and poses of two numbers would show it if they did not.
+  // The mean has a second part, the remainder of its rounding: the backward needs differences that sum to 0 to their
+  // own precision, which matters for poses of two values.
   X mean, remainder, rstd;
 
   FASTCAPS_FORMULA LayerNorm(const X* S, int64_t count, X eps) {
@@ -38,7 +38,7 @@ FASTCAPS_FORMULA void layer_norm(X* S, int64_t count, X eps, const Scalar<X>* we
   }
 }
 
-// dS in place of dY; adds to dweight and dbias, if there are.
+// Replaces dY by dS; adds to dweight and dbias unless they are null.
 template <class X>
 FASTCAPS_FORMULA void layer_norm_backward(const X* S, int64_t count, X eps, const Scalar<X>* weight, X* dY, X* dweight,
                                           X* dbias) {

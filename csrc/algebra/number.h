@@ -1,5 +1,5 @@
-// The formulas of the routings, each once, for the CPU and for a GPU. A number X is a float or a double, or a vector of
-// lanes (csrc/cpu/vec.h): the formulas use operators, comparisons that select, and Number<X> for the rest.
+// The formulas of the routings, for the CPU and for a GPU. A number X is a float or a double, or a vector of lanes
+// (csrc/cpu/vec.h): the formulas use operators, comparisons that select, and the functions of Number<X>.
 #pragma once
 
 #include <cmath>
@@ -33,11 +33,11 @@ struct Number<double> {
   static FASTCAPS_FORMULA double log_sigmoid(double x) { return (x < 0 ? x : 0.0) - ::log1p(::exp(x < 0 ? x : -x)); }
 };
 
-// What one lane of X holds.
+// The type of one lane of X.
 template <class X>
 using Scalar = typename Number<X>::Scalar;
 
-// 1 / x, and 0 where x is 0: a parent that no child chose has no mean.
+// 1 / x, or 0 if x is 0: a parent without children has no mean.
 template <class X>
 FASTCAPS_FORMULA X inverse_or_zero(X x) {
   return x == 0 ? X{} : (X{} + 1) / x;

@@ -11,7 +11,7 @@ FASTCAPS_FORMULA X inverse_length(X square) {
   return square == 0 ? X{} : (X{} + 1) / Number<X>::sqrt(square);
 }
 
-// dV = r dS + c Q - d V: a number of it, with c = s da / |V| and d = c <Q, V> / |V|^2 (0 unless keys are unit vectors)
+// One value of dV = r dS + c Q - d V, with c = s da / |V| and d = c <Q, V> / |V|^2 (0 unless keys are unit vectors)
 template <class X, class Y>
 FASTCAPS_FORMULA X dvote(X coefficient, Y ds, X c, Y q, X d, X vote) {
   return coefficient * ds + c * q - d * vote;

@@ -1,6 +1,6 @@
-// What happens to one parent's pose between two iterations: squash, LayerNorm, unit length. Where its numbers lie is
-// the pose's matter, a struct with
-//   each(f)                    f(number, k) for all that are held here, k their place in the pose
+// The steps of one parent's pose between two iterations: squash, LayerNorm, unit length. A pose is a struct that knows
+// where its values are, with
+//   each(f)                    f(number, k) for all values that it holds, k their index in the pose
 //   sum(f), mean(f), largest() of f(number, k), of the magnitude: over the whole pose
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace fastcaps {
 
-// A pose that lies in memory as it is.
+// A pose in memory.
 template <class X_>
 struct PoseInMemory {
   using X = X_;
@@ -70,9 +70,8 @@ FASTCAPS_FORMULA void unit(const Pose& pose) {
   pose.each([&](X& x, int64_t) { x /= by; });
 }
 
-// LayerNorm without its affine: to mean 0 and variance 1; returns 1 / sqrt(variance + eps). Centred twice: the backward
-// formula wants differences that sum to 0 in their own last place, and poses of two numbers would show it if they did
-// not.
+// LayerNorm without its affine, to mean 0 and variance 1; returns 1 / sqrt(variance + eps). It centres twice, as the
+// backward needs differences that sum to 0 to their own precision, which matters for poses of two values.
 template <class Pose, class X = typename Pose::X>
 FASTCAPS_FORMULA X standardise(const Pose& pose, X eps) {
   for (int repeat = 0; repeat < 2; ++repeat) {
@@ -84,7 +83,7 @@ FASTCAPS_FORMULA X standardise(const Pose& pose, X eps) {
   return rstd;
 }
 
-// Its gradient: from that of the standardised pose to that of the pose, in place. standard(k): the number at k.
+// Replaces the gradient of the standardised pose by that of the pose. standard(k): the standardised value at k.
 template <class Pose, class X, class Standard>
 FASTCAPS_FORMULA void standardise_backward(const Pose& grad, X rstd, Standard&& standard) {
   const X mean = grad.mean([](X dy, int64_t) { return dy; });

@@ -5,12 +5,12 @@
 
 namespace fastcaps {
 
-// A number whose square is far from the end of the type.
+// A value whose square is far below the type's maximum.
 template <class T>
 inline constexpr T kLong = sizeof(T) == 4 ? T(1e15) : T(1e150);
 
-// The factor that brings a capsule whose largest number is `largest` down to kLong, 1 where it is not beyond that. The
-// squash of so long a capsule is its direction to the last bit, before and after. What is not finite stays.
+// The factor that scales a capsule whose largest value is `largest` down to kLong, 1 if it is not longer. The squash of
+// so long a capsule is its direction to the last bit, so it does not change. Infinity and NaN stay.
 template <class X>
 FASTCAPS_FORMULA X shrink(X largest) {
   const Scalar<X> most = kLong<Scalar<X>>;

@@ -17,6 +17,7 @@ struct QueryForward {
   using V = Vec<T>;
   static constexpr int kShares = 1;
   static constexpr bool kHasBase = false, kFolds = false, kEvenSums = false;
+  static constexpr int kJoined = 1;
   const ForwardCall<Operands>& call;
   const Votes& in;
   const Operands& with;
@@ -65,6 +66,7 @@ struct QueryBackward {
   using V = Vec<T>;
   static constexpr int kResultNumbers = 0;
   static constexpr bool kBetas = false, kRest = false, kFolds = false;
+  static constexpr int kJoined = 1;
   const BackwardCall<Operands>& call;
   const Votes& in;
   const Operands& with;
@@ -92,6 +94,7 @@ struct AttentionForward : QueryForward<T, X, Attention> {
   using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
   static constexpr bool kEvenSums = true;
+  static constexpr int kJoined = 4;
 
   template <class Each>
   FASTCAPS_INLINE V score(const X* Q, int64_t m, V, Each&& each_vote) const {
@@ -104,16 +107,16 @@ struct AttentionForward : QueryForward<T, X, Attention> {
     return (dot[0] + dot[1]) * T(with.scale * kLog2E);
   }
 
-  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, in.M, highest, gate); }
+  FASTCAPS_INLINE V compete(V* row, V highest, V gate) const { return exponentials<T>(row, in.M, highest, gate); }
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V*, Units, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
-                             int64_t, V* share) const {
-    for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
+  FASTCAPS_INLINE void weigh(const V* row, const V* factors, const V*, Units, const Range&, int64_t, int64_t count,
+                             int64_t, Planes<V>, int64_t, V* share) const {
+    for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M] * factors[j];
   }
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
-    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CE, result + m * CE);
+    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, block.numbers(0), result + m * CE);
   }
   void join(X* S, const X* other) const {
     for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];

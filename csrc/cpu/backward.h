@@ -47,6 +47,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   using Pass = Policy<T, X>;
   using Call = BackwardCall<typename Pass::Operands>;
   static constexpr bool kSharing = kLane == Lanes::kSharing;
+  static constexpr int64_t kJoined = Pass::kJoined;
   static constexpr int64_t kAddedAtOnce = 64, kNumbersAtOnce = 256;  // parents; sums of more lose digits one by one
 
   std::vector<Pass> passes;  // of every iteration
@@ -71,8 +72,9 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     dP_sums = in.M > parents_at_once ? arena.take<V>(slots * CD) : nullptr;
     scores = arena.take<V>(iterations * Pass::kScores * slots * in.M);
     highest = arena.take<V>(iterations * slots);
-    local = kChildLanes ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(1))
-                        : nullptr;
+    local = kChildLanes
+                ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(kJoined))
+                : nullptr;
     scratch = arena.take<X>(Pass::prepare_scratch(in));
     inner_states = Pass::kFolds ? arena.take<X>(iterations * group_numbers(in.M)) : nullptr;
     inner_results = Pass::kFolds ? arena.take<X>(iterations * group_numbers(in.M)) : nullptr;
@@ -289,7 +291,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   }
   Planes<V> target(int64_t t, int64_t k, int64_t which) const {
     if constexpr (kChildLanes)
-      return Pass::planes(local + ((Pass::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(1), in, 1);
+      return Pass::planes(local + ((Pass::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(kJoined), in,
+                          kJoined);
     else
       return Pass::planes(result(block.t0 + t, k), in, in.M);
   }
@@ -328,8 +331,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   FASTCAPS_INLINE void begin_parents(int64_t m0) {
     for (int which = 0; which < kMany; ++which)
       for (int64_t t = 0; t < block.nt; ++t) {
-        if (kChildLanes && has_results())
-          for (int64_t k = 0; k < iterations; ++k) zero(target(t, k, which).base, target_numbers(1));
+        if (kChildLanes && has_results() && m0 % kJoined == 0)
+          for (int64_t k = 0; k < iterations; ++k) zero(target(t, k, which).base, target_numbers(kJoined));
         const int64_t slot = t * schedule.block_children;
         if (const V* votes = votes_at_hand(m0 + which))
           add_to_parent(m0 + which, which, t, slot, votes + slot * CE, block.count);
@@ -376,6 +379,11 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
             },
             P + slot * CD, W, dP + slot * CD, sums);
       } else {
+        if constexpr (Pose::kIdentity)
+          if (gradient_is_childs()) {
+            if (call.dchildren) add_vote_gradient(m, row, slot, vote, dP + slot * CD);
+            continue;
+          }
         vote_gradient<0>(m, row, slot, vote, 0, int(CE), sum);
         for (int64_t k = 0; unsafe && k < CE; ++k) sum[k] = here != 0 ? sum[k] : V{};
       }
@@ -386,7 +394,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // dP += dV W^T of unit j in all rows, for parents [m0, m0 + kMany), unless it was met at once.
   template <int kMany>
   FASTCAPS_INLINE void add_child_gradients(int64_t j, int64_t m0, const Weight* W) {
-    if constexpr (!kAtOnce)
+    if constexpr (!kAtOnce) {
+      if (gradient_is_childs()) return;
       each_group<Pose::kTiles>(call.dchildren ? block.nt : 0, [&](int64_t t, auto many) {
         const int64_t stride = schedule.block_children, slot = t * stride + j;
         if constexpr (Pose::kTiles > 1)
@@ -394,17 +403,20 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         else
           add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
       });
+    }
   }
 
   // The block's gradients of parents [m0, m0 + kMany), whose lanes are children, into those of the rows.
   template <int kMany>
   FASTCAPS_INLINE void join_lanes(int64_t m0) {
+    const int64_t last = m0 % kJoined;  // of parents whose lanes are added up together; more are to come
+    if (last + 1 < kJoined && m0 + 1 < in.M) return;
     for (int64_t t = 0; t < results_at_once(block.nt); ++t)
       for (int which = 0; which < kMany; ++which) {
         const Planes<V> from = target(t, t, which);
         const Planes<X> to = Pass::planes(result(block.t0 + t, t), in, in.M);
         for (int plane = 0; plane < from.poses; ++plane)
-          add_lane_sums<T>(from.pose(plane, 0), CE, to.pose(plane, m0 + which));
+          add_lane_sums<T>(from.pose(plane, 0), (last + 1) * CE, to.pose(plane, m0 - last + which));
         for (int plane = 0; plane < Pass::kResultNumbers; ++plane)
           add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m0 + which));
       }
@@ -422,11 +434,19 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int64_t k = 1; k < iterations; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
   }
 
+  // Whether the gradients of votes are at once added to those of the children, which are the votes themselves.
+  bool gradient_is_childs() const { return Pose::kIdentity && !unsafe && !dB; }
+  FASTCAPS_INLINE void add_vote_gradient(int64_t m, int64_t row, int64_t slot, const V* vote, V* sum) const {
+    for (int64_t k = 0; k < iterations; ++k)
+      passes[k].template dvote<Pose::kNumbers>(state(row, k), m, scores_of(k) + slot * in.M + m, slots * in.M, vote, 0,
+                                               int(CE), [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
+  }
+
   // What `count` votes, of units from `slot` on, add to the gradient of parent m of the block's row t.
   FASTCAPS_INLINE void add_to_parent(int64_t m, int which, int64_t t, int64_t slot, const V* votes, int64_t count) {
     for (int64_t k = 0; k < iterations; ++k)
       passes[k].add(state(block.t0 + t, k), m, scores_of(k) + slot * in.M + m, slots * in.M, votes, count,
-                    target(t, k, which), kChildLanes ? 0 : m);
+                    target(t, k, which), kChildLanes ? m % kJoined : m);
   }
 
   // 1 for the lanes whose window holds the child, else 0.

@@ -139,13 +139,13 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   }
 }
 
-// What a backward call makes of its own, besides the gradients of the parents: as the op returns it.
+// A backward's gradients except those of the parents, as the op returns them.
 struct Gradients {
   Tensor children, weight, bias, gate;
 };
 
-// Run a backward call whose operands are set and which has its schedule. `empty`: nothing reaches it, or there is
-// nothing.
+// Run a backward call whose operands are set and which has its schedule. `empty`: no gradient arrives, or there are no
+// positions.
 template <class Operands>
 Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
   const Votes& in = call.votes;

@@ -15,6 +15,16 @@ template <class T, class X>
 struct PullBack {
   static constexpr bool kSingle = kOnePosition<T, X>;
 
+  static constexpr int n = kLanes<T>, kAhead = 2048;  // numbers
+
+  // f(row, m) for each row of all parents m: no division meets the loops inside.
+  template <class F>
+  static FASTCAPS_INLINE void each_row(const Votes& in, F&& f) {
+    int64_t row = 0;
+    for (int64_t m = 0; m < in.M; ++m)
+      for (int64_t c = 0; c < in.C; ++c) f(row++, m);
+  }
+
   // U[m] = Q[m] W[m]^T for all m.
   static void to_children(const Votes& in, const X* Q, const T* W, X* U) {
     const int64_t D = in.D, E = in.E, rows = in.M * in.C;
@@ -23,68 +33,81 @@ struct PullBack {
       return;
     }
     if constexpr (kSingle) {
-      constexpr int n = kLanes<T>;
       if (E % n == 0 && (rows * D) % n == 0) {  // dot products along E, n of them added up at once
         Vec<T> part[n];
         int filled = 0;
-        for (int64_t row = 0; row < rows; ++row)
-          for (int64_t d = 0; d < D; ++d, ++U) {
-            const T *q = Q + row * E, *w = W + (row / in.C * D + d) * E;
-            Vec<T> sum = load<T>(q) * load<T>(w);
-            for (int64_t e = n; e < E; e += n) sum += load<T>(q + e) * load<T>(w + e);
-            part[filled] = sum;
-            if (++filled == n) {
-              zero(U - (n - 1), n);
-              add_lane_sums<T>(part, n, U - (n - 1));
-              filled = 0;
-            }
+        each_row(in, [&](int64_t row, int64_t m) {
+          const T *q = Q + row * E, *w = W + m * D * E;
+          for (int64_t d = 0; d < D; ++d, w += E) {
+            part[filled] = load<T>(q) * load<T>(w);
+            __builtin_prefetch(w + kAhead);  // all groups' matrices do not fit the cache
+            for (int64_t e = n; e < E; e += n) part[filled] += load<T>(q + e) * load<T>(w + e);
+            if (++filled < n) continue;
+            fold_lanes<T>(part);
+            store<T>(U, part[0]);
+            U += n;
+            filled = 0;
           }
+        });
         return;
       }
     }
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t d = 0; d < D; ++d, ++U) {
-        const T* w = W + (row / in.C * D + d) * E;
+    each_row(in, [&](int64_t row, int64_t m) {
+      const T* w = W + m * D * E;
+      for (int64_t d = 0; d < D; ++d, ++U, w += E) {
         X sum{};
         for (int64_t e = 0; e < E; ++e) sum += Q[row * E + e] * w[e];
         *U = sum;
       }
+    });
   }
 
   // S[m] += P[m] W[m] for all m; P of one parent serves all where `one`.
   static void add_to_parents(const Votes& in, const X* P, bool one, const T* W, X* S) {
-    const int64_t D = in.D, E = in.E, rows = in.M * in.C;
-    for (int64_t row = 0; row < rows; ++row) {
-      const X* p = P + (one ? row % in.C : row) * D;
-      const T* w = W + row / in.C * D * E;
+    const int64_t D = in.D, E = in.E;
+    each_row(in, [&](int64_t row, int64_t m) {
+      const X* p = P + (one ? row - m * in.C : row) * D;
+      const T* w = W + m * D * E;
       for (int64_t e = 0; !W && e < E; ++e) S[row * E + e] += p[e];
+      int64_t first = 0;
+      if constexpr (kSingle)
+        for (; W && first + n <= E; first += n) {
+          Vec<T> sum = load<T>(S + row * E + first);
+          for (int64_t d = 0; d < D; ++d) sum += p[d] * load<T>(w + d * E + first);
+          store<T>(S + row * E + first, sum);
+        }
       for (int64_t d = 0; W && d < D; ++d)
-        for (int64_t e = 0; e < E; ++e) S[row * E + e] += p[d] * w[d * E + e];
-    }
+        for (int64_t e = first; e < E; ++e) S[row * E + e] += p[d] * w[d * E + e];
+    });
   }
 
-  // dW[m] += P[m]^T S[m] for all m, the lanes added up.
-  static void add_outer(const Votes& in, const X* P, const X* S, T* dW) {
+  // dW[m] += P[m]^T S[m], the lanes added up.
+  static void add_outer(const Votes& in, int64_t m, const X* P, const X* S, T* dW) {
     const int64_t C = in.C, D = in.D, E = in.E;
-    for (int64_t m = 0; m < in.M; ++m)
-      for (int64_t d = 0; d < D; ++d, dW += E) {
-        const X *p = P + m * C * D + d, *s = S + m * C * E;
-        if constexpr (kSingle) {
-          for (int64_t c = 0; c < C; ++c)
-            for (int64_t e = 0; e < E; ++e) dW[e] += p[c * D] * s[c * E + e];
-        } else {
-          constexpr int n = kLanes<T>;
-          for (int64_t first = 0; first < E; first += n) {
-            const int many = int(min(n, E - first));
-            X part[n];
-            for (int e = 0; e < many; ++e) {
-              part[e] = p[0] * s[first + e];
-              for (int64_t c = 1; c < C; ++c) part[e] += p[c * D] * s[c * E + first + e];
-            }
-            add_lane_sums<T>(part, many, dW + first);
+    dW += m * D * E;
+    for (int64_t d = 0; d < D; ++d, dW += E) {
+      const X *p = P + m * C * D + d, *s = S + m * C * E;
+      int64_t first = 0;
+      if constexpr (kSingle) {
+        for (; first + n <= E; first += n) {
+          Vec<T> sum = load<T>(dW + first);
+          for (int64_t c = 0; c < C; ++c) sum += p[c * D] * load<T>(s + c * E + first);
+          store<T>(dW + first, sum);
+        }
+        for (int64_t c = 0; c < C; ++c)
+          for (int64_t e = first; e < E; ++e) dW[e] += p[c * D] * s[c * E + e];
+      } else {
+        for (; first < E; first += n) {
+          const int many = int(min(n, E - first));
+          X part[n];
+          for (int e = 0; e < many; ++e) {
+            part[e] = p[0] * s[first + e];
+            for (int64_t c = 1; c < C; ++c) part[e] += p[c * D] * s[c * E + first + e];
           }
+          add_lane_sums<T>(part, many, dW + first);
         }
       }
+    }
   }
 };
 
@@ -129,7 +152,8 @@ struct FoldedForward : AttentionForward<T, X> {
     return Base::agreement(state + in.parents_size() + m * CD, each_pose);
   }
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
-    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, result + in.parents_size() + m * CD);
+    if constexpr (kOnePosition<T, X>)
+      add_lane_sums<T>(block.base, block.numbers(0), result + in.parents_size() + m * CD);
   }
 };
 
@@ -140,6 +164,7 @@ struct FoldedBackward : AttentionBackward<T, X> {
   using Base = AttentionBackward<T, X>;
   using V = Vec<T>;
   static constexpr bool kFolds = true;
+  static constexpr int kJoined = 4;
   using Base::call, Base::in, Base::with, Base::MCE;
   const int64_t CD, MCD;
   FoldedBackward(const BackwardCall<Attention>& call_, const Attention& with_)
@@ -160,11 +185,12 @@ struct FoldedBackward : AttentionBackward<T, X> {
     else
       zero(inner + MCD, MCD);
   }
-  void leave(const T* W, const X* state, const X* inner, X* dquery, T* dW) const {
+  void leave(const T* W, const X* inner, X* dquery) const {
     if (with.dquery) PullBack<T, X>::add_to_parents(in, inner, false, W, dquery);
-    if (!dW) return;
-    PullBack<T, X>::add_outer(in, inner + MCD, state, dW);
-    if (with.query.data) PullBack<T, X>::add_outer(in, inner, state + MCE, dW);
+  }
+  void add_weight_gradient(int64_t m, const X* state, const X* inner, T* dW) const {
+    PullBack<T, X>::add_outer(in, m, inner + MCD, state, dW);
+    if (with.query.data) PullBack<T, X>::add_outer(in, m, inner, state + MCE, dW);
   }
 
   template <class Each>
@@ -200,8 +226,11 @@ void walk_folded(Item& item, int64_t row_count) {
     for (int64_t first = 0; first < item.range.count; first += item.children_at_once())
       item.walk_block(first, item.units_from(first), t, 1);
     for (int64_t k = 0; k < iterations; ++k)
-      item.passes[k].leave(W, state + k * item.state_size, item.inner_results + k * inner_size,
-                           item.results ? item.results + t * item.result_size : nullptr, dW);
+      item.passes[k].leave(W, item.inner_results + k * inner_size,
+                           item.results ? item.results + t * item.result_size : nullptr);
+    for (int64_t m = 0; dW && m < item.in.M; ++m)  // a matrix' gradient is close while all iterations add to it
+      for (int64_t k = 0; k < iterations; ++k)
+        item.passes[k].add_weight_gradient(m, state + k * item.state_size, item.inner_results + k * inner_size, dW);
   }
 }
 

@@ -10,12 +10,12 @@
 //   enter        children that share their weights are next, and
 //   leave        have all been met (folded.h alone)
 //   score        a vote against a parent: its logit
-//   compete      the parents' competition for a child, and
-//   equal_share  its outcome where all their logits are alike (kEvenSums: the same for all parents, and linear)
+//   compete      the parents' competition for a child; returns what its outcome is still to be multiplied with
+//   equal_share  the outcome where all their logits are alike (kEvenSums: the same for all parents, and linear)
 //   equal        whether they are, in an iteration
 //   weigh, add   what a block's votes for a parent weigh, and their way into its results
 //   add_again    the same of votes that were not kept, and are made again
-//   join_lanes   the results of a block whose lanes are children, into the row's
+//   join_lanes   the results of a block whose lanes are children, into the row's: of kJoined parents at most
 //   join         the results of two ranges of children
 //   finish       results are written, and become the parents of the next iteration
 #pragma once
@@ -37,13 +37,14 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Units;
   using Pass = Policy<T, X>;
   using Call = ForwardCall<typename Pass::Operands>;
+  static constexpr int64_t kJoined = Pass::kJoined;
   static constexpr bool kEvenSums =
       Pass::kEvenSums && kLane == Lanes::kPositions && !Pose::kDynamic && !Pose::kIdentity;
   const Pass pass;
   const int64_t state_size;
-  const int64_t before, result_size;  // of a row's results: numbers that no vote is added to, and all of them
-  X *states, *results;                // of the rows at hand
-  V *logits, *highest, *shares, *local;
+  const int64_t before, result_size;     // of a row's results: numbers that no vote is added to, and all of them
+  X *states, *results;                   // of the rows at hand
+  V *logits, *highest, *shares, *local;  // highest: the logit of a unit, then what compete() returned
   int64_t iteration = 0;
 
   FASTCAPS_NOINLINE ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
@@ -57,23 +58,25 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     logits = arena.take<V>(slots * in.M);
     highest = arena.take<V>(slots);
     shares = arena.take<V>(slots * Pass::kShares);
-    local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, 1)) : nullptr;
+    local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, kJoined)) : nullptr;
   }
 
   X* state(int64_t t) const { return states + t * state_size; }
   X* result(int64_t t) const { return results + t * result_size; }
 
-  // The results that parent m of row t takes its votes into: the row's, or, where lanes are children, the block's own.
+  // The results that the parents of row t take their votes into: the row's, or, where lanes are children, the block's
+  // own for kJoined parents, whose lanes are added up together; and which of them are parent m's.
   Planes<V> target(int64_t t) const {
     if constexpr (kChildLanes)
-      return Pass::planes(local + t * Pass::result_numbers(in, 1), in, 1);
+      return Pass::planes(local + t * Pass::result_numbers(in, kJoined), in, kJoined);
     else
       return Pass::planes(result(t) + before, in, in.M);
   }
+  static FASTCAPS_INLINE int64_t in_target(int64_t m) { return kChildLanes ? m % kJoined : m; }
 
   void run(int64_t item) {
     const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks;
-    const int64_t begin = Base::edge(chunk, in.I), count = Base::edge(chunk + 1, in.I) - begin;
+    const int64_t begin = edge(chunk), count = edge(chunk + 1) - begin;
     const int64_t all = kChildLanes ? in.positions() : (in.positions() + n - 1) / n;
     const int64_t last = min((group + 1) * schedule.rows_per_group, all);
     for (int64_t first = group * schedule.rows_per_group; first < last; first += schedule.block_rows) {
@@ -104,11 +107,18 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // f() for each `range` of children among [begin, begin + count): one, or, where children of a type are met together
-  // for the sake of their weights, one a type, children being counted type by type. Until f is false.
+  static constexpr bool kByGroup = kLane == Lanes::kSharing || Pass::kFolds;
+
+  // Where a range of children begins: with a group that shares its weights, if there are as many groups as ranges.
+  int64_t edge(int64_t chunk) const {
+    if (kByGroup && schedule.chunks <= in.G) return chunk * in.G / schedule.chunks * (in.I / in.G);
+    return Base::edge(chunk, in.I);
+  }
+
+  // Calls f() for each range of children, one type at a time if they share weights; stops if f returns false.
   template <class F>
   void each_range(int64_t begin, int64_t count, F&& f) {
-    if ((kLane != Lanes::kSharing && !Pass::kFolds) || in.G == 1) {
+    if (!kByGroup || in.G == 1) {
       range = {begin, count, 0, count};
       f();
       return;
@@ -171,8 +181,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         V* row = logits + slot * in.M;
         if (equal)
           for (int64_t m = 0; m < in.M; ++m) row[m] = pass.equal_share(gates[slot]);
-        else
-          pass.compete(row, highest[slot], gates[slot]);
+        highest[slot] = equal ? broadcast(T(1)) : pass.compete(row, highest[slot], gates[slot]);
       }
     if (keeps) return add_kept(first, count, nt);
     if constexpr (kEvenSums)
@@ -223,13 +232,19 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     const int64_t slot = t * schedule.block_children;
     V* share = shares + slot * Pass::kShares;
     const Planes<V> to = target(t);
-    if (kChildLanes) Pass::clear(to.base, in, 1);
-    pass.weigh(logits + slot * in.M + m, gates + slot, Units{}, range, first, count, m, to, kChildLanes ? 0 : m, share);
+    if (kChildLanes && m % kJoined == 0) Pass::clear(to.base, in, kJoined);
+    pass.weigh(logits + slot * in.M + m, highest + slot, gates + slot, Units{}, range, first, count, m, to,
+               in_target(m), share);
     return share;
   }
 
-  void join_lanes(int64_t t, int64_t m) {
-    if constexpr (kChildLanes) pass.join_lanes(target(t), result(t), m);
+  // The lanes of the parents up to m, of `all`, once there are kJoined or no more.
+  void join_lanes(int64_t t, int64_t m, int64_t all) {
+    if constexpr (kChildLanes) {
+      const int64_t last = m % kJoined;
+      if (last + 1 == kJoined || m + 1 == all)
+        pass.join_lanes(Pass::planes(target(t).base, in, last + 1), result(t), m - last);
+    }
   }
 
   void add_kept(int64_t first, int64_t count, int64_t nt) {
@@ -237,8 +252,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       for (int64_t m = 0; m < in.M; ++m) {
         const V* share = weigh(first, count, t, m);
         pass.add(state(t), m, votes_kept + (m * slots + t * schedule.block_children) * CE, share, count, target(t),
-                 kChildLanes ? 0 : m);
-        join_lanes(t, m);
+                 in_target(m));
+        join_lanes(t, m, in.M);
       }
   }
 
@@ -259,16 +274,21 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       if (pass.one_sum(iteration)) many = 1;
     for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
-      for (int64_t j = 0; j < count; ++j) {
+      if (Pass::kFolds && !weights.bias)  // poses as they are: a sum stays in registers for all of them
+        for (int64_t t = 0; t < nt; ++t) {
+          const int64_t slot = t * schedule.block_children;
+          pass.add(state(t), m, P + slot * CD, shares + slot * Pass::kShares, count, target(t), in_target(m));
+        }
+      for (int64_t j = 0; j < count && !(Pass::kFolds && !weights.bias); ++j) {
         const Weight* W = weights.matrix(j, m);
         const Weight* bias = weights.bias_of(j, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children;
           pass.add_again(pose, state(t), m, P + (slot + j) * CD, W, bias, shares + (slot + j) * Pass::kShares,
-                         target(t), kChildLanes ? 0 : m);
+                         target(t), in_target(m));
         }
       }
-      for (int64_t t = 0; t < nt; ++t) join_lanes(t, m);
+      for (int64_t t = 0; t < nt; ++t) join_lanes(t, m, many);
     }
   }
 

@@ -59,6 +59,7 @@ struct GaussianForward {
   using V = Vec<T>;
   static constexpr int kShares = 2;
   static constexpr bool kHasBase = true, kFolds = false, kEvenSums = false;
+  static constexpr int kJoined = 1;
   const ForwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
@@ -117,18 +118,19 @@ struct GaussianForward {
     return (*from.number(0, m) - (distance[0] + distance[1])) * T(kLog2E);
   }
 
-  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
+  FASTCAPS_INLINE V compete(V* row, V highest, V gate) const {
     softmax<T>(row, in.M, highest, gate);
     if (in.gate.data)
       for (int64_t m = 0; m < in.M; ++m) row[m] = gate == 0 ? V{} : row[m];
+    return {};
   }
 
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   // From a block's weights w to how far each child moves the mean, and how much its square counts.
   template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Units, const Range& range, int64_t first, int64_t count,
-                             int64_t m, Planes<V> to, int64_t to_m, V* share) const {
+  FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, Units, const Range& range, int64_t first,
+                             int64_t count, int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
     V some{};  // of a few children: added one by one, hundreds lose digits
     for (int64_t j = 0; j < count; ++j) {
@@ -256,6 +258,7 @@ struct GaussianBackward {
   static constexpr int kScores = 2;         // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
   static constexpr bool kBetas = true, kRest = true, kFolds = false;
+  static constexpr int kJoined = 1;
   const BackwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;

@@ -60,7 +60,7 @@ auto with_one_of(Poses<First, Others...>, const Any& any, Is lanes, F&& f) {
   return with_one_of(Poses<Others...>{}, any, lanes, f);
 }
 
-// The same for a call. What is done once for a row (`own` = false) makes few votes or none: it takes the general pose.
+// The same for a call. Work done once per row makes few votes, so it uses the general pose (`own` = false).
 template <bool own, class Call, class F>
 auto with_pose(const Call& call, F&& f) {
   using Operands = OperandsOf<Call>;

@@ -20,7 +20,7 @@ namespace fastcaps {
 FASTCAPS_LEVELS(FASTCAPS_LEVEL)
 
 // The level in use, 0 the lowest; and whether the user forced it. A forced level that cannot be had is refused where
-// the library is loaded (fastcaps/backends.py); whoever calls on regardless gets the portable build.
+// the library is loaded (fastcaps/backends.py); a later call uses the portable build.
 int level_in_use();
 bool level_is_forced();
 
@@ -32,8 +32,8 @@ const Table& table_of(int level) {
   return kAll[level]();
 }
 
-// For this machine and a call. Unless a level is forced, positions that fill half a vector at most get the level below
-// where its vectors are half as long: as many of them are worked on at once.
+// For this machine and a call, unless a level is forced. If positions fill at most half a vector, use the level below,
+// whose vectors have half the length: it computes as many positions at once.
 template <class Operands>
 const Kernels<Operands>& kernels(const Votes& in) {
   const int level = level_in_use();

@@ -8,7 +8,7 @@
 
 namespace fastcaps {
 
-// Numbers of a matrix that is read from memory rather than from cache.
+// A matrix with at least this many values is read from memory, not cache.
 inline constexpr int64_t kLargeMatrix = 1024;
 
 // How a call is cut into items. An item is a group of rows times a range of children; a row is a tile of `lanes`
@@ -23,7 +23,8 @@ struct Schedule {
   bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
   bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
   bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
-  bool stay = false;            // and so do the poses, from iteration to iteration: a block holds all children
+  // poses (and votes, if kept) stay in scratch between iterations; a block then holds all children
+  bool stay = false;
   bool folded = false;          // parents are pulled back to the children's poses, and no votes made (folded.h)
 
   int64_t items() const { return groups * chunks; }
@@ -141,7 +142,7 @@ struct SquashSumKernels {
   void (*backward)(const SquashSum&, int64_t begin, int64_t end);
 };
 
-// So many rounds of multiply-adds and nothing else; returns the operations.
+// Runs `rounds` rounds of multiply-adds; returns the operations.
 struct Peak {
   double (*multiply_adds)(int64_t rounds);
 };

@@ -81,13 +81,13 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     return key.cosine * scale;
   }
 
-  FASTCAPS_INLINE void compete(V*, V, V) const {}
+  FASTCAPS_INLINE V compete(V*, V, V) const { return {}; }
   FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
   // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.
   template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Units, const Range&, int64_t, int64_t count, int64_t,
-                             Planes<V> to, int64_t m, V* share) const {
+  FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, Units, const Range&, int64_t, int64_t count,
+                             int64_t, Planes<V> to, int64_t m, V* share) const {
     V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
     V high = top;
     for (int64_t j = 0; j < count; ++j) {

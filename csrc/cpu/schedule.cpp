@@ -140,7 +140,9 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
   const int64_t tiles = ceil_div(in.positions(), task.lanes), I = in.I;
   if (share_weights(in, task)) {
     schedule_block_of_sharing_lanes(in, task, schedule);
-    schedule.groups = in.positions();
+    // two positions read a group's matrices once, where there is more than one group
+    schedule.rows_per_group = schedule.block_rows = task.folded && in.G > 1 ? std::min<int64_t>(in.positions(), 2) : 1;
+    schedule.groups = ceil_div(in.positions(), std::max<int64_t>(schedule.block_rows, 1));
   } else if (use_child_lanes(in, task)) {
     schedule_block_of_child_lanes(in, task, schedule);
   } else {
@@ -155,8 +157,11 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
   let_children_stay(in, task, schedule);
   const int64_t positions = schedule.rows_per_group * (schedule.child_lanes ? 1 : task.lanes);
   const int64_t row_bytes = task.results * task.number * (schedule.child_lanes ? 1 : task.lanes);
+  const bool by_group = (task.folded || schedule.shared_weights) && in.G >= kItems / 8;  // enough for many threads
   const int64_t most = std::min({
-      schedule.child_lanes ? ceil_div(I, task.lanes) : I / std::max<int64_t>(schedule.block_children, 2 * task.lanes),
+      by_group               ? in.G
+      : schedule.child_lanes ? ceil_div(I, task.lanes)
+                             : I / std::max<int64_t>(schedule.block_children, 2 * task.lanes),
       operations(in, positions, I) / kOperationsPerItem,
       partial_bytes(in, task) / std::max<int64_t>(schedule.rows() * row_bytes, 1),
   });

@@ -1,4 +1,4 @@
-// How a call is cut up: see Schedule in pass.h. One place decides, for the ops and for who asks how they would run.
+// How a call is cut up: see Schedule in pass.h. One place decides, for the ops and for `explain`.
 #pragma once
 
 #include <type_traits>
@@ -45,7 +45,7 @@ Schedule schedule_of(ForwardCall<Operands>& call) {
   return schedule_forward(call.votes, task);
 }
 
-// `dparents`: are there gradients of parents? `iterations`: as many as the call has, if it is not told.
+// `dparents`: are there gradients of parents? `iterations`: default: the call's.
 template <class Operands>
 Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0, int64_t iterations = 0) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);

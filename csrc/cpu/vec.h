@@ -216,20 +216,32 @@ FASTCAPS_INLINE T sum_lanes(Vec<T> v) {
   return lanes[0];
 }
 
-// out[k] += sum over lanes of v[k], for k < count: a transpose and kLanes - 1 additions at a time.
+// Of 2 * Half vectors, lane r of rows[0] becomes the sum over lanes of rows[r], added up as sum_lanes does: each stage
+// adds one half of the lanes to the other, and so needs half as many vectors as the one before.
+template <class T, int Half = kLanes<T> / 2>
+FASTCAPS_INLINE void fold_lanes(Vec<T>* rows) {
+  constexpr int n = kLanes<T>;
+  [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
+    unroll<Half>([&](auto r) FASTCAPS_LAMBDA {
+      const Vec<T> a = rows[r], b = rows[r + Half];
+      rows[r] = __builtin_shufflevector(a, b, ((K & Half) ? n + K - Half : K)...) +
+                __builtin_shufflevector(a, b, ((K & Half) ? n + K : K + Half)...);
+    });
+  }(std::make_integer_sequence<int, n>{});
+  if constexpr (Half > 1) fold_lanes<T, Half / 2>(rows);
+}
+
+// out[k] += sum over lanes of v[k], for k < count.
 template <class T>
 FASTCAPS_NOINLINE void add_lane_sums(const Vec<T>* v, int64_t count, T* out) {
   constexpr int n = kLanes<T>;
-  int64_t k = 0;
-  for (; k + n <= count; k += n) {
+  for (; count >= n; count -= n, v += n, out += n) {
     Vec<T> rows[n];
-    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = v[k + r]; });
-    transpose<T>(rows);
-    for (int half = n / 2; half > 0; half /= 2)
-      for (int r = 0; r < half; ++r) rows[r] += rows[r + half];
-    store(out + k, load(out + k) + rows[0]);
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = v[r]; });
+    fold_lanes<T>(rows);
+    store(out, load(out) + rows[0]);
   }
-  for (; k < count; ++k) out[k] += sum_lanes<T>(v[k]);
+  for (; count > 0; --count) *out++ += sum_lanes<T>(*v++);
 }
 
 // Storage types. bfloat16 is the upper half of a float32; narrowing rounds to nearest even, NaN stays NaN.

@@ -9,7 +9,6 @@ namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
 using Kind = VerbCall::Kind;
-constexpr int64_t kMostTerms = 256;  // of a sum, before it joins others
 constexpr int kRows = 4;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -62,10 +61,11 @@ struct Row {
 template <class T>
 struct Meeting {
   const T* weight;                                           // [children, D, flat]; null: x are the votes themselves
-  int64_t weight_step, bias_step, x_step, r_step, out_step;  // from child to child
+  int64_t weight_step, bias_step, x_step, r_step, out_step, dx_step;  // from child to child
   int64_t D, flat, begin, end;                               // children begin to end
   const int64_t* starts;                                     // of a vector of a flat row: its first parent
   bool together;                                             // rows belong to one pose
+  bool once;                                                 // dx is stored, not added to
 };
 
 // R rows and U vectors from v on.
@@ -170,20 +170,20 @@ FASTCAPS_INLINE Vec<T> lane_sums(Vec<T>* x) {
   }
 }
 
-// From the gradients `dv` of R rows of a child's votes: dx += dv W^T and dW += x^T dv, columns d to d + K of x.
+// From the gradients `dv` of R rows of child j's votes: dx += dv W^T and dW += x^T dv, columns d to d + K of x.
 template <class T, bool kChild, bool kWeight, int R, int K>
-FASTCAPS_INLINE void pull_rows(const Row<T>* rows, int64_t x_at, int64_t dx_at, const T* weight, T* dweight, int64_t d,
-                               int64_t flat) {
+FASTCAPS_INLINE void pull_rows(const Meeting<T>& with, const Row<T>* rows, int64_t j, T* dweight, int64_t d) {
   using V = Vec<T>;
   constexpr int n = kLanes<T>, kSums = (R * K + n - 1) / n * n;
   V dx[kSums] = {}, x[kWeight ? R * K : 1];
   if constexpr (kWeight)
-    unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { x[k] = broadcast<T>(rows[k / K].x[x_at + d + k % K]); });
-  for (int64_t v = 0; v < flat; v += n) {
+    unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { x[k] = broadcast<T>(rows[k / K].x[j * with.x_step + d + k % K]); });
+  const T* weight = with.weight + j * with.weight_step;
+  for (int64_t v = 0; v < with.flat; v += n) {
     V dv[R];
     unroll<R>([&](auto i) FASTCAPS_LAMBDA { dv[i] = load<T>(rows[i].out + v); });
     unroll<K>([&](auto k) FASTCAPS_LAMBDA {
-      const int64_t at = (d + k) * flat + v;
+      const int64_t at = (d + k) * with.flat + v;
       if constexpr (kChild) {
         const V w = load<T>(weight + at);
         unroll<R>([&](auto i) FASTCAPS_LAMBDA { dx[i * K + k] += dv[i] * w; });
@@ -198,16 +198,19 @@ FASTCAPS_INLINE void pull_rows(const Row<T>* rows, int64_t x_at, int64_t dx_at, 
   if constexpr (kChild) {
     T sums[kSums];
     unroll<kSums / n>([&](auto k) FASTCAPS_LAMBDA { store<T>(sums + k * n, lane_sums<T>(dx + k * n)); });
-    unroll<R * K>([&](auto k) FASTCAPS_LAMBDA { rows[k / K].dx[dx_at + d + k % K] += sums[k]; });
+    unroll<R>([&](auto i) FASTCAPS_LAMBDA {  // read before written: a row's numbers are one vector
+      T *to = rows[i].dx + j * with.dx_step + d, found[K];
+      unroll<K>([&](auto k) FASTCAPS_LAMBDA { found[k] = with.once ? sums[i * K + k] : to[k] + sums[i * K + k]; });
+      unroll<K>([&](auto k) FASTCAPS_LAMBDA { to[k] = found[k]; });
+    });
   }
 }
 
 template <class T, bool kChild, bool kWeight>
-FASTCAPS_NOINLINE void pull_all(const Row<T>* rows, int64_t count, int64_t x_at, int64_t dx_at, const T* weight,
-                                T* dweight, int64_t D, int64_t flat) {
+FASTCAPS_NOINLINE void pull_all(const Meeting<T>& with, const Row<T>* rows, int64_t count, int64_t j, T* dweight) {
   each_group<kRows>(count, [&](int64_t row, auto many) {
-    each_group<4>(D, [&](int64_t d, auto columns) {
-      pull_rows<T, kChild, kWeight, many, columns>(rows + row, x_at, dx_at, weight, dweight, d, flat);
+    each_group<4>(with.D, [&](int64_t d, auto columns) {
+      pull_rows<T, kChild, kWeight, many, columns>(with, rows + row, j, dweight, d);
     });
   });
 }
@@ -223,22 +226,23 @@ FASTCAPS_INLINE T sum_of(const T* x, int64_t count) {
   return total;
 }
 
-// Sums of many terms: `near` joins `far` before it has too many.
+// Sums of many terms: `near` joins `far` before it has more than `most`.
 template <class T>
 struct LongSum {
-  T *near = nullptr, *far = nullptr;
-  int64_t size, terms = 0;
+  T* near = nullptr;
+  double* far = nullptr;
+  int64_t size, most, terms = 0;
 
-  LongSum(bool wanted, int64_t size, Arena& arena) : size(size) {
-    if (wanted) near = arena.take<T>(size), far = arena.take<T>(size);
+  LongSum(bool wanted, int64_t size, int64_t most, Arena& arena) : size(size), most(most) {
+    if (wanted) near = arena.take<T>(size), far = arena.take<double>(size);
   }
   void clear() {
-    for (int64_t k = 0; near && k < size; ++k) near[k] = far[k] = 0;
+    for (int64_t k = 0; near && k < size; ++k) near[k] = 0, far[k] = 0;
     terms = 0;
   }
   void count(int64_t more) {
     terms += more;
-    if (near && terms + more > kMostTerms) join();
+    if (near && terms + more > most) join();
   }
   void join() {
     for (int64_t k = 0; k < size; ++k) far[k] += near[k], near[k] = 0;

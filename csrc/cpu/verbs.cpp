@@ -46,8 +46,8 @@ struct Walk {
         made(arena.take<T>((pulls ? row_count() : call.block * kRows) * flat + n)),
         rows(arena.take<Row<T>>(row_count())),
         starts(arena.take<int64_t>(flat / n)),
-        dweight(pulls && call.dweight, call.block * D * flat, arena),
-        dbias(pulls && call.dbias, call.block * C * flat, arena) {
+        dweight(pulls && call.dweight, call.block * D * flat, 256, arena),
+        dbias(pulls && call.dbias, call.block * C * flat, std::is_same_v<T, double> ? 256 : 16, arena) {
     for (int64_t v = 0; scratch && v < flat / n; ++v) starts[v] = v * n % call.tile;
   }
 
@@ -102,7 +102,7 @@ struct Walk {
     const int64_t cell = i / in.N, dy = cell / w.kw * w.dh - w.ph, dx = cell % w.kw * w.dw - w.pw;
     Meeting<T> with{};
     with.weight = in.weight ? weights : nullptr;
-    with.weight_step = weight_step(), with.bias_step = bias_step();
+    with.weight_step = weight_step(), with.bias_step = bias_step(), with.dx_step = C * D, with.once = call.once();
     with.D = D, with.starts = starts, with.flat = flat, with.end = count, with.together = C > 1;
     for (int64_t many = 0; at.p < end;) {
       Place places[kRows];
@@ -248,31 +248,36 @@ struct Walk {
                      load<T>(rows[k].r + j * with.r_step + starts[v / n]) * load<T>(rows[k].about + v));
       }
       if (dbias.near)
-        for (int64_t k = 0; k < count; ++k) {
-          T* sum = dbias.near + j * bias_step() + (C > 1 ? k : 0) * flat;
-          for (int64_t v = 0; v < flat; v += n) store<T>(sum + v, load<T>(sum + v) + load<T>(rows[k].out + v));
+        for (int64_t k = 0; k < count; k += C > 1 ? 1 : count) {
+          T* sum = dbias.near + j * bias_step() + k * flat;
+          for (int64_t v = 0; v < flat; v += n) {
+            Vec<T> terms = load<T>(rows[k].out + v);  // of positions, whose biases are the same
+            for (int64_t other = 1; C == 1 && other < count; ++other) terms += load<T>(rows[other].out + v);
+            store<T>(sum + v, load<T>(sum + v) + terms);
+          }
         }
-      const T* weight = weights + j * weight_step();
       T* dw = dweight.near ? dweight.near + j * weight_step() : nullptr;
-      const int64_t x_at = j * with.x_step, dx_at = j * C * D;
       if (!in.weight) {
-        if (call.dchildren) add_runs(count, dx_at);
+        if (call.dchildren) add_runs(with, count, j);
       } else if (call.dchildren && dw) {
-        pull_all<T, true, true>(rows, count, x_at, dx_at, weight, dw, D, flat);
+        pull_all<T, true, true>(with, rows, count, j, dw);
       } else if (call.dchildren) {
-        pull_all<T, true, false>(rows, count, x_at, dx_at, weight, dw, D, flat);
+        pull_all<T, true, false>(with, rows, count, j, dw);
       } else if (dw) {
-        pull_all<T, false, true>(rows, count, x_at, dx_at, weight, dw, D, flat);
+        pull_all<T, false, true>(with, rows, count, j, dw);
       }
     }
     dweight.count(weight_step() ? count : count * children);
-    dbias.count((bias_step() ? 1 : children) * (C > 1 ? 1 : count));
+    dbias.count(bias_step() ? 1 : children);
   }
 
   // Of votes that are the children's poses: sums over the parents.
-  void add_runs(int64_t count, int64_t dx_at) {
+  void add_runs(const Meeting<T>& with, int64_t count, int64_t j) {
     for (int64_t k = 0; k < count; ++k)
-      for (int64_t e = 0; e < E; ++e) rows[k].dx[dx_at + e] += sum_of<T>(rows[k].out + e * call.tile, parents);
+      for (int64_t e = 0; e < E; ++e) {
+        T& dx = rows[k].dx[j * with.dx_step + e];
+        dx = (with.once ? 0 : dx) + sum_of<T>(rows[k].out + e * call.tile, parents);
+      }
   }
 
   // Adds what the packed matrices' gradient has come to.
@@ -285,7 +290,7 @@ struct Walk {
         for (int64_t m = 0; m < parents; ++m) {
           T* to = out + (((packed + j) % in.G) * in.M + packed_tile * call.tile + m) * D * E;
           for (int64_t d = 0; d < D; ++d)
-            for (int64_t e = 0; e < E; ++e) to[d * E + e] += dweight.far[(j * D + d) * flat + e * call.tile + m];
+            for (int64_t e = 0; e < E; ++e) to[d * E + e] += T(dweight.far[(j * D + d) * flat + e * call.tile + m]);
         }
     }
     dweight.clear();
@@ -300,7 +305,7 @@ struct Walk {
         T* to = out + (i + j) * in.bias_stride_i + (first_parent + m) * in.bias_stride_m;
         for (int64_t c = 0; c < C; ++c)
           for (int64_t e = 0; e < E; ++e)
-            to[c * E + e] += sum_of<T>(dbias.far + (j * C + c) * flat + e * call.tile + m, together);
+            to[c * E + e] += T(sum_of<double>(dbias.far + (j * C + c) * flat + e * call.tile + m, together));
       }
     dbias.clear();
   }

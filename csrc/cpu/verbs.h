@@ -22,7 +22,7 @@ struct VerbCall {
   int64_t about_step = 0, precisions_step = 0;         // from row to row
   void* scores = nullptr;                              // [positions, I, M]
   void* sums = nullptr;                                // of every range of children, flat poses
-  void* dchildren = nullptr;                           // [B, H, W, N, C, D], zeroed
+  void* dchildren = nullptr;                           // [B, H, W, N, C, D], zeroed unless `once`
   Parts dweight, dbias;                                // zeroed
 
   int64_t pose_numbers() const { return votes.C * flat; }
@@ -30,6 +30,11 @@ struct VerbCall {
     return tiles * votes.positions() * pose_numbers();
   }  // of flat poses, [tiles, positions, C, flat]
   int64_t items() const { return (kind < kPull ? tiles : 1) * place_ranges * child_ranges; }
+  // Whether a pull meets each child once, and may store its gradient.
+  bool once() const {
+    const Window& w = votes.window;
+    return tiles == 1 && w.kh * w.kw * w.sh * w.sw == 1 && w.ph == 0 && w.pw == 0;
+  }
   // Whether items that share no child type share no matrix either, nor entry of the bias.
   bool own_weights() const { return votes.weight && votes.G % votes.N == 0; }
   bool own_bias() const { return votes.bias_stride_i != 0 || votes.I == 1; }

@@ -11,7 +11,7 @@ namespace FASTCAPS_NAMESPACE {
 template <int C_, int D_, int E_>
 struct StaticPose {
   static constexpr bool kIdentity = false, kDynamic = false;
-  static constexpr int C = C_, D = D_, E = E_;
+  static constexpr int C = C_, D = D_, E = E_, kNumbers = C * E;  // numbers of a vote; 0: known at run time
   static constexpr int kLimit = kManyRegisters ? 18 : 12;         // of votes in registers,
   static constexpr int kGradientLimit = kManyRegisters ? 18 : 8;  // and of their gradients, beside what meets them
   static constexpr int largest_divisor(int of, int limit) {
@@ -40,6 +40,7 @@ struct StaticPose {
 struct DynamicPose {
   int C, D, E;
   static constexpr bool kIdentity = false, kDynamic = true;
+  static constexpr int kNumbers = 0;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4, kGradientRows = 0;
   static constexpr int kTogether = 1, kTiles = 1, kUnits = 1;
   static constexpr bool kWeightGradientByRows = false;

@@ -116,9 +116,10 @@ struct WeightsOf {
   }
 };
 
-// Logits, to base 2, -> gate * softmax over m, in place, given the highest.
+// Logits, to base 2, -> what is proportional to the softmax over m, in place, given the highest; returns what it
+// is to be multiplied with to make gate * softmax.
 template <class T>
-FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
+FASTCAPS_INLINE Vec<T> exponentials(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
   Vec<T> sum[2] = {};
   int64_t m = 0;
   for (; m + 2 <= M; m += 2)
@@ -127,8 +128,14 @@ FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) 
       sum[k] += a[m + k];
     });
   if (m < M) sum[0] += a[m] = exp2_nonpositive(a[m] - highest);
-  const Vec<T> share = gate / (sum[0] + sum[1]);
-  for (m = 0; m < M; ++m) a[m] *= share;
+  return gate / (sum[0] + sum[1]);
+}
+
+// The same -> gate * softmax over m.
+template <class T>
+FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
+  const Vec<T> factor = exponentials<T>(a, M, highest, gate);
+  for (int64_t m = 0; m < M; ++m) a[m] *= factor;
 }
 
 // Children whose gate is exactly 0 leave no trace, whatever their numbers are.

@@ -1,1 +1,1 @@
-"""What the tests, the benchmark and the tools of a checkout share: the rule for results, and tables in pages."""
+"""Shared by tests, benchmark and tools of a checkout: the rule for errors of results, and tables in pages."""

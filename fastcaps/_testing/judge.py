@@ -1,6 +1,6 @@
-"""How much a result may err: one rule for the tests, the gate of the bench, the sanitizer and the ABI check.
+"""The largest allowed error of a result: one rule for the tests, the bench, the sanitizer and the ABI check.
 
-The rule is :func:`allowed_error`; :class:`Bar` finds the numbers that it needs for a call. Only torch is imported.
+The rule is :func:`allowed_error`; :class:`Bar` measures its arguments for a call. Only torch is imported.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Bar", "Rounding", "Verdict", "allowed_error", "largest", "largest_er
 Tensors = Sequence[Tensor | None]
 Run = Callable[[Tensors], dict[str, Tensor]]
 
-TF32_ROUNDING = 2.0**-11  # at most this share of a number is lost where it is rounded to tf32
+TF32_ROUNDING = 2.0**-11  # the largest relative error of rounding to tf32
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest finite magnitude in a tensor; 0 where there is none."""
+    """Return the largest finite magnitude in a tensor, or 0."""
     return tensor.masked_fill(~tensor.isfinite(), 0.0).abs().max().item() if tensor.numel() else 0.0
 
 
 def largest_error(found: Tensor, exact: Tensor) -> float:
-    """Return the largest difference; infinities count as right where they ought to stand, and NaN nowhere else."""
+    """Return the largest difference; equal infinities, and NaN in both, count as 0."""
     difference = found.double() - exact.double()
     if not difference.numel():
         return 0.0
@@ -37,12 +37,12 @@ def largest_error(found: Tensor, exact: Tensor) -> float:
 
 
 def held_in(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return exact numbers with infinity in place of those that exceed a dtype, which is what it rounds them to."""
+    """Return exact values with infinity for those that overflow a dtype."""
     return torch.where(exact.to(dtype).isinf(), exact.to(dtype).to(exact.dtype), exact)
 
 
 def allowed_error(exact: Tensor, dtype: torch.dtype, eager: float, condition: float) -> float:
-    """Return the largest error that a result in ``dtype`` may have: twice eager's, plus what rounding explains.
+    """Return the largest error that a result in ``dtype`` may have: twice eager's, plus the effect of rounding.
 
     Parameters
     ----------
@@ -51,13 +51,13 @@ def allowed_error(exact: Tensor, dtype: torch.dtype, eager: float, condition: fl
     eager : float
         The error of the eager reference of the same dtype.
     condition : float
-        By how much the exact result moves when numbers move by one unit in the last place.
+        The change of the exact result if values change by one unit in the last place.
     """
     return 2 * eager + condition + torch.finfo(dtype).eps * largest(exact)
 
 
 class Rounding(TorchDispatchMode):
-    """Moves the result of every arithmetic operation by one unit in the last place, up or down by chance."""
+    """Changes the result of every arithmetic operation by one unit in the last place, randomly up or down."""
 
     STILL = ("clone", "copy", "_to_copy", "new_", "ones", "zeros", "full", "empty", "constant_pad")
 
@@ -82,10 +82,10 @@ class Rounding(TorchDispatchMode):
 
 
 class _Tf32(TorchDispatchMode):
-    """Rounds the factors of every matrix product to tf32, as float32 products under that setting do on a GPU.
+    """Rounds the factors of every matrix product to tf32, as float32 products on a GPU may.
 
-    With ``draws`` the factors move by at most one such rounding, by chance, instead: what another, as good, way of
-    computing the same might have lost.
+    With ``draws`` it changes the factors randomly by at most one such rounding, as another equally good computation
+    might.
     """
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "einsum", "convolution")
@@ -100,7 +100,7 @@ class _Tf32(TorchDispatchMode):
         if self.draws is not None:
             share = torch.rand(value.shape, generator=self.draws, dtype=torch.float64) * 2 - 1
             return value * (1 + TF32_ROUNDING * share.to(value.device))
-        bits = value.contiguous().view(torch.int32)  # nearest, halves away from zero: sign and magnitude are apart
+        bits = value.contiguous().view(torch.int32)  # to nearest, ties away from zero, as the sign is a separate bit
         return torch.where(value.isfinite(), ((bits + 0x1000) & -0x2000).view(torch.float32), value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,33 +110,32 @@ class _Tf32(TorchDispatchMode):
 
 
 class Verdict(NamedTuple):
-    """What the rule says of results."""
+    """The errors of results, and whether they keep the rule."""
 
     errors: dict[str, float]  # the largest of each
     allowed: dict[str, float]
-    complaints: list[str]  # what is wrong, in words
+    complaints: list[str]  # messages about wrong results
 
 
 class Bar:
-    """What the results of one call may err: :meth:`hold` asserts that they do not err more.
+    """The allowed errors of one call's results; :meth:`hold` asserts that they keep them.
 
-    The exact results are the reference's in float64, eager's error is that of the reference in the call's dtype. The
-    condition is by how much the float64 results change when all inputs and all intermediate results move by one unit
-    in the last place of the dtype in which sums are kept, up or down by chance. It is looked for where an error needs
-    it, in as many draws as it needs, up to 30. In float64 nothing more precise is there to measure the reference's own
-    error: its condition stands for it.
+    The exact results are the reference's in float64, and eager's error is the reference's in the call's dtype. The
+    condition is how much the float64 results change if all inputs and intermediate results change randomly by one unit
+    in the last place of the accumulation dtype. It is estimated only if an error needs it, with up to 30 draws. In
+    float64, where the reference's own error cannot be measured, the condition replaces it.
 
     Parameters
     ----------
     run : callable
         The reference: takes the tensors, in any dtype, and returns results and gradients by name.
     tensors : sequence of Tensor or None
-        All that the results depend on, gradients of outputs included; the first has the call's dtype.
+        All inputs of the results, including gradients of outputs; the first has the call's dtype.
     eager : sequence of callables
-        Eager ways to the same results: the largest of their errors counts. By default ``run`` is the only one.
+        Eager implementations, of which the largest error counts; by default only ``run``.
     tf32 : bool
-        The call is in float32, and its matrix products may round their factors to tf32. So do eager's, and the
-        condition is where the factors move by up to that rounding.
+        The call is in float32, and its matrix products may round their factors to tf32. Then eager's do, and the
+        condition changes factors by up to that rounding.
     """
 
     most_draws = 30
@@ -151,7 +150,7 @@ class Bar:
         self.draws = 0
 
     def measure(self, eager: Sequence[Run]) -> tuple[dict[str, Tensor], dict[str, float], dict[str, torch.dtype]]:
-        """Return the exact results, eager's errors, and the dtypes that results must have."""
+        """Return the exact results, eager's errors, and the required dtypes of results."""
         exact = self.run(self.doubles)
         dtypes = {name: value.dtype for name, value in exact.items()}
         errors: dict[str, float] = {}
@@ -164,16 +163,16 @@ class Bar:
         return exact, errors, dtypes
 
     def compared(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the part of a result that is compared, and what it is compared with."""
+        """Return the compared part of a result, and the exact values for it."""
         return found, self.exact[name]
 
     def draw(self) -> None:
-        """Take one more draw into the estimate of the condition."""
+        """Add one random draw to the estimate of the condition."""
         moved = [self.rounding.move(tensor) for tensor in self.doubles]
         with _Tf32(self.rounding.generator) if self.tf32 else nullcontext(), self.rounding:
             other = self.run(moved)
         for name, value in self.exact.items():
-            moved_far = torch.where(value.isfinite(), other[name], value)  # infinity is infinity
+            moved_far = torch.where(value.isfinite(), other[name], value)  # ignore infinities
             self.condition[name] = max(self.condition[name], largest_error(moved_far, value))
         self.draws += 1
 
@@ -186,7 +185,7 @@ class Bar:
         return allowed_error(self.exact[name], self.dtypes[name], eager, condition)
 
     def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
-        """Hold results to the rule. A ``share`` of each one's largest number is allowed besides: 0 is the contract."""
+        """Return the verdict on results. ``share`` allows errors of that fraction of the largest value more."""
         if found.keys() != self.exact.keys():
             return Verdict({}, {}, [f"results are {sorted(found)}, wanted {sorted(self.exact)}"])
         return self._judge(found, share)
@@ -199,7 +198,7 @@ class Bar:
                 wanted = f"{self.dtypes[name]} {list(value.shape)}"
                 wrong.append(f"{name} is {result.dtype} {list(one.shape)}, wanted {wanted}")
             elif not torch.equal(one.isfinite(), value.isfinite()):
-                wrong.append(f"{name} is not finite where it ought to be, or the other way round")
+                wrong.append(f"{name} is not finite at the same places as the exact result")
             else:
                 errors[name] = largest_error(one, value)
         if wrong:
@@ -213,6 +212,6 @@ class Bar:
             self.draw()
 
     def hold(self, found: dict[str, Tensor]) -> None:
-        """Assert that results, by name, are complete, of the right shapes and dtypes, and keep the rule."""
+        """Assert that results, by name, are complete, have the right shapes and dtypes, and keep the rule."""
         wrong = self.judge(found).complaints
         assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""Tables in markdown, and their places in the pages of docs/: for the reports of tools/ and of the benchmark."""
+"""Markdown tables, and their insertion into pages, for the reports of tools/ and the benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["as_markdown", "into"]
 
 
 def as_markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines as a markdown table, the first being its head."""
+    """Return lines as a markdown table; the first is the header."""
     right = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], right, *lines[1:]])
 
@@ -16,10 +16,7 @@ def as_markdown(lines: Sequence[Sequence[str]]) -> str:
 def into(page: str, text: str, name: str) -> str:
     """Return ``page`` with ``text`` between its markers ``<!-- name:begin -->`` and ``<!-- name:end -->``.
 
-    Raises
-    ------
-    ValueError
-        If the page does not have each marker once, in order, or would lose lines of its tables.
+    ValueError if the page does not have each marker once, in order, or would lose lines of its tables.
     """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):

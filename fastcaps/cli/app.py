@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from fastcaps.cli import bench, demo, explain, info, reproduce, train
+from fastcaps.cli import bench, completion, demo, explain, info, reproduce, train
 
 app = typer.Typer(
     name="fastcaps",
     help="Capsule networks, routed without ever storing a vote.",
     rich_markup_mode="markdown",  # paragraphs are wrapped to the terminal
-    add_completion=False,  # it would import torch at every press of the key
+    add_completion=False,  # Typer's would import torch at every press of the key; completion.py's does not
     pretty_exceptions_enable=False,
 )
 
 
 @app.callback(invoke_without_command=True)
 def fastcaps(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    show_completion: Annotated[
+        Literal["bash", "zsh"] | None, typer.Option(help="print a script for tab completion (both have the same)")
+    ] = None,
 ) -> int:
-    """Print the version, or the help if there is no command."""
+    """Print the version, the script for tab completion, or the help."""
     if version:
         from fastcaps import __version__
 
         print(f"fastcaps {__version__}")
+        raise typer.Exit()
+    if show_completion:
+        print(completion.script(context), end="")
         raise typer.Exit()
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -59,6 +59,19 @@ def one_line_errors(again: str = "") -> Iterator[None]:
 def show(result: Any) -> None:
     """Print a result as JSON."""
     print(json.dumps(result, indent=2, default=str))
+
+
+def show_list(found: Mapping[str, str]) -> None:
+    """Print names and what they are, wrapped by words to the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2), pad_edge=False)
+    table.add_column(no_wrap=True)
+    for name, what in found.items():
+        table.add_row(Text(name), Text(what))
+    Console(highlight=False).print(table)
 
 
 def told_on(as_json: bool) -> Console:

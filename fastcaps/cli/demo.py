@@ -12,7 +12,7 @@ from fastcaps.cli.common import one_line_errors, show, told_on
 
 def demo(
     out: Annotated[Path, Option(help="folder for the pictures and figures")] = Path("fastcaps-demo"),
-    epochs: Annotated[int | None, Option(help="passes over the digits")] = None,
+    epochs: Annotated[int | None, Option(help="passes over the digits", show_default="10")] = None,
     seed: Annotated[int, Option(help="seed of the training")] = 0,
     skip_speed: Annotated[bool, Option("--skip-speed", help="leave out the measurement of speed and memory")] = False,
     as_json: Annotated[bool, Option("--json", help="print what demo.json holds, and nothing else")] = False,

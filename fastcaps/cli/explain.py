@@ -50,7 +50,6 @@ def explain(
     if as_json:
         show({"network": network, "batch": batch, "calls": [asdict(call) for call in calls]})
         return 0
-    print(f"{network}, batch {batch}, {dtype} on {device}: {len(calls)} routing call{'' if len(calls) == 1 else 's'}")
-    for index, call in enumerate(calls):
-        print(f"\n[{index}] {call}")
+    print(f"{network}, batch {batch}, {dtype} on {device}: {len(calls)} routing call{'' if len(calls) == 1 else 's'}\n")
+    print(found)
     return 0

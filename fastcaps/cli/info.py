@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from fastcaps.cli.common import Fail, show
+from fastcaps.cli.common import Fail, show, show_list
 
 
 def read_dtype(name: str) -> Any:
@@ -30,8 +30,10 @@ def read_device(name: str) -> str:
     return name
 
 
-def _joined(value: Any) -> Any:
-    return ", ".join(value) if isinstance(value, list) else value
+def _joined(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_joined(part)}" for key, part in value.items())
+    return ", ".join(value) if isinstance(value, list) else str(value or "none")
 
 
 def _build() -> dict[str, Any]:
@@ -55,32 +57,30 @@ def info(
 
     import fastcaps
 
-    build, kind = _build(), read_dtype(dtype)
+    build, kind, device = _build(), read_dtype(dtype), read_device(device)
     try:
         children = torch.empty(1, 8, 4, 4, dtype=kind, device=device)
         weight = torch.empty(8, 10, 4, 4, dtype=kind, device=device)
         parents = torch.empty(1, 10, 4, 4, dtype=kind, device=device)
-        explanation = str(fastcaps.explain(children, weight, parents))
-    except (RuntimeError, AssertionError, TypeError) as error:
-        explanation = f"no such call: {str(error).splitlines()[0]}"
+        runs: Any = fastcaps.explain(children, weight, parents)
+    except (RuntimeError, TypeError) as error:
+        runs = f"no such call: {str(error).splitlines()[0]}"
     listing = fastcaps.backends.listing()
     if as_json:
         backends = {entry.name: {"available": entry.available, "detail": entry.detail} for entry in listing}
         versions = {"fastcaps": fastcaps.__version__, "torch": torch.__version__}
-        show({**versions, "build": build, "backends": backends, "explain": explanation})
+        show({**versions, "build": build, "backends": backends, "explain": str(runs)})
         return 0
     print(f"fastcaps {fastcaps.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("build" if build else "build: no native library (FASTCAPS_BUILD=0); the reference serves")
-    why_not = build.pop("cuda_why_not", "")
-    if why_not:
-        build["cuda"] = f"none: {why_not}"
-    for name, value in build.items():
-        if isinstance(value, dict):
-            value = "; ".join(f"{key}: {_joined(part)}" for key, part in value.items())
-        print(f"  {name.replace('_', ' '):<20}{_joined(value)}")
+    build.pop("cuda_why_not", "")  # the list of backends has it
+    show_list({f"  {name.replace('_', ' ')}": _joined(value) for name, value in build.items()})
     print("\nbackends")
-    for entry in listing:
-        print(f"  {entry}")
+    show_list({f"  {one.name:<9}  {'yes' if one.available else 'no '}": one.detail for one in listing})
     print(f"\na routing pass with parents, {dtype} on {device}, runs on")
-    print("  " + explanation.replace("\n", "\n  "))
+    if isinstance(runs, str):
+        print(f"  {runs}")
+        return 0
+    print(f"  {runs.backend}: {runs.how}")  # the list of backends says why not on others
+    show_list({f"  {name}": getattr(runs, name) for name in ("call", "forward", "backward")})
     return 0

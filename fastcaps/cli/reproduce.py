@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Option
 
-from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, told_on
+from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, show_list, told_on
 from fastcaps.cli.train import DATA_DIR
 
 
@@ -30,17 +30,7 @@ def recipes(
             print(recipes.as_yaml(recipe), end="")
             return 0
         sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}
-    return _listed(sources, as_json)
-
-
-def _listed(found: dict[str, str], as_json: bool) -> int:
-    """Show names and what they are."""
-    if as_json:
-        show(found)
-        return 0
-    width = max(map(len, found))
-    for name, what in found.items():
-        print(f"{name:<{width}}  {what}")
+    (show if as_json else show_list)(sources)
     return 0
 
 
@@ -69,7 +59,8 @@ def reproduce(
     with one_line_errors(command):
         if name is None:
             every = {name: tables.table(name) for name in tables.names()}
-            return _listed({name: f"{table.source}: {table.title}" for name, table in every.items()}, as_json)
+            (show if as_json else show_list)({name: f"{each.source}: {each.title}" for name, each in every.items()})
+            return 0
         table = tables.table(name)
         stem = Path(name).stem
         folder = Path(out or f"runs/reproduce/{stem}{'-short' if short else ''}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Fail, absolute, one_line_errors, read_settings, show, told_on
+from fastcaps.cli.common import Fail, absolute, one_line_errors, read_settings, show, show_list, told_on
 
 PATHS = {
     **{name: f"{name}.name" for name in ("network", "data", "loss", "optimizer", "schedule")},
@@ -32,8 +32,9 @@ Text = str | None
 Whole = int | None
 
 
-def _text(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return Option(*names, help=text, rich_help_panel=panel, **more)
+def _text(panel: str, text: str, *names: str, default: str = "", **more: Any) -> Any:
+    """An option; ``default`` is what the settings have if neither it nor a recipe gives a value."""
+    return Option(*names, help=text, rich_help_panel=panel, show_default=default or True, **more)
 
 
 def train(
@@ -57,24 +58,32 @@ def train(
         bool | None, _text(WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)")
     ] = None,
     limit: Annotated[Whole, _text(WHAT, "use only the first training images, for a quick try")] = None,
-    validation: Annotated[Whole, _text(WHAT, "hold out so many training images; the best epoch by them counts")] = None,
-    epochs: Annotated[Whole, _text(HOW, "passes over the training images")] = None,
-    batch_size: Annotated[Whole, _text(HOW, "images a step, on all devices together")] = None,
-    loss: Annotated[Text, _text(HOW, "cross-entropy, bce, margin, spread or feedback")] = None,
-    optimizer: Annotated[Text, _text(HOW, "adam, adamw, radam, rmsprop or sgd")] = None,
-    lr: Annotated[float | None, _text(HOW, "highest learning rate")] = None,
-    weight_decay: Annotated[float | None, _text(HOW, "weight decay")] = None,
+    validation: Annotated[
+        Whole, _text(WHAT, "hold out so many training images; the best epoch by them counts", default="0")
+    ] = None,
+    epochs: Annotated[Whole, _text(HOW, "passes over the training images", default="2")] = None,
+    batch_size: Annotated[Whole, _text(HOW, "images a step, on all devices together", default="64")] = None,
+    loss: Annotated[Text, _text(HOW, "cross-entropy, bce, margin, spread or feedback", default="cross-entropy")] = None,
+    optimizer: Annotated[Text, _text(HOW, "adam, adamw, radam, rmsprop or sgd", default="adam")] = None,
+    lr: Annotated[float | None, _text(HOW, "highest learning rate", default="0.003")] = None,
+    weight_decay: Annotated[float | None, _text(HOW, "weight decay", default="0.0")] = None,
     momentum: Annotated[float | None, _text(HOW, "momentum, for sgd and rmsprop")] = None,
-    schedule: Annotated[Text, _text(HOW, "one-cycle, cosine, milestones, exponential or constant")] = None,
-    seed: Annotated[Whole, _text(HOW, "decides initial weights, order of images, augmentation")] = None,
-    runs: Annotated[Whole, _text(HOW, "so many runs, with this seed and those after it: mean and spread")] = None,
-    precision: Annotated[Text, _text(WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true")] = None,
-    accelerator: Annotated[Text, _text(WHERE, "auto, cpu, gpu, … as Lightning has them")] = None,
-    devices: Annotated[Text, _text(WHERE, "how many devices, or which (0,1)")] = None,
-    strategy: Annotated[Text, _text(WHERE, "auto, ddp, fsdp, … as Lightning has them")] = None,
-    workers: Annotated[Whole, _text(WHERE, "processes that gather what batches are made of")] = None,
+    schedule: Annotated[
+        Text, _text(HOW, "one-cycle, cosine, milestones, exponential or constant", default="one-cycle")
+    ] = None,
+    seed: Annotated[Whole, _text(HOW, "decides initial weights, order of images, augmentation", default="0")] = None,
+    runs: Annotated[
+        Whole, _text(HOW, "so many runs, with this seed and those after it: mean and spread", default="1")
+    ] = None,
+    precision: Annotated[
+        Text, _text(WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true", default="32-true")
+    ] = None,
+    accelerator: Annotated[Text, _text(WHERE, "auto, cpu, gpu, … as Lightning has them", default="auto")] = None,
+    devices: Annotated[Text, _text(WHERE, "how many devices, or which (0,1)", default="1")] = None,
+    strategy: Annotated[Text, _text(WHERE, "auto, ddp, fsdp, … as Lightning has them", default="auto")] = None,
+    workers: Annotated[Whole, _text(WHERE, "processes that gather what batches are made of", default="0")] = None,
     out: Annotated[Text, _text(RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)")] = None,
-    checkpoint_every: Annotated[Whole, _text(RUN, "steps between two checkpoints")] = None,
+    checkpoint_every: Annotated[Whole, _text(RUN, "steps between two checkpoints", default="200")] = None,
     resume: Annotated[
         bool, _text(RUN, "go on from the last checkpoint in RUN; settings that are given must agree", "--resume")
     ] = False,
@@ -138,11 +147,11 @@ def _tell(result: Any, runs: int, say: Callable[[str], None]) -> None:
 def _list(as_json: bool) -> int:
     from fastcaps import data, models
 
+    listed = {"networks": models.names(), "data": data.names()}
     if as_json:
-        show({"networks": models.names(), "data": data.names()})
-        return 0
-    print("networks: " + ", ".join(models.names()))
-    print("data:     " + ", ".join(data.names()))
+        show(listed)
+    else:
+        show_list({f"{what}:": ", ".join(names) for what, names in listed.items()})
     return 0
 
 

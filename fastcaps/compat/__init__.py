@@ -1,8 +1,8 @@
-"""Classes of published capsule code on fastcaps' kernels.
+"""Twins: classes of published capsule code on fastcaps' kernels.
 
-Each has that code's constructor, ``forward`` and parameters: a script runs after one changed import, and checkpoints
-load both ways. :func:`convert` swaps the layers of a live model. A twin's docstring says what differs, docs/relation.md
-which version of that code it follows.
+Each has the published constructor, ``forward`` and parameters, so a script needs one changed import, and checkpoints
+load both ways. :func:`convert` swaps the layers of an existing model. A twin's docstring says what differs,
+docs/relation.md which version of the code it follows.
 
 =================== ========================================================================================
 ``ml_capsules``     ``CapsuleFC``, ``CapsuleCONV`` of Tsai et al. (2020)
@@ -16,39 +16,12 @@ which version of that code it follows.
 
 from fastcaps.compat import batch_averaged, heinsen_routing, matrix_capsules, ml_capsules
 from fastcaps.compat.convert import Conversion, ConversionReport, convert
-from fastcaps.compat.dynamic import (
-    AgreementRouting,
-    CapsLayer,
-    CapsuleLayer,
-    DenseCapsule,
-    DigitCaps,
-    RoutingCapsules,
-)
+from fastcaps.compat.dynamic import AgreementRouting, CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.matrix_capsules import ConvCaps
-from fastcaps.compat.slim_capsules import (
-    ConvSlimCapsule2D,
-    ConvSlimCapsule3D,
-    DeconvSlimCapsule2D,
-    DeconvSlimCapsule3D,
-)
+from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
 
 __all__ = [
-    "AgreementRouting",
-    "CapsLayer",
-    "CapsuleLayer",
-    "ConvCaps",
-    "ConvSlimCapsule2D",
-    "ConvSlimCapsule3D",
-    "Conversion",
-    "ConversionReport",
-    "DeconvSlimCapsule2D",
-    "DeconvSlimCapsule3D",
-    "DenseCapsule",
-    "DigitCaps",
-    "RoutingCapsules",
-    "batch_averaged",
-    "convert",
-    "heinsen_routing",
-    "matrix_capsules",
-    "ml_capsules",
-]
+    "AgreementRouting", "CapsLayer", "CapsuleLayer", "ConvCaps", "ConvSlimCapsule2D", "ConvSlimCapsule3D",
+    "Conversion", "ConversionReport", "DeconvSlimCapsule2D", "DeconvSlimCapsule3D", "DenseCapsule", "DigitCaps",
+    "RoutingCapsules", "batch_averaged", "convert", "heinsen_routing", "matrix_capsules", "ml_capsules",
+]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Twins of class capsules whose logits are averaged over the batch: what an image gives depends on its neighbours.
+"""Twins of class capsules whose logits are averaged over the batch, so that an image's result depends on the others.
 
-The copies differ in who competes for whom, and in what their squash takes for a vector. A vector of zeros stays zero
-here, where theirs becomes NaN, and all run wherever their input is.
+The copies differ in who competes, and over which dimension they squash. Here a vector of zeros stays zero, where theirs
+becomes NaN, and all run on their input's device.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import accumulation_dtype, require_tensor, shape_text
+from fastcaps.checks import accumulation_dtype, check_choice, require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.functional.verbs import Votes
 from fastcaps.vectors import squash
 
 SIDES = {"parents": 1, "children": 0}
 VECTORS = {"pose": -1, "parents": 1, "number": -2}
-"""Dimensions of the parents ``[b, m, 1, e]``; the one of size 1 takes every number for a vector by itself."""
+"""The squashed dimension of parents ``[b, m, 1, e]``; over the one of size 1 every value is a vector of its own."""
 
 
 class BatchAveraged(Twin):
     r"""Dynamic routing in which the images of a batch share their logits.
 
-    :math:`r = \operatorname{softmax} b`, from logits of 0; :math:`v_m = \operatorname{squash} \sum_i r_{im} V_{im}`;
-    and :math:`b_{im}` grows by the mean over the batch of :math:`\langle v_m, V_{im} \rangle`.
+    :math:`r = \operatorname{softmax} b`, with logits of 0 at first; :math:`v_m = \operatorname{squash} \sum_i r_{im}
+    V_{im}`; in each iteration :math:`b_{im}` grows by the batch's mean of :math:`\langle v_m, V_{im} \rangle`.
 
     Parameters
     ----------
     compete : str
-        "parents" or "children": over whom the softmax runs.
+        "parents" or "children", over which the softmax runs.
     squashed : str
-        What squash takes for a vector: a parent's "pose", a number of the poses of all "parents", each "number".
+        The vectors that squash shortens: each parent's "pose", one value of all "parents", or each "number".
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class BatchAveraged(Twin):
     _matrices : str
         The parameter, ``[1, children, parents, out, in]``, drawn from N(0, 1).
     _children_last : bool
-        Whether the children are the last dimension of what comes in, and not the poses.
+        Whether the children, not the poses, are the last dimension of the input.
     """
 
     num_routing = 3
@@ -51,9 +51,8 @@ class BatchAveraged(Twin):
     _sizes = (1.0, 10.0)
 
     def _make(self, shape: tuple[int, ...], compete: str, squashed: str) -> None:
-        for name, value, known in (("compete", compete, SIDES), ("squashed", squashed, VECTORS)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        check_choice("compete", compete, tuple(SIDES))
+        check_choice("squashed", squashed, tuple(VECTORS))
         self.compete, self.squashed = compete, squashed
         self.register_parameter(self._matrices, nn.Parameter(torch.empty(1, *shape)))
         self.reset_parameters()
@@ -74,7 +73,7 @@ class BatchAveraged(Twin):
         return parents.transpose(-1, -2).to(x.dtype)
 
     def _shape(self) -> tuple[int, int]:
-        """Return the sizes of the input behind the batch."""
+        """Return the sizes of the input, without the batch."""
         _, count, _, _, size = getattr(self, self._matrices).shape
         return (size, count) if self._children_last else (count, size)
 
@@ -99,9 +98,9 @@ class DigitCaps(BatchAveraged):
     num_capsules, num_routes : int
         Parents and children.
     in_channels, out_channels : int
-        Numbers in a child's pose and in a parent's.
+        Values in a child's pose and in a parent's.
     compete, squashed : str
-        See :class:`BatchAveraged`; in theirs the children compete, and each number is squashed by itself.
+        See :class:`BatchAveraged`; in the published layer the children compete, and each value is squashed alone.
 
     Attributes
     ----------
@@ -133,24 +132,24 @@ class DigitCaps(BatchAveraged):
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, out_channels=old.W.shape[-2], **options)  # which it does not keep
+        return super()._like(old, out_channels=old.W.shape[-2], **options)  # it has no such attribute
 
 
 class CapsuleLayer(BatchAveraged):
-    """``CapsuleLayer`` of pytorch-capsule (timomernick) where it routes: three iterations.
+    """``CapsuleLayer`` of pytorch-capsule (timomernick), for routing: three iterations.
 
     It routes ``[batch, in_units, in_channels]`` to ``[batch, num_units, unit_size, 1]``.
 
     Parameters
     ----------
     in_units, in_channels : int
-        Numbers in a child's pose, and children.
+        Values in a child's pose, and children.
     num_units, unit_size : int
-        Parents, and the numbers in a parent's pose.
+        Parents, and the values in a parent's pose.
     use_routing : bool
-        True: of primary capsules, which are convolutions, there is no twin.
+        Must be True: primary capsules, which are convolutions, have no twin.
     compete, squashed : str
-        See :class:`BatchAveraged`; in theirs the children compete, and squash takes lengths over the parents.
+        See :class:`BatchAveraged`; in the published layer the children compete, and squash runs over the parents.
 
     Attributes
     ----------
@@ -181,39 +180,37 @@ class CapsuleLayer(BatchAveraged):
 
     def _only_routes(self, use_routing: bool) -> None:
         if not use_routing:
-            raise ValueError(
-                "use_routing must be True: primary capsules are convolutions, and stay the published layer"
-            )
+            raise ValueError("use_routing must be True, as primary capsules are convolutions; got False")
         self.use_routing = True
 
     @classmethod
     def _unfit(cls, old: Any) -> str:
-        return "" if old.use_routing else "makes primary capsules by convolutions, routes nothing"
+        return "" if old.use_routing else "computes primary capsules by convolutions, routes nothing"
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, unit_size=getattr(old, cls._matrices).shape[-2], **options)  # which it does not keep
+        return super()._like(old, unit_size=getattr(old, cls._matrices).shape[-2], **options)  # it has none
 
 
 class RoutedCapsuleLayer(CapsuleLayer):
-    """``CapsuleLayer`` of capsule-net-pytorch (cedrickchee) where it routes.
+    """``CapsuleLayer`` of capsule-net-pytorch (cedrickchee), for routing.
 
     It routes ``[batch, in_unit, in_channel]`` to ``[batch, num_unit, unit_size, 1]``.
 
     Parameters
     ----------
     in_unit, in_channel : int
-        Numbers in a child's pose, and children.
+        Values in a child's pose, and children.
     num_unit, unit_size : int
-        Parents, and the numbers in a parent's pose.
+        Parents, and the values in a parent's pose.
     use_routing : bool
-        True: of primary capsules, which are convolutions, there is no twin.
+        Must be True: primary capsules, which are convolutions, have no twin.
     num_routing : int
         Iterations, at least 1.
     cuda_enabled : bool
-        Kept, and without effect: the published layer makes its logits there.
+        Stored, without effect: the published layer creates its logits there.
     compete, squashed : str
-        See :class:`BatchAveraged`; in theirs the parents compete, and a pose is a vector.
+        See :class:`BatchAveraged`; in the published layer the parents compete, and squash runs over a pose.
 
     Attributes
     ----------

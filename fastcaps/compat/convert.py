@@ -1,4 +1,4 @@
-"""Make the layers of published capsule code inside a live model run on fastcaps."""
+"""Swap the layers of published capsule code in an existing model for their twins."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastcaps.checks import known_arguments
 from fastcaps.compat import batch_averaged
 from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
-from fastcaps.compat.slim_capsules import (
-    ConvSlimCapsule2D,
-    ConvSlimCapsule3D,
-    DeconvSlimCapsule2D,
-    DeconvSlimCapsule3D,
-)
+from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
 from fastcaps.compat.twin import Twin
 
 _KINDS = (
@@ -32,22 +28,22 @@ _KINDS = (
 TWINS: dict[str, tuple[type[Twin], ...]] = {kind.__name__: (kind,) for kind in _KINDS}
 TWINS["DigitCaps"] += (RoutingCapsules, batch_averaged.DigitCaps)  # many copies of Havir's layer have this name
 TWINS["CapsuleLayer"] += (batch_averaged.CapsuleLayer, batch_averaged.RoutedCapsuleLayer)
-"""The twins by the names of the published classes, of which several codes may have the same."""
+"""The twins by the names of the published classes; several codes may use the same name."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""How far a swapped layer's result may lie from the old one's, relative to the largest: this tells another layer, not
-a rounding."""
+"""The largest difference between the results of a twin and the old layer, relative to the largest value: far above
+rounding, but below what another layer would give."""
 
 GRADIENT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 5e-2}
-"""How far gradients may lie apart; in fewer bits they are not compared."""
+"""The same for gradients, which are not compared in half precision."""
 
 HARMLESS = ("__init__", "__repr__", "__annotate__", "__annotate_func__")
-"""Methods that a class made from a published one may have of its own."""
+"""Methods that a subclass of a published class may add."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What happened to one layer: its path in the model, its old class, whether it was converted, and why."""
+    """The outcome for one layer: its path in the model, its old class, whether it was converted, and why."""
 
     path: str
     old: str
@@ -57,14 +53,14 @@ class Conversion:
 
 @dataclass
 class ConversionReport:
-    """What :func:`convert` did.
+    """The outcome of :func:`convert`.
 
     Attributes
     ----------
     model : Module
         The model itself.
     layers : list of Conversion
-        One entry a layer that looked like a candidate.
+        One entry per candidate.
     """
 
     model: nn.Module
@@ -77,7 +73,7 @@ class ConversionReport:
 
     @property
     def left(self) -> list[str]:
-        """Paths of the candidates that were left as they were."""
+        """Paths of the candidates that did not change."""
         return [layer.path for layer in self.layers if not layer.converted]
 
     def __str__(self) -> str:
@@ -92,6 +88,7 @@ class ConversionReport:
         return "\n".join((head, *lines))
 
 
+@known_arguments
 def convert(
     model: nn.Module,
     *,
@@ -99,36 +96,36 @@ def convert(
     check: bool = True,
     verbose: bool = False,
 ) -> ConversionReport:
-    """Make the layers of published capsule code inside ``model`` run on fastcaps' kernels.
+    """Make the layers of published capsule code inside ``model`` run on fastcaps' kernels; return a report.
 
-    :mod:`fastcaps.compat` lists them. A layer stays the same object and takes another class: parameters, submodules,
-    hooks and whatever else it holds stay as they are, so that an optimizer goes on working, and checkpoints keep their
-    keys. Candidates are found by class name, the layer's or that of a class it is made from, and by attributes; one
-    that does not fit, or has methods of its own, is left alone. A layer that the model holds in a plain list alone is
-    not found. A bound ``forward`` that somebody kept goes on with the published code, and fails where that calls other
-    methods of its class. Of two public versions of a layer the one that agrees is taken.
+    :mod:`fastcaps.compat` lists the layers. A layer stays the same object and changes its class: parameters,
+    submodules, hooks and attributes stay, so optimizers and checkpoints keep working. Candidates are found by the name
+    of their class or of a base class, and by their attributes. A candidate that does not fit, or whose class adds
+    methods, is left unchanged. Layers that the model holds only in a plain list are not found. A stored reference to
+    the old ``forward`` method still runs the published code, and fails if that calls other methods of its class. If a
+    layer has several public versions, the one whose results agree is used.
 
     Parameters
     ----------
     model : Module
         Changed in place.
     as_ : mapping of type to type, optional
-        Twins for classes that have other names than the published ones, such as ``{TheirClass: DenseCapsule}``. The
-        attributes must have the published names; but a :class:`DenseCapsule` is found by the shape of the layer's only
-        parameter, in whatever order its dimensions are, and may have its gradient through all iterations. Such a guess
-        is compared with ``check=False`` too, and one that fails to run is left alone.
+        Twins for classes with other names than the published ones, such as ``{TheirClass: DenseCapsule}``. The
+        attributes must have the published names, except for :class:`DenseCapsule`: its sizes are guessed from the
+        layer's only parameter, with dimensions in any order, and its gradient may flow through all iterations. A guess
+        is compared even with ``check=False``, and a layer that fails to run is left unchanged.
     check : bool
-        First run the layer and ours on random inputs (small and large; without and with parents, where a layer takes
-        them), and leave it alone if results or gradients differ. A layer that fails to run at all is converted, and the
-        report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen. False takes
-        the version of a layer that its authors maintain.
+        First compare the layer and its twin on random inputs (small and large; without and with parents if it takes
+        them), and leave it unchanged if results or gradients differ. A layer that cannot run is converted, and the
+        report says so. Both run in evaluation mode, so dropout that a copy added goes unnoticed. False uses the
+        version that the layer's authors maintain.
     verbose : bool
-        Print the report, which is also what is returned.
+        Print the report.
 
     Returns
     -------
     ConversionReport
-        What was converted, what was left, and why; ``report.model`` is the model.
+        The layers that were converted, or were not, and why; ``report.model`` is the model.
 
     Examples
     --------
@@ -152,9 +149,10 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D
             if found is None:
                 continue
             new, why = _replacement(module, *found, check)
-            if new is not None:
-                _become(module, new)
-        except Exception as error:  # a property of a stranger's layer may raise anything
+            if new is not None:  # give the layer the twin's class, and the attributes that the twin reads
+                module.__class__ = type(new)
+                vars(module).update({name: value for name, value in vars(new).items() if name not in vars(nn.Module())})
+        except Exception as error:  # a property of an unknown layer may raise anything
             new, why = None, f"reading or running it failed with {_named(error)}"
         report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
     if verbose:
@@ -163,31 +161,34 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D
 
 
 def _candidate(module: nn.Module, given: Mapping[type, type[Twin]]) -> tuple[type[Twin], list[str]] | None:
-    """Return the twin of a layer's class, or of one that it is made from, and the methods that the class adds to it."""
+    """Return the twin of a layer's class or base class, and the methods that the class adds."""
     own: set[str] = set()
     for each in type(module).__mro__:
         if each in given:
             return given[each], sorted(own)
         if found := TWINS.get(each.__name__.removeprefix("Parametrized")):
             return next((kind for kind in found if not _missing(module, kind)), found[0]), sorted(own)
-        own |= {name for name, value in vars(each).items() if not name.startswith("__") or _is_method(name, value)}
+        for name, value in vars(each).items():
+            changes = isinstance(value, FunctionType) and name not in HARMLESS  # a dunder method that may
+            own |= {name} if changes or name == "__call__" or not name.startswith("__") else set()
     return None
 
 
 def _missing(module: nn.Module, kind: type[Twin]) -> str:
-    """Return the attributes by which a published layer is known and that ``module`` has not."""
+    """Return the attributes of a published layer that ``module`` lacks."""
     return ", ".join(name for name in kind._known_by if not hasattr(module, name))
 
 
 def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
-    """Return the twin that ``module`` may become, None if it is to stay what it is; and why."""
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:
         why = _misfit(module, kind, options) or (f"its class has {', '.join(own)} of its own" if own else "")
         if why:
             return None, why
-        new = _build(module, kind, options)
+        with torch.device("meta"):  # no memory and no random draw for values that are replaced at once
+            new = kind._like(module, **options)
+        new._adopt(module)
         if not check and not renamed:
             return new, "not compared, as asked"
         fits, why = _compare(module, new, guessed=bool(renamed))
@@ -197,16 +198,11 @@ def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: boo
     return None, next((why for why in said if "s differ from" in why), said[0])
 
 
-def _is_method(name: str, value: Any) -> bool:
-    """Return whether a name with two underscores is a method that may change what a layer does."""
-    return name == "__call__" or (isinstance(value, FunctionType) and name not in HARMLESS)
-
-
 def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
-    """Return why ``module`` is not the published layer, with arguments it has not; an empty string if it is."""
+    """Return why ``module`` is not the published layer with further ``options``; an empty string if it is."""
     if isinstance(module, kind):
         return "runs on fastcaps already"
-    given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it compiles anew
+    given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it recompiles
     replaced = [name for name, value in given.items() if callable(value) and hasattr(kind, name)]
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
@@ -218,7 +214,7 @@ def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
         with torch.device("meta"):
             twin = kind._like(module, **options)
     except (AttributeError, TypeError, ValueError) as error:
-        return f"its attributes do not make a layer: {error}"
+        return f"its attributes do not fit a layer: {error}"
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, wanted in twin.named_parameters(recurse=False, remove_duplicate=False):
         if name not in parameters:
@@ -229,38 +225,24 @@ def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
         inner = getattr(module, name)
         # the twin reads what it holds, and never calls it
         if any(each._forward_hooks or each._forward_pre_hooks for each in inner.modules()):
-            return f"{name} has hooks, which nobody would call"
+            return f"{name} has hooks, which would not be called"
     others = {name for name in parameters if name.partition(".")[0] not in (*twin._parameters, *twin._modules)}
     others |= {name for name, _ in module.named_buffers()} - {*twin._buffers}
     return f"holds {', '.join(sorted(others))}, which the authors' layer does not" if others else ""
 
 
-def _build(old: nn.Module, kind: type[Twin], options: dict[str, Any]) -> Twin:
-    """Return the twin that a layer may become, with the layer's parameters and submodules."""
-    with torch.device("meta"):  # no memory, and no draw of random numbers, for numbers that are replaced at once
-        new = kind._like(old, **options)
-    new._adopt(old)
-    return new
-
-
-def _become(old: nn.Module, new: Twin) -> None:
-    """Give a layer the twin's class, and the attributes that the twin reads."""
-    old.__class__ = type(new)
-    vars(old).update({name: value for name, value in vars(new).items() if name not in vars(nn.Module())})
-
-
 class _Verdict(Exception):
-    """Ends a comparison early: whether the new layer may take the old one's place, and why."""
+    """Ends a comparison early: whether the new layer may replace the old one, and why."""
 
 
 def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[bool, str]:
-    """Return whether the new layer may take the old one's place, by what both make of random input; and why.
+    """Return whether the new layer may replace the old one, by their results on random inputs, and why.
 
-    A guessed one may not where that cannot be found out.
+    A guessed layer may not if they cannot be compared.
     """
     weight = next(new.parameters())
     if weight.device.type == "meta":
-        return not guessed, "not compared: it has no numbers yet"
+        return not guessed, "not compared: its parameters have no values yet"
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
     far = 0.0
     try:
@@ -284,15 +266,15 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[bool, st
 
 
 def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any, ...], finite: bool) -> float:
-    """Return how far the results of one call lie apart, relative to the largest."""
+    """Return the largest difference between the results of one call, relative to the largest value."""
     with torch.no_grad():
         try:
             expected = _tensors(old.forward(*arguments))
-        except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
+        except Exception as error:  # an unknown layer may raise anything, which belongs in the report
             raise _Verdict(True, f"not compared: the old layer failed with {_named(error)}") from error
         got = _tensors(new.forward(*arguments))
     if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
-        raise _Verdict(False, "its result has another shape than the authors' layer gives")
+        raise _Verdict(False, "its result has another shape than the authors' layer's")
     if not all(bool(tensor.isfinite().all()) for tensor in expected):
         if finite:
             raise _Verdict(False, "its results hold NaN or infinity: nothing to compare")
@@ -319,7 +301,7 @@ def _named(error: Exception) -> str:
 
 
 def _tensors(result: Any) -> list[Tensor] | None:
-    """Return the tensors of a result, alone, in a tuple or in a dict by name; None if there is anything else."""
+    """Return the tensors of a result, which may be one, a tuple, or a dict; None if it holds anything else."""
     if isinstance(result, dict):
         result = [result[name] for name in sorted(result)]
     found = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -327,15 +309,15 @@ def _tensors(result: Any) -> list[Tensor] | None:
 
 
 def _distance(theirs: list[Tensor], ours: list[Tensor]) -> float:
-    """Return how far tensors lie apart, relative to the largest number of all; infinity where a NaN is."""
+    """Return the largest difference between tensors, relative to their largest value; infinity for a NaN."""
     far = [float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True)]
-    if any(map(math.isnan, far)):  # which max would drop
+    if any(map(math.isnan, far)):  # max would ignore it
         return math.inf
     return max(far, default=0.0) / max(1e-30, *(float(tensor.abs().max()) for tensor in theirs))
 
 
 def _gradients(layer: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Return gradients of a sum of a layer's weighted results by the tensors among its arguments."""
+    """Return the gradients of a weighted sum of a layer's results for the tensors among its arguments."""
     with torch.inference_mode(False), torch.enable_grad():
         copies = [each.clone().requires_grad_() if isinstance(each, Tensor) else each for each in arguments]
         leaves = [each for each in copies if isinstance(each, Tensor)]

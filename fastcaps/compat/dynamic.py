@@ -1,7 +1,7 @@
-"""Twins of layers of dynamic routing: vectors, and matrices of every child's own.
+"""Twins of layers of dynamic routing between vectors, with separate matrices for every child.
 
-They differ in names, in the order of the dimensions, and in who competes. A parent whose votes add up to zero is zero
-here, not NaN, and all run wherever their input is.
+They differ in names, in the order of dimensions, and in who competes. Here a parent whose votes add up to zero is zero,
+not NaN, and all run on their input's device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastcaps.vectors import length, squash
 class DynamicTwin(Twin):
     """A layer of dynamic routing.
 
-    Small children agree with every parent alike, whatever a copy of the code does with that, so larger ones are tried
-    too. (The other routings normalise what they compare; large poses only magnify roundings there.)
+    Small children agree almost equally with all parents, which hides differences between copies of the code, so larger
+    ones are compared, too. (Other routings normalise what they compare; large poses would only magnify roundings.)
 
     Attributes
     ----------
     _children : (str, str)
-        The attributes that count the children, and the numbers in one.
+        The attributes with the number of children, and of values in a child.
     """
 
     _sizes = (1.0, 10.0)
@@ -58,9 +58,9 @@ def standing(parents: Tensor) -> Tensor:
 
 
 def shorten(parents: Tensor) -> Tensor:
-    """Return squashed vectors as Guo's formula squashes them, whose 1e-8 shortens those that were nearly 0 before.
+    """Return squashed vectors as in Guo's formula, whose 1e-8 shortens vectors that were near 0.
 
-    What was squashed to a length p was ``n = sqrt(p / (1 - p))`` long; its share that is left is ``n / (n + 1e-8)``.
+    A squashed length p was ``n = sqrt(p / (1 - p))`` before; Guo's formula multiplies the vector by ``n / (n + 1e-8)``.
     """
     size = length(parents, keepdim=True)
     zero = size == 0
@@ -72,24 +72,24 @@ def shorten(parents: Tensor) -> Tensor:
 class DenseCapsule(DynamicTwin):
     r"""``DenseCapsule`` of CapsNet-Pytorch (X. Guo), the most used code of dynamic routing, with many copies.
 
-    The parents compete for each child. Gradients go through the last iteration alone: the coefficients are constants to
-    them. Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with :math:`n = \lVert s \rVert`.
+    The parents compete for each child. Gradients flow through the last iteration only: the coefficients are constants.
+    Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with :math:`n = \lVert s \rVert`.
 
     Parameters
     ----------
     in_num_caps, in_dim_caps : int
-        Children, and the numbers in a child's pose.
+        Children, and the values in a child's pose.
     out_num_caps, out_dim_caps : int
-        Parents, and the numbers in a parent's pose.
+        Parents, and the values in a parent's pose.
     routings : int
         Iterations, at least 1.
     stored : (str, str)
-        The name of the matrices, and their dimensions: i and m count children and parents, d and e the numbers in
-        their poses. Copies have others.
+        The name of the matrices, and their dimensions: i and m for children and parents, d and e for the values in
+        their poses. Copies of the code differ in both.
     returned : str
-        The dimensions of the result, of which the batch is b.
+        The dimensions of the result, where b is the batch.
     detach : bool
-        Whether the coefficients are constants to gradients; not in all copies.
+        Whether the coefficients are constants in the gradient; copies differ.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class DenseCapsule(DynamicTwin):
 
     @classmethod
     def _renamed(cls, old: Any) -> list[dict[str, Any]]:
-        """A copy's sizes are those of its only parameter, whose dimensions have one of several orders."""
+        """Return the possible sizes of a copy, from its only parameter with dimensions in one of several orders."""
         found = list(old.named_parameters())
         shape = list(found[0][1].shape) if len(found) == 1 else []
         front = shape[: max(0, len(shape) - 4)]
@@ -164,13 +164,13 @@ class RoutingCapsules(DynamicTwin):
     Parameters
     ----------
     in_dim, in_caps : int
-        Numbers in a child's pose, and children.
+        Values in a child's pose, and children.
     num_caps, dim_caps : int
-        Parents, and the numbers in a parent's pose.
+        Parents, and the values in a parent's pose.
     num_routing : int
         Iterations, at least 1.
     device : torch.device, optional
-        Kept, and without effect: the published layer makes its logits there.
+        Stored, without effect: the published layer creates its logits there.
 
     Attributes
     ----------
@@ -203,7 +203,7 @@ class RoutingCapsules(DynamicTwin):
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, device=getattr(old, "device", None), **options)  # some copies know no device
+        return super()._like(old, device=getattr(old, "device", None), **options)  # some copies have no device
 
 
 class DigitCaps(DynamicTwin):
@@ -216,7 +216,7 @@ class DigitCaps(DynamicTwin):
     previous_layer_nodes : int
         Children.
     in_channels, out_channels : int
-        Numbers in a child's pose and in a parent's.
+        Values in a child's pose and in a parent's.
 
     Attributes
     ----------
@@ -246,29 +246,29 @@ class DigitCaps(DynamicTwin):
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, out_channels=old.W.shape[-1], **options)  # which it does not keep
+        return super()._like(old, out_channels=old.W.shape[-1], **options)  # it has no such attribute
 
 
 class CapsuleLayer(DynamicTwin):
     """``CapsuleLayer`` of gram-ai's capsule-networks: dynamic routing in which the **children** compete, or primary
     capsules by convolutions.
 
-    The logits that the routing starts from are zero, or learned, as in that code's first revisions.
+    The routing starts from logits of zero, or from learned ones as in the code's first revisions.
 
     Parameters
     ----------
     num_capsules : int
-        Parents; of primary capsules, the numbers in a pose: one convolution for each.
+        Parents; for primary capsules the values in a pose, one convolution for each.
     num_route_nodes : int
-        Children; -1 makes primary capsules.
+        Children; -1 for primary capsules.
     in_channels, out_channels : int
-        Numbers in a child's pose and in a parent's; of primary capsules, channels of the map and of each convolution.
+        Values in a child's pose and in a parent's; for primary capsules, channels of the map and of each convolution.
     kernel_size, stride : int, optional
         Of primary capsules.
     num_iterations : int
         Iterations.
     learned_logits : bool
-        Hold ``route_logits``, which those first revisions and their checkpoints have.
+        Have ``route_logits``, as the first revisions and their checkpoints do.
 
     Attributes
     ----------
@@ -322,7 +322,7 @@ class CapsuleLayer(DynamicTwin):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         if self.num_route_nodes == -1:
             for convolution in self.capsules:
                 convolution.reset_parameters()  # type: ignore[operator]
@@ -332,8 +332,7 @@ class CapsuleLayer(DynamicTwin):
     def forward(self, x: Tensor) -> Tensor:
         """Route ``[batch, num_route_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]``.
 
-        Or make of a map ``[batch, in_channels, h, w]`` primary capsules ``[batch, out_channels * h' * w',
-        num_capsules]``.
+        For primary capsules, map ``[batch, in_channels, h, w]`` to ``[batch, out_channels * h' * w', num_capsules]``.
         """
         if self.num_route_nodes == -1:
             require_tensor(x, "x")
@@ -344,29 +343,29 @@ class CapsuleLayer(DynamicTwin):
 
     @classmethod
     def _unfit(cls, old: Any) -> str:
-        return "makes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
+        return "computes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
-        _, _, in_channels, out_channels = old.route_weights.shape  # the layer keeps no sizes of poses
+        _, _, in_channels, out_channels = old.route_weights.shape  # the layer has no attributes for them
         options["learned_logits"] = hasattr(old, "route_logits")  # as its first versions have
         return super()._like(old, in_channels=in_channels, out_channels=out_channels, **options)
 
 
 class AgreementRouting(Twin):
-    """How a :class:`CapsLayer` routes: by agreement, from learned logits. The parents compete for each child.
+    """The routing of a :class:`CapsLayer`, from learned logits. The parents compete for each child.
 
     Parameters
     ----------
     input_caps, output_caps : int
         Children and parents.
     n_iterations : int
-        Iterations after the first; 0 shares every child as the logits say.
+        Iterations after the first; with 0 the logits alone give the coefficients.
 
     Attributes
     ----------
     b : Parameter
-        ``[input_caps, output_caps]``, zero at the start: what every iteration's logits start from.
+        ``[input_caps, output_caps]``, the logits that every iteration starts from; zero at first.
     """
 
     def __init__(self, input_caps: int, output_caps: int, n_iterations: int) -> None:
@@ -385,7 +384,7 @@ class AgreementRouting(Twin):
         if u_predict.dim() != 4 or u_predict.shape[1:3] != self.b.shape:
             wanted = f"[batch, {self.b.shape[0]}, {self.b.shape[1]}, numbers]"
             raise ValueError(f"u_predict must be {wanted}, got {shape_text(u_predict)}")
-        children = u_predict.flatten(2)  # a child's votes in a row, of which each parent's matrix takes its own
+        children = u_predict.flatten(2)  # a child holds its votes for all parents, and each parent's matrix picks one
         own = torch.eye(children.shape[-1], device=children.device, dtype=children.dtype)
         weight = own.unflatten(1, u_predict.shape[2:]).movedim(1, 0).unsqueeze(0)
         return routed(children, weight, iterations=self.n_iterations + 1, prior=self.b)
@@ -397,17 +396,16 @@ class CapsLayer(DynamicTwin):
     Parameters
     ----------
     input_caps, input_dim : int
-        Children, and the numbers in a child's pose.
+        Children, and the values in a child's pose.
     output_caps, output_dim : int
-        Parents, and the numbers in a parent's pose.
+        Parents, and the values in a parent's pose.
     routing_module : AgreementRouting
         Holds the logits and the number of iterations.
 
     Attributes
     ----------
     weights : Parameter
-        ``[input_caps, input_dim, output_caps * output_dim]``, drawn uniformly from -1 to 1 over the root of
-        ``input_caps``.
+        ``[input_caps, input_dim, output_caps * output_dim]``, drawn uniformly from ±1 / sqrt(input_caps).
 
     Examples
     --------
@@ -436,7 +434,7 @@ class CapsLayer(DynamicTwin):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the matrices anew."""
+        """Initialise the matrices."""
         bound = len(self.weights) ** -0.5
         nn.init.uniform_(self.weights, -bound, bound)
 

@@ -2,9 +2,8 @@
 
 What differs:
 
-- a child with a score of minus infinity leaves no trace even if it is NaN or infinite;
-- votes are stored only for ``return_dict=True``, which hands them out, and whose ``log_p`` exists for one iteration
-  too.
+- a child with a score of minus infinity has no effect even if it is NaN or infinite;
+- votes are stored only for ``return_dict=True``, which returns them, and whose ``log_p`` exists for one iteration, too.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ MODELS = {"gaussian": "gaussian", "skm": "kmeans"}
 
 
 class GenerativeMatrixRouting(Twin):
-    """Capsules with scores routed to capsules with scores, by the parents that explain them best, with Heinsen's names.
+    """Heinsen routing of capsules with scores, with the author's names.
 
     Parameters
     ----------
     n_inp : int
-        Children; -1 takes any number of them, which then share their parameters.
+        Children; -1 for any number of them, which then share their parameters.
     n_out : int
         Parents, at least 2.
     d_cov, d_inp, d_out : int
@@ -39,11 +38,11 @@ class GenerativeMatrixRouting(Twin):
     single_beta : bool
         ``beta_use`` and ``beta_ign`` are one parameter.
     p_model : "gaussian" or "skm"
-        How likely a vote is under a parent: Gaussians, or soft k-means.
+        The probability of a vote: Gaussians, or soft k-means.
     eps : float
-        Stands beside the sums of shares and in the variances.
+        Added to the sums of coefficients and to the variances.
     return_dict : bool
-        Return all that was computed, votes included, as a dict.
+        Return all intermediate results, votes included, as a dict.
 
     Attributes
     ----------
@@ -53,7 +52,7 @@ class GenerativeMatrixRouting(Twin):
     beta_use, beta_ign : Parameter
         ``[n_inp or 1, n_out]``, zero at the start.
     CONST_one : Tensor
-        A buffer of the author's, without a use here; checkpoints have it.
+        A buffer in the author's checkpoints, unused here.
 
     Examples
     --------
@@ -99,18 +98,18 @@ class GenerativeMatrixRouting(Twin):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         super().reset_parameters()
         with torch.no_grad():
             self.W.div_(self.d_inp)
 
     def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, Tensor, Tensor] | dict[str, Tensor]:
-        """Route.
+        """Return the parents' scores, means and variances.
 
         Parameters
         ----------
         a_inp : Tensor
-            Scores ``[..., n_inp]``, minus infinity for a child that is not there.
+            Scores ``[..., n_inp]``, minus infinity for a child that does not exist.
         mu_inp : Tensor
             Poses ``[..., n_inp, d_cov, d_inp]``, with the same leading dimensions, or none.
 
@@ -140,14 +139,13 @@ class GenerativeMatrixRouting(Twin):
         return a_out, mu_out, sig2_out
 
     def _route(self, children: Tensor, scores: Tensor, iterations: int) -> tuple[Tensor, ...]:
-        """Return the parents' scores, means and variances after some iterations."""
         options: dict[str, Any] = {"iterations": iterations, "model": MODELS[self.p_model], "eps": self.eps}
         betas = (self.beta_use, self.beta_ign)
         found = functional.heinsen_routing(children, scores, self.W, self.B, *betas, **options)
         return found.scores, found.poses, found.variances
 
     def _inside(self, children: Tensor, scores: Tensor) -> dict[str, Tensor]:
-        """Return what the last iteration computed on its way, votes stored."""
+        """Return the intermediate results of the last iteration, with stored votes."""
         weight = self.W.expand(children.shape[1], -1, -1, -1)
         votes = torch.einsum("bicd,ijdh->bijch", children, weight) + self.B
         gate = scores.sigmoid().unsqueeze(-1)

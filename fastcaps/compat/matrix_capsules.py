@@ -1,4 +1,4 @@
-"""``ConvCaps`` of Matrix-Capsules-EM-PyTorch (yl-1993): EM routing, over a window or from a whole grid.
+"""``ConvCaps`` of Matrix-Capsules-EM-PyTorch (yl-1993): EM routing over a window or a whole grid.
 
 What differs: it runs on any device and any grid, square or not.
 """
@@ -17,23 +17,23 @@ from fastcaps.votes import Window
 
 
 class ConvCaps(Twin):
-    r"""Capsules by EM routing, over a window or from a whole grid, with that code's names.
+    r"""EM routing over a window or a whole grid, with the published names.
 
-    A child's shares, times its activation a, are divided by their sum: it weighs :math:`a / (a + 10^{-8})`, so that
-    only an activation of 0 counts for less. :math:`\lambda` is 0.001 in every iteration.
+    As in that code, a child's coefficients times its activation a are divided by their sum: its weight is
+    :math:`a / (a + 10^{-8})`, about 1 for all activations but 0. :math:`\lambda` is 0.001 in every iteration.
 
     Parameters
     ----------
     B, C : int
         Child types and parent types.
     K, stride : int
-        The window's size and stride; 1 and 1 where weights are shared.
+        The window's size and stride; both 1 if ``w_shared``.
     P : int
         Poses are P x P.
     iters : int
         Iterations.
     coor_add : bool
-        Add the place of a child to its votes, where weights are shared.
+        Add a child's position to its votes, if ``w_shared``.
     w_shared : bool
         One parent for the whole grid, with matrices shared over space.
 
@@ -86,7 +86,7 @@ class ConvCaps(Twin):
     def forward(self, x: Tensor) -> Tensor:
         """Route ``[b, h, w, B * (P * P + 1)]`` to ``[b, h', w', C * (P * P + 1)]``: poses, then activations.
 
-        Where weights are shared the result is activations ``[b, C]``.
+        With ``w_shared`` the result is activations ``[b, C]``.
         """
         require_tensor(x, "x")
         numbers = self.B * self.psize
@@ -118,6 +118,6 @@ class ConvCaps(Twin):
         return torch.cat([found.poses.movedim(1, 3).flatten(3), found.activations.movedim(1, 3)], dim=3)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        size = self.K + 2 * self.stride - 1  # two windows a side, by the formula of the first versions too
+        size = self.K + 2 * self.stride - 1  # two windows per side, also by the formula of the first versions
         activations = draw(2, size, size, self.B).sigmoid()
         return [(torch.cat([draw(2, size, size, self.B * self.psize), activations], dim=3),)]

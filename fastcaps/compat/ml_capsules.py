@@ -1,13 +1,13 @@
 """``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al. (2020).
 
-Of the two public versions of their ``CapsuleCONV`` this is the one that the first author maintains and the paper
-describes. ``CapsuleCONV(..., mixed_windows=True)`` does what the first commit does, for checkpoints trained with it:
-docs/relation.md tells the two apart.
+``CapsuleCONV`` has two public versions. This is the one that the first author maintains and the paper describes;
+``CapsuleCONV(..., mixed_windows=True)`` computes the first commit's, for checkpoints trained with it. docs/relation.md
+compares the two.
 
-What differs, each of it below what training can see:
+What differs, with no effect on training:
 
-- the coefficients are not divided by their sum + 1e-10 once more (the sum of a softmax is 1);
-- a convolutional layer's result is a view whose memory order is ``b, h, w, m, d``: flatten it with ``reshape``, not
+- the coefficients are not divided again by their sum + 1e-10 (the sum of a softmax is 1);
+- a convolutional layer's result is a view with the memory order ``b, h, w, m, d``: flatten it with ``reshape``, not
   ``view``.
 """
 
@@ -28,7 +28,7 @@ from fastcaps.votes import Window
 
 
 class _Capsule(Twin):
-    """What the two layers share: names, initialisation and the pass itself.
+    """The base of the two layers: names, initialisation and the pass.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class _Capsule(Twin):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         with torch.no_grad():
             self.w.normal_().mul_(self.weight_init_const)
         if isinstance(self.nonlinear_act, nn.LayerNorm):
@@ -87,18 +87,18 @@ class _Capsule(Twin):
 
     @property
     def dp(self) -> float:
-        """The probability of dropping a number."""
+        """The probability of dropping a value."""
         return self.drop.p
 
     def forward(self, input: Tensor, num_iter: int, next_capsule_value: Tensor | None = None) -> Tensor:
-        """Route once.
+        """Return the parents after one iteration.
 
         Parameters
         ----------
         input : Tensor
             ``[b, n, d]``; or a grid ``[b, n, h, w, d]``, which :class:`CapsuleFC` flattens.
         num_iter : int
-            Not used, as in the authors' layer: a call is one iteration.
+            Unused, as in the authors' layer: a call is one iteration.
         next_capsule_value : Tensor, optional
             The parents' last poses, of the result's shape; None spreads every child evenly.
 
@@ -117,12 +117,12 @@ class _Capsule(Twin):
         return self._pass(children, parents)
 
     def _flat(self, poses: Tensor) -> Tensor:
-        """Return poses of one dimension; 1 x 1 ones may come as this module gives them, with a dimension more."""
+        """Return flat poses; 1 x 1 poses may have one more dimension, as this module returns them."""
         lead = 2 if self.window is None else 4
         return poses.flatten(lead) if poses.dim() == lead + 2 else poses
 
     def _check(self, name: str, poses: Tensor, count: int, numbers: int) -> None:
-        """Raise unless poses, an argument called ``name``, are that many of so many numbers."""
+        """Raise unless the argument ``name`` has ``count`` poses of ``numbers`` values."""
         grid = "" if self.window is None else "h, w, "
         if poses.dim() != (5 if grid else 3) or (poses.shape[1], poses.shape[-1]) != (count, numbers):
             raise ValueError(f"{name} must be [b, {count}, {grid}{numbers}], got {shape_text(poses)}")
@@ -131,7 +131,7 @@ class _Capsule(Twin):
         norm = self.nonlinear_act
         plain = type(norm) is nn.LayerNorm and norm.normalized_shape == (self.out_d_capsules,)
         normalised = self.out_d_capsules > 1
-        w = self.w.flatten(0, -4)  # of CONV k, l and n joined; as passes want it a view [G, M, D, E]
+        w = self.w.flatten(0, -4)  # joins CONV's k, l and n; then a view [G, M, D, E]
         weight = w.permute(0, 3, 1, 2) if self.matrix_pose else w.permute(0, 2, 1, 3)
         poses, _ = attend(
             LayerCall(
@@ -168,19 +168,18 @@ class _Capsule(Twin):
         return [(children, 0, None), (children, 0, draw(2, self.out_n_capsules, *above, self.out_d_capsules))]
 
     def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return a small grid of children and that of their parents."""
         return (), ()
 
 
 class CapsuleFC(_Capsule):
-    """A set of capsules routed to a set of parents, with the authors' names.
+    """Routing from a set of capsules to a set of parents, with the authors' names.
 
     Parameters
     ----------
     in_n_capsules, in_d_capsules : int
-        Children, and the numbers in a child's pose.
+        Children, and the values in a child's pose.
     out_n_capsules, out_d_capsules : int
-        Parents, and the numbers in a parent's pose.
+        Parents, and the values in a parent's pose.
     matrix_pose : bool
         Poses are square matrices (then the two ``d`` must be equal squares); False: vectors.
     dp : float
@@ -191,7 +190,7 @@ class CapsuleFC(_Capsule):
     w : Parameter
         ``[n, x, d, m]`` for matrix poses, ``[n, a, m, d]`` for vectors.
     nonlinear_act : nn.LayerNorm
-        Over a parent's numbers. Skipped where there is only one.
+        Over a parent's values. Skipped if there is only one.
 
     Examples
     --------
@@ -218,19 +217,19 @@ class CapsuleFC(_Capsule):
 
 
 class CapsuleCONV(_Capsule):
-    """A grid of capsules routed to a grid of parents through a sliding window, with the authors' names.
+    """Routing from a grid of capsules to a grid of parents in sliding windows, with the authors' names.
 
     Parameters
     ----------
     in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp
         As :class:`CapsuleFC` has them; capsules are counted per position.
     kernel_size, stride : int
-        Of the window, which is square. There is no padding.
+        Of the square window. There is no padding.
     coordinate_add : bool
-        Kept, shown, and without effect: the authors' forward does not read it either.
+        Stored, without effect: the authors' forward does not read it either.
     mixed_windows : bool
-        Mix the positions of a window, as the first commit of the authors' code does (the module tells how); this copies
-        the windows. Checkpoints trained with that commit need it, and only they do.
+        Mix the positions of a window, as the first commit of the authors' code does; this copies the windows. Only for
+        checkpoints trained with that commit.
 
     Attributes
     ----------
@@ -274,7 +273,7 @@ class CapsuleCONV(_Capsule):
         return super()._pass(self._mixed(children) if self.mixed_windows else children, parents)
 
     def _mixed(self, input: Tensor) -> Tensor:
-        """The windows side by side, ``[b, n, h' * k, w' * k, d]``, their numbers mixed as the first commit does it."""
+        """Return the windows side by side, ``[b, n, h' * k, w' * k, d]``, with values mixed as in the first commit."""
         size, step = self.kernel_size, self.stride
         if min(input.shape[2:4]) < size:
             wanted = f"a grid no smaller than the window, {size} x {size}"

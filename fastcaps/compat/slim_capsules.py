@@ -1,8 +1,8 @@
-"""Twins of the convolutional capsules of 3D-UCaps, which has SegCaps too: votes by convolutions, routed by cosines.
+"""Twins of the convolutional capsules of 3D-UCaps, which also has SegCaps: votes by convolutions, routed by cosines.
 
-Every position of the parents' grid routes by itself. So a slab of positions is routed at a time, in all iterations at
-once, and again on the way back. The largest things in memory are the votes of one slab, and the layer's input and
-result; no numbers for each child and parent of the whole grid.
+Every position of the parents' grid is independent. So all iterations run on one slab of positions after another, and
+again in the backward. The largest tensors are the votes of one slab, and the layer's input and result; nothing is
+stored for each child and parent of the whole grid.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastcaps.compat.twin import Draw, Twin
 from fastcaps.vectors import squash
 from fastcaps.votes import autocast_dtype
 
-SLAB = 1 << 18  # the numbers in the votes of a slab: 1 MB of float32, which stay in a cache
+SLAB = 1 << 18  # values in a slab's votes: 1 MB of float32, which fits into a cache
 Size = int | tuple[int, ...]
 
 
 class Slab(NamedTuple):
-    """Some samples; rows first to last - 1 of the parents' grid; the rows of children that they see, and how many more
-    would lie in the padding before and after."""
+    """Some samples, rows first to last - 1 of the parents' grid, the rows of children in their windows, and how many
+    more rows would be in the padding before and after."""
 
     samples: tuple[int, int]
     rows: tuple[int, int]
@@ -41,10 +41,10 @@ class Slab(NamedTuple):
 
 
 class InSlabs(torch.autograd.Function):
-    """Routes slabs one after the other into one tensor, and again, one after the other, on the way back.
+    """Route slabs one after the other into one tensor, and again, one after the other, in the backward.
 
-    As a checkpoint for each would do; but that leaves small tensors between the large ones, and the C library keeps
-    several times a slab's memory for what fits between them.
+    A checkpoint for each slab would do the same, but the small tensors that it allocates between large ones fragment
+    the memory by several times a slab.
     """
 
     @staticmethod
@@ -80,20 +80,20 @@ class InSlabs(torch.autograd.Function):
 
 
 def length(vectors: Tensor, dim: int) -> Tensor:
-    """Return the length of vectors, as the cosine divides by it."""
+    """Return the length of vectors, clamped for the cosine."""
     return torch.linalg.vector_norm(vectors, dim=dim).clamp(min=1e-8)
 
 
 class VoteConvolution(nn.Module):
-    """Holds a twin's convolution where the published layer has it; a :class:`SlimTwin` reads it and never calls it."""
+    """Holds a twin's convolution under the published name; a :class:`SlimTwin` reads it and never calls it."""
 
 
 class SlimTwin(Twin):
     r"""Convolutional capsules that route by cosines.
 
     A child type i votes by a convolution, :math:`V_{im} = w_{im} * P_i + c_{im}`. The parents compete for each child:
-    :math:`r_{im} = \operatorname{softmax}_m b_{im}`, from logits of 0; :math:`s_m = \sum_i r_{im} V_{im} + \beta_m`,
-    and :math:`b_{im}` grows by :math:`\cos(s_m, V_{im})`. The last sums are squashed.
+    :math:`r_{im} = \operatorname{softmax}_m b_{im}`, with logits of 0 at first; :math:`s_m = \sum_i r_{im} V_{im} +
+    \beta_m`; in each iteration :math:`b_{im}` grows by :math:`\cos(s_m, V_{im})`. The last sums are squashed.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class SlimTwin(Twin):
     input_dim, output_dim : int
         Types of children and of parents.
     input_atoms, output_atoms : int
-        Numbers in a child's pose and in a parent's.
+        Values in a child's pose and in a parent's.
     num_routing : int
         Iterations, at least 1.
     share_weight : bool
@@ -114,7 +114,7 @@ class SlimTwin(Twin):
         The :math:`\beta`, ``[output_dim, output_atoms, 1, 1]``, in 3-D with one more 1; 0.1 at the start. The filters
         are drawn from N(0, 0.1^2).
     _places : (str, str)
-        The attribute that holds the module of the votes, and the convolution's name in there.
+        The attribute of the votes' module, and the convolution's name in it.
     _kind : type
         The convolution.
     """
@@ -127,7 +127,7 @@ class SlimTwin(Twin):
     num_routing: int
 
     def _build(self, sizes: tuple[int, ...], iterations: int, shared: Any, options: dict[str, Any]) -> None:
-        """Make the parameters; sizes are input_dim, output_dim, input_atoms, output_atoms."""
+        """Create the parameters; sizes are input_dim, output_dim, input_atoms, output_atoms."""
         names = ("input_dim", "output_dim", "input_atoms", "output_atoms")
         self._count(**dict(zip(names, sizes, strict=True)), num_routing=iterations)
         types, parents, atoms, own = sizes
@@ -153,7 +153,7 @@ class SlimTwin(Twin):
         return getattr(getattr(self, self._places[0]), self._places[1])
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         self._convolution.reset_parameters()
         self._start()
 
@@ -169,7 +169,7 @@ class SlimTwin(Twin):
         if min(sizes) < 1:
             raise ValueError(f"input_tensor must be no smaller than the kernel, got {shape_text(x)}")
         row = prod(sizes[1:]) * self.input_dim * self.biases.numel()
-        # a transposed convolution makes parts of more rows than are wanted, of few rows most in vain
+        # a transposed convolution computes more rows than needed, relatively many for few rows
         step = max(2 * self._along(0)[0] if made.transposed else 1, SLAB // row)
         samples = max(1, SLAB // (row * sizes[0]))
         slabs = [
@@ -181,7 +181,7 @@ class SlimTwin(Twin):
         return InSlabs.apply(self._route, slabs, shape, x, made.weight, made.bias, self.biases)
 
     def _grid(self, size: int, axis: int) -> int:
-        """Return the parents' number along an axis of the grid."""
+        """Return the number of parents along an axis of the grid."""
         kernel, step, pad, dilation = self._along(axis)
         if self._convolution.transposed:
             return (size - 1) * step - 2 * pad + dilation * (kernel - 1) + 1
@@ -192,7 +192,7 @@ class SlimTwin(Twin):
         return made.kernel_size[axis], made.stride[axis], made.padding[axis], made.dilation[axis]
 
     def _slab(self, samples: tuple[int, int], rows: tuple[int, int], count: int) -> Slab:
-        """Return a slab of the parents' rows, with the rows of ``count`` that they see."""
+        """Return a slab of the parents' rows, with the rows among ``count`` in their windows."""
         kernel, step, pad, dilation = self._along(0)
         reach, (first, last) = dilation * (kernel - 1), rows
         if self._convolution.transposed:
@@ -203,7 +203,7 @@ class SlimTwin(Twin):
         return Slab(samples, rows, seen, (max(0, -low), max(0, high - count)))
 
     def _route(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None, biases: Tensor) -> Tensor:
-        """Return the parents' rows of some samples, from x, the rows that they see."""
+        """Return the parents' rows of some samples, from x, the rows in their windows."""
         votes = self._votes(slab, x, weight, bias)
         sums = votes.sum(1) / self.output_dim + biases
         logits: Any = 0.0
@@ -226,7 +226,7 @@ class SlimTwin(Twin):
             )
             if not made.transposed:
                 return votes
-            start = slab.seen[0] * made.stride[0] - made.padding[0]  # the parents' row that the first one here is
+            start = slab.seen[0] * made.stride[0] - made.padding[0]  # the index of the first row here
             return votes.narrow(2, first - start, last - first)
 
         if self.share_weight:
@@ -256,7 +256,7 @@ class SlimTwin(Twin):
 
 
 class ConvSlimCapsule2D(SlimTwin):
-    """``ConvSlimCapsule2D`` of 3D-UCaps (VinAIResearch), and of SegCaps in PyTorch: see :class:`SlimTwin`.
+    """``ConvSlimCapsule2D`` of 3D-UCaps (VinAIResearch) and of SegCaps in PyTorch: see :class:`SlimTwin`.
 
     Examples
     --------
@@ -312,7 +312,7 @@ class ConvSlimCapsule3D(SlimTwin):
 
 
 class DeconvSlimCapsule2D(SlimTwin):
-    """``DeconvSlimCapsule2D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`; its convolution is transposed."""
+    """``DeconvSlimCapsule2D`` of 3D-UCaps (VinAIResearch), with transposed convolutions: see :class:`SlimTwin`."""
 
     _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_deconv3d")
     _places = ("depthwise_deconv3d", "deconv2d")
@@ -336,7 +336,7 @@ class DeconvSlimCapsule2D(SlimTwin):
 
 
 class DeconvSlimCapsule3D(DeconvSlimCapsule2D):
-    """``DeconvSlimCapsule3D`` of 3D-UCaps (VinAIResearch): see :class:`SlimTwin`; its convolution is transposed."""
+    """``DeconvSlimCapsule3D`` of 3D-UCaps (VinAIResearch), with transposed convolutions: see :class:`SlimTwin`."""
 
     _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_deconv4d")
     _places, _kind = ("depthwise_deconv4d", "deconv3d"), nn.ConvTranspose3d

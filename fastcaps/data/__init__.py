@@ -1,4 +1,4 @@
-"""Data from disk and what is made of them: readers, generators, transforms. Nothing is downloaded.
+"""Data sets: readers of files on disk, generators, transforms. Nothing is downloaded.
 
 >>> from fastcaps import data
 >>> splits = data.load("mnist", "path/to/data")  # doctest: +SKIP
@@ -18,36 +18,9 @@ from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, 
 from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
 __all__ = [
-    "Splits",
-    "load",
-    "names",
-    "Phrases",
-    "TextEmbedder",
-    "Treebank",
-    "load_treebank",
-    "read_cifar",
-    "read_digits",
-    "read_folder",
-    "read_idx",
-    "read_norb",
-    "read_svhn",
-    "read_trees",
-    "split_digits",
-    "AffineDigits",
-    "BatchDataset",
-    "ImageDataset",
-    "OverlappingDigits",
-    "ShiftedDigits",
-    "ShuffledBatches",
-    "TextDataset",
-    "Chain",
-    "ColorJitter",
-    "Draws",
-    "Mixup",
-    "RandomCropFlip",
-    "ResizeCrop",
-    "crops",
-    "CorruptDataError",
-    "DataError",
+    "Splits", "load", "names", "Phrases", "TextEmbedder", "Treebank", "load_treebank", "read_cifar", "read_digits",
+    "read_folder", "read_idx", "read_norb", "read_svhn", "read_trees", "split_digits", "AffineDigits",
+    "BatchDataset", "ImageDataset", "OverlappingDigits", "ShiftedDigits", "ShuffledBatches", "TextDataset", "Chain",
+    "ColorJitter", "Draws", "Mixup", "RandomCropFlip", "ResizeCrop", "crops", "CorruptDataError", "DataError",
     "MissingDataError",
-]
+]  # fmt: skip

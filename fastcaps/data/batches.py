@@ -1,4 +1,4 @@
-"""Batches in an order that can be taken up again."""
+"""Shuffled batches that can resume."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 
 class ShuffledBatches:
-    """Batches of shuffled indices whose order follows from seed and epoch alone, and that can begin in the middle.
+    """Batches of shuffled indices, in an order set by seed and epoch only; iteration can start inside an epoch.
 
     Parameters
     ----------
     size, batch_size : int
-        Number of images, and how many of them make a batch (on each rank).
+        Number of images in all, and in a batch on each rank.
     seed : int
         Seed of the permutations.
     epoch, start : int
-        The epoch that comes first, and how many of its batches are already done.
+        The first epoch, and how many of its batches to skip.
     rank, world_size : int
-        Each rank gets its own part; parts are filled up from the start to equal length, as every rank must take as many
-        steps.
+        Each rank gets its own part. Parts are padded with the first images to equal length, since all ranks must run
+        the same number of steps.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ShuffledBatches:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; another one than the last begins at its start."""
+        """Set the next epoch; if it is not the current one, it begins at its start."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
@@ -53,7 +53,7 @@ class ShuffledBatches:
         return math.ceil(math.ceil(self.size / self.world_size) / self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # seeds of different runs must not meet in different epochs, hence not seed + epoch
+        # not seed + epoch: epoch 1 of one run would equal epoch 0 of the next seed's
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(self.size, generator=generator)
         share = math.ceil(self.size / self.world_size)

@@ -1,7 +1,7 @@
-"""Random numbers that follow from a seed and the number of an item, and from nothing else.
+"""Random numbers that depend only on a seed and an item's index.
 
-So an image does not depend on the batch it is in, on the order of the batches, on the number of processes or on the
-device. The numbers are those of SplitMix64 (Steele, Lea and Flood, 2014), a sequence for each item.
+So an image does not depend on its batch, the order of batches, the number of processes or the device. Each item has its
+own sequence of SplitMix64 (Steele, Lea and Flood, 2014).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from torch import Tensor
 
 
 def _signed(bits: int) -> int:
-    """The int64 that has these 64 bits."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
@@ -20,26 +19,26 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 
 
 def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's output function; int64 products wrap around, and a shift fills with the sign, which is cut off."""
+    """Return SplitMix64's output; int64 products wrap around, and the sign bits of a shift are masked."""
     for shift, factor in _ROUNDS:
         state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return state ^ ((state >> 31) & ((1 << 33) - 1))
 
 
 class Draws:
-    """Random numbers for the items of a batch; every call goes on where the one before ended.
+    """Random numbers for the items of a batch; every call continues after the last.
 
     Parameters
     ----------
     seed : int
         Any integer of 63 bits.
     items : Tensor
-        int64 ``[n]``: the items' numbers, on the device that wants the random numbers.
+        int64 ``[n]``: the items' indices, on the device of the random numbers.
 
     Attributes
     ----------
     states : Tensor
-        int64 ``[n]``: what :meth:`going_on` needs.
+        int64 ``[n]``: the states, for :meth:`going_on`.
 
     Examples
     --------
@@ -56,12 +55,12 @@ class Draws:
 
     @classmethod
     def fresh(cls, count: int, device: torch.device | None = None) -> Draws:
-        """For ``count`` items, seeded by torch's global generator: other numbers every time."""
+        """Return draws for ``count`` items, seeded by torch's global generator."""
         return cls(int(torch.randint(2**62, ())), torch.arange(count, device=device))
 
     @classmethod
     def going_on(cls, states: Tensor) -> Draws:
-        """Where other draws ended, on the device of their :attr:`states`."""
+        """Return draws that continue others, on the device of their :attr:`states`."""
         made = cls.__new__(cls)
         made.states = states
         return made
@@ -76,16 +75,13 @@ class Draws:
         return _mix(every).view(-1, *shape)
 
     def integers(self, below: int | Tensor, *shape: int) -> Tensor:
-        """int64 ``[n, *shape]``, every number from 0 to ``below`` − 1 as likely as every other.
-
-        (As nearly as the remainder of 63 bits allows: to ``below`` / 2⁶³.)
-        """
+        """Return int64 ``[n, *shape]``, uniform from 0 to ``below`` − 1, with a bias of at most ``below`` / 2⁶³."""
         return (self._bits(*shape) & ((1 << 63) - 1)) % below
 
     def uniform(self, *shape: int) -> Tensor:
-        """float32 ``[n, *shape]`` in [0, 1): multiples of 2⁻²⁴."""
+        """Return float32 ``[n, *shape]``, uniform in [0, 1): multiples of 2⁻²⁴."""
         return ((self._bits(*shape) >> 40) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
 
     def between(self, low: float, high: float, *shape: int) -> Tensor:
-        """float32 ``[n, *shape]``, uniform from ``low`` to ``high``."""
+        """Return float32 ``[n, *shape]``, uniform from ``low`` to ``high``."""
         return low + (high - low) * self.uniform(*shape)

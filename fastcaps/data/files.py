@@ -1,4 +1,4 @@
-"""What the readers share: errors that say what to do next, files and what they need."""
+"""Shared by the readers: errors, the search for files, and optional packages."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy.typing as npt
 
 
 class DataError(Exception):
-    """The data asked for cannot be used; the message names the file, what was found and what is wanted."""
+    """Data cannot be used; the message names the file, what was found and what is wanted."""
 
 
 class MissingDataError(DataError, FileNotFoundError):
-    """A file or folder of a data set is not where it was looked for."""
+    """A file or folder of a data set was not found."""
 
     def __str__(self) -> str:  # OSError would print its errno tuple
         return str(self.args[0])
 
 
 class CorruptDataError(DataError, ValueError):
-    """A file is there, but it is truncated, too long, or not of the kind that its name promises."""
+    """A file was found, but it is truncated, too long, or of another kind than its name says."""
 
 
 def existing(path: str | Path, kind: str) -> Path:
-    """The path of a file that is there; MissingDataError, with the kind of file that is wanted, if it is not."""
+    """Return the path of an existing file; MissingDataError with the ``kind`` of file that is wanted."""
     path = Path(path)
     if not path.is_file():
         raise MissingDataError(f"{path}: no such file; {kind} is wanted here")
@@ -35,13 +35,13 @@ def existing(path: str | Path, kind: str) -> Path:
 
 
 def spellings(name: str) -> list[str]:
-    """The names that a file may have: plain or ``.gz``, and of an IDX file with ``.idx`` in the place of ``-idx``."""
+    """Return the names that a file may have: plain or ``.gz``, and with ``.idx`` for ``-idx``."""
     stems = dict.fromkeys((name, name.replace("-idx", ".idx")))
     return [stem + end for stem in stems for end in ("", ".gz")]
 
 
 def find(folder: Path, name: str) -> Path:
-    """A file of a folder, in the first of its :func:`spellings` that is there; MissingDataError if none is."""
+    """Return the path of the first of a file's :func:`spellings` in a folder; MissingDataError if there is none."""
     for spelling in spellings(name):
         if (folder / spelling).is_file():
             return folder / spelling
@@ -50,17 +50,17 @@ def find(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the files of a data set lie."""
+    """The files of a data set, and where to look for them."""
 
     title: str  # the data set's name in messages
-    folders: tuple[str, ...]  # looked for under the data directory, in this order, before it itself
-    files: tuple[str, ...]  # what is in them
-    where: str  # how the files are had
+    folders: tuple[str, ...]  # tried in the data directory, in this order, then the directory itself
+    files: tuple[str, ...]  # their files
+    where: str  # how to get the files
 
     def folder_under(self, data_dir: str | Path | None, others: Collection[str] = ()) -> Path:
-        """The first folder that holds one of the files; MissingDataError if none does.
+        """Return the first folder that holds one of the files; MissingDataError if none does.
 
-        A data directory whose name is one of ``others``, the folders of other data sets, is not taken itself.
+        The data directory itself is not tried if its name is one of ``others``, the folders of other data sets.
         """
         if data_dir is None:
             raise MissingDataError(f"{self.title} needs a data directory (--data-dir, data_dir=…) with {self.where}")
@@ -84,7 +84,7 @@ class Place:
 
 @contextmanager
 def needing(package: str, extra: str, what: str) -> Iterator[None]:
-    """Import in this block what an extra of ours brings; MissingDataError names it where it is not installed."""
+    """Import packages of an extra in this block; MissingDataError names the extra if they are not installed."""
     try:
         yield
     except ImportError as error:
@@ -94,7 +94,7 @@ def needing(package: str, extra: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def read_by(library: str, path: Path, kind: str) -> Iterator[None]:
-    """Import a library and read a file by it in this block; CorruptDataError tells whatever its decoders raise."""
+    """Import a library and read a file with it in this block; CorruptDataError for any error of its decoders."""
     try:
         with needing(library, "data", f"{path}: files like this"):
             yield
@@ -110,17 +110,17 @@ def read_by(library: str, path: Path, kind: str) -> Iterator[None]:
 
 
 def sizes_text(sizes: tuple[int | None, ...]) -> str:
-    """``any x 28 x 28``."""
+    """Return sizes as text, such as ``any x 28 x 28``."""
     return " x ".join("any" if size is None else str(size) for size in sizes)
 
 
 def first_bytes(content: bytes) -> str:
-    """How a file begins that is none of those that are wanted."""
+    """Return a file's first bytes as text for a message."""
     return f"it begins with the bytes {content[:4].hex(' ') or '(none)'}"
 
 
 def check_labels(path: Path, labels: npt.NDArray[Any], first: int, last: int) -> None:
-    """Raise if there are no labels, or some are not from ``first`` to ``last``."""
+    """Raise CorruptDataError if there are no labels, or some are not from ``first`` to ``last``."""
     if len(labels) == 0:
         raise CorruptDataError(f"{path}: holds no image")
     if labels.min() < first or labels.max() > last:

@@ -1,4 +1,4 @@
-"""Images in folders, one folder a class: what Pillow reads, brought to one size, in memory."""
+"""Reader of images in folders, one per class, by Pillow: resized to one size, in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastcaps.data.files import CorruptDataError, MissingDataError, read_by
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
-"""Pillow knows more, by their first bytes, whatever a file is called: PostScript would be run, by Ghostscript."""
+"""Pillow reads more formats, whatever a file's name; PostScript would run in Ghostscript."""
 MOST_PIXELS = 2**26
-"""An image whose header states more is refused: 8,192 x 8,192."""
+"""The maximum for an image, by its header: 8,192 x 8,192."""
 
 
 def class_names(folder: str | Path) -> tuple[str, ...]:
-    """The folders in a folder, sorted: class k is the k-th. MissingDataError if there is none."""
+    """Return the names of a folder's folders, sorted: class k is the k-th. MissingDataError if there are none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise MissingDataError(f"{folder}: no such folder; it should hold a folder of images for each class")
@@ -30,29 +30,26 @@ def class_names(folder: str | Path) -> tuple[str, ...]:
 
 
 def read_folder(
-    folder: str | Path,
-    *,
-    classes: Sequence[str] | None = None,
-    image_size: int | None = None,
+    folder: str | Path, *, classes: Sequence[str] | None = None, image_size: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Read all images of a folder of classes, in the order of their names.
+    """Return all images of a folder of classes, in the order of their names.
 
     Parameters
     ----------
     folder : str or Path
         Holds a folder for each class.
     classes : sequence of str, optional
-        The classes' folders, so that a test half has the training half's labels; :func:`class_names` if not given.
+        The classes' folders, so that a test set uses the training set's labels; by default :func:`class_names`.
     image_size : int, optional
-        Height and width: the shorter side is brought to it, and the middle is cut out. Without it all images must be
+        Height and width: the shorter side is resized to it, and the middle is cropped. Without it all images must be
         squares of one size.
 
     Returns
     -------
     images, labels : numpy.ndarray
-        uint8 ``[n, 3, size, size]`` and int64 ``[n]``. MissingDataError if a folder is missing or empty, or
-        Pillow is; CorruptDataError if a file is no image, is damaged, states more pixels than 2²⁶, has channels of more
-        than 8 bits that Pillow would cut, or is of another size than the first.
+        uint8 ``[n, 3, size, size]`` and int64 ``[n]``. MissingDataError if a folder or Pillow is missing, or a folder
+        is empty; CorruptDataError if a file is damaged or not an image, or has more than 2²⁶ pixels by its header,
+        channels of more than 8 bits, or another size than the first.
     """
     folder = Path(folder)
     if image_size is not None and not 1 <= image_size**2 <= MOST_PIXELS:
@@ -69,7 +66,7 @@ def read_folder(
         paths += found
         labels += [label] * len(found)
     shape = _read_image(paths[0], image_size).shape
-    images = np.empty((len(paths), *shape), np.uint8)  # a list of them and an array would be twice the memory
+    images = np.empty((len(paths), *shape), np.uint8)  # np.stack of a list would take twice the memory
     for index, path in enumerate(paths):
         pixels = _read_image(path, image_size)
         if pixels.shape != shape or shape[1] != shape[2]:
@@ -82,7 +79,6 @@ def read_folder(
 
 
 def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
-    """One image: uint8 ``[3, h, w]``."""
     with read_by("Pillow", path, f"an image of {', '.join(FORMATS)}"):
         from PIL import Image, ImageOps
 

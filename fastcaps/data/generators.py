@@ -1,7 +1,7 @@
-"""Data sets made of digits as they are asked for.
+"""Data sets generated from digits.
 
-Digits at other places, alone or one over the other (MultiMNIST, DiverseMultiMNIST); and turned, sheared, stretched and
-moved, as in affNIST (Tieleman, 2013).
+Digits that are shifted, alone or in pairs (MultiMNIST, DiverseMultiMNIST), or rotated, sheared, scaled and shifted, as
+in affNIST (Tieleman, 2013).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastcaps.data.transforms import cropped
 
 
 class ShiftedDigits(BatchDataset):
-    """Each digit shifted by up to ``shift`` pixels in each direction, on a black square that leaves room for it.
+    """Each digit shifted by up to ``shift`` pixels in each direction, on a larger black square.
 
     A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the training half of the affNIST experiment
     (Sabour et al. 2017, section 5.2).
@@ -60,30 +60,30 @@ class ShiftedDigits(BatchDataset):
         self.shift, self.classes = check_count("shift", shift, 0), classes
 
     def _shifted(self, digits: Tensor, draws: Draws) -> Tensor:
-        """Each digit at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
+        """Return each digit at its own position: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
         return cropped(torch.nn.functional.pad(digits, (2 * self.shift,) * 4), 2 * self.shift, draws)
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
+        """Return float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
         digits, labels, states = gathered
         return self._normalised(self._shifted(digits, Draws.going_on(states))), labels
 
 
 class OverlappingDigits(ShiftedDigits):
-    """Two digits of different classes, one over the other, each shifted by itself; some images show only one.
+    """Two overlapping digits of different classes, each with its own shift; some images show only one.
 
-    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i under another, every digit of
-    the other classes as likely. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
-    images shows one digit. The training half is made of MNIST's training digits, the test half of its test digits.
+    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i and another, drawn uniformly from
+    the digits of other classes. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
+    images shows one digit. Training images use MNIST's training digits, test images its test digits.
 
     Parameters
     ----------
     images, labels, classes, **options
         As :class:`ShiftedDigits` takes them.
     single : float
-        How likely an image shows one digit only.
+        Probability that an image shows only one digit.
     overlay : str
-        ``"sum"``, cut at 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do not say.
+        ``"sum"``, clamped to 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do not say.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class OverlappingDigits(ShiftedDigits):
         counts = torch.bincount(self.labels, minlength=classes)
         if single < 1 and int(counts.max()) == len(self.labels):
             raise ValueError(f"labels: got digits of class {int(self.labels[0])} alone, want two classes or more")
-        # by class, all others follow a class in a ring: any of them is one draw away
+        # sorted by class, in a ring: the digits of all other classes follow a class's, so that one draw picks any
         self._by_class = self.labels.argsort(stable=True)
         self._ends = counts.cumsum(0)
         self._others = len(self.labels) - counts
 
     def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
-        """Both digits as they are, bytes ``[n, 2, h, w]``, int64 ``[n, 2]`` (−1: none), and the states of draws."""
+        """Return both digits unshifted, bytes ``[n, 2, h, w]``, int64 ``[n, 2]`` (−1: none), and states of draws."""
         items = self._items(indices)
         draws = self._draws(items)
         label = self.labels[items]
@@ -122,20 +122,20 @@ class OverlappingDigits(ShiftedDigits):
         return torch.cat([self.images[items], over], 1), labels, draws.states
 
     def apart(self, digits: Tensor, states: Tensor) -> Tensor:
-        """What was gathered, each digit in its place: bytes ``[n, 2, h + 2·shift, w + 2·shift]``."""
+        """Return gathered digits, each at its position: bytes ``[n, 2, h + 2·shift, w + 2·shift]``."""
         draws = Draws.going_on(states)
         return torch.cat([self._shifted(digit, draws) for digit in digits.split(1, 1)], 1)
 
     def layers(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """The digits that make up images, apart: what a reconstruction is compared with.
+        """Return the two digits of each image separately, to compare reconstructions with.
 
-        Bytes ``[n, 2, h + 2·shift, w + 2·shift]`` and int64 ``[n, 2]``; black and −1 where there is no second one.
+        Bytes ``[n, 2, h + 2·shift, w + 2·shift]`` and int64 ``[n, 2]``; black and −1 for a missing second digit.
         """
         digits, labels, states = self.gather(indices)
         return self.apart(digits, states), labels
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and bool ``[n, classes]``: who is there."""
+        """Return float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and bool ``[n, classes]``, the classes in the image."""
         digits, labels, states = gathered
         digits = self.apart(digits, states)
         if self.overlay == "max":
@@ -148,24 +148,24 @@ class OverlappingDigits(ShiftedDigits):
 
 
 class AffineDigits(ShiftedDigits):
-    r"""Each digit under an affine map of its own, with all its ink on a larger black square.
+    r"""Each digit under its own affine map, wholly inside a larger black square.
 
     .. math:: x = R(\varphi) \begin{pmatrix} 1 & k \\ 0 & 1 \end{pmatrix}
               \begin{pmatrix} s_x & 0 \\ 0 & s_y \end{pmatrix} x_0 + t
 
-    The angle, the shear and the two scales are uniform in their ranges; then the place is, among all where the box
-    around the ink stays inside. Pixels are sampled bilinearly.
+    The angle, the shear and the two scales are uniform in their ranges, and the position is uniform where the digit's
+    bounding box is inside the image. Pixels are sampled bilinearly.
 
     Parameters
     ----------
     images, labels, **options
-        As :class:`ShiftedDigits` takes them, but for ``shift``; images must be square.
+        As :class:`ShiftedDigits` takes them, except ``shift``; images must be square.
     size : int
-        Height and width of the images that are made.
+        Height and width of the generated images.
     rotation, shear : float
-        φ is up to so many degrees, and k up to so much, either way.
+        Maximum of :math:`|\varphi|` in degrees, and of :math:`|k|`.
     scale : (float, float)
-        Smallest and largest s.
+        Minimum and maximum of s.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class AffineDigits(ShiftedDigits):
         self.rotation, self.shear = check_finite("rotation", rotation, 0.0), check_finite("shear", shear, 0.0)
 
     def maps(self, digits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """The matrix ``[n, 2, 2]`` and the translation ``[n, 2]`` of digits ``[n, 1, h, h]``: (x, y) from centres."""
+        """Return matrices ``[n, 2, 2]`` and translations ``[n, 2]`` of digits ``[n, 1, h, h]``: (x, y) from centres."""
         angle = torch.deg2rad(draws.between(-self.rotation, self.rotation))
         shear = draws.between(-self.shear, self.shear)
         scale = draws.between(*self.scale, 2)
@@ -202,7 +202,7 @@ class AffineDigits(ShiftedDigits):
         return matrix, torch.where(low < high, low + (high - low) * draws.uniform(2), (low + high) / 2)
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Float32 ``[n, 1, size, size]`` and int64 ``[n]``."""
+        """Return float32 ``[n, 1, size, size]`` and int64 ``[n]``."""
         digits, labels, states = gathered
         matrix, place = self.maps(digits, Draws.going_on(states))
         back = torch.linalg.inv(matrix)
@@ -215,12 +215,12 @@ class AffineDigits(ShiftedDigits):
 
 
 def _ink_boxes(images: Tensor) -> Tensor:
-    """Corners of the box around each image's ink: float32 ``[n, 4, 2]``, (x, y) from its centre; all of it if black."""
+    """Return the corners of each digit's bounding box, float32 ``[n, 4, 2]``, (x, y) from the image's centre."""
     side = images.shape[2]
     ink = images[:, 0] > 0
     edges = []
     for axis in (1, 2):  # over rows: which columns have ink; and the other way
-        there = ink.any(axis).to(torch.uint8)  # argmax is the first of equals: 0, where there is none
+        there = ink.any(axis).to(torch.uint8)  # argmax is the first of equals: 0 for a black image
         edges.append((there.argmax(1), side - there.flip(1).argmax(1)))
     (left, right), (top, bottom) = edges
     corners = torch.stack([torch.stack([x, y], 1) for x in (left, right) for y in (top, bottom)], 1)

@@ -1,4 +1,4 @@
-"""Labelled images as torch data sets: kept in memory as bytes, made a batch at a time on whatever device is wished."""
+"""Labelled images as torch data sets: stored in memory as bytes, finished a batch at a time on any device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Self = TypeVar("Self", bound="BatchDataset")
 
 
 class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Labelled images that are made a batch at a time, in two steps.
+    """Labelled images, built a batch at a time in two steps.
 
-    :meth:`gather` takes out of memory what a batch is made of, bytes for the most part; :meth:`finish` makes it, on the
-    device where these lie. A trainer gathers on the CPU, moves bytes and finishes on the device that trains;
-    :meth:`batch` does both where the images lie. The numbers are the same.
+    :meth:`gather` collects a batch's raw data, mostly bytes; :meth:`finish` turns them into items on their device. A
+    trainer gathers on the CPU, moves the bytes and finishes on the training device; :meth:`batch` does both on the
+    images' device. The results are equal.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         One for all channels or one per channel, of pixel values scaled to 0..1; an item is
         ``(image / 255 - mean) / std``.
     seed : int, optional
-        Item i is always the same, whatever batch it is in, and another one only after :meth:`set_epoch`. Without a seed
-        torch's global generator decides anew for every batch.
+        With a seed, item i is the same in every batch until :meth:`set_epoch`. Without one, every batch draws from
+        torch's global generator.
     """
 
     def __init__(
@@ -62,30 +62,30 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         if not bool((scale["std"] > 0).all()):
             raise ValueError(f"std: got {std}, want numbers above 0")
         self.mean, self.std = (numbers.expand(images.shape[1]).view(1, -1, 1, 1) for numbers in scale.values())
-        self.images = torch.from_numpy(np.array(images))  # a copy: torch wants memory that it may write to
+        self.images = torch.from_numpy(np.array(images))  # a copy, as torch requires writable memory
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
         self.seed = seed
         self.epoch = 0
 
     def to(self: Self, device: torch.device | str) -> Self:
-        """Move everything to a device, in place: batches are then made there."""
+        """Move all tensors to a device, in place, so that batches are built there; return self."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Let a seed stand for other random numbers in every epoch."""
+        """Use other random numbers in every epoch with the same seed."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
-        """The numbers of the items, 0 to n − 1, on the device of the images."""
+        """Return item indices from 0 to n − 1, on the images' device."""
         if isinstance(indices, slice):
             return torch.arange(len(self), device=self.images.device)[indices]
-        every = range(len(self))  # which counts from its end too, and raises IndexError
+        every = range(len(self))  # takes negative indices, and raises IndexError
         numbers = [every[index] for index in torch.as_tensor(indices).tolist()]
         return torch.tensor(numbers, dtype=torch.int64, device=self.images.device)
 
@@ -96,7 +96,7 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether items are made by random numbers."""
+        """Whether items depend on random numbers."""
         return True
 
     def _normalised(self, images: Tensor) -> Tensor:
@@ -104,9 +104,9 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         return (images.to(torch.float32) / 255 - mean) / std
 
     def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
-        """What the items are made of, where the images lie, for :meth:`finish`.
+        """Return the raw data of items for :meth:`finish`, on the images' device.
 
-        Bytes ``[n, c, h, w]``, int64 ``[n]`` and, where something is random, the states of draws.
+        Bytes ``[n, c, h, w]``, int64 ``[n]`` and, if :attr:`is_random`, the states of draws.
         """
         items = self._items(indices)
         gathered = self.images[items], self.labels[items]
@@ -114,10 +114,10 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @abstractmethod
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Make the items, on the device of what was gathered: float32 ``[n, c, h, w]`` and their targets."""
+        """Return items, float32 ``[n, c, h, w]``, and their targets, on the device of the gathered data."""
 
     def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Several items at once: float32 ``[n, c, h, w]`` and their targets."""
+        """Return several items, float32 ``[n, c, h, w]``, and their targets."""
         return self.finish(self.gather(indices))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -125,19 +125,19 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         return images[0], labels[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """A batch for torch's DataLoader, which looks for this name: one augmentation and normalisation for all."""
+        """Return a batch for torch's DataLoader, which calls this method if it exists."""
         return list(zip(*self.batch(indices), strict=True))
 
 
 class ImageDataset(BatchDataset):
-    """Labelled images held in memory as bytes, handed out as normalised float32.
+    """Labelled images, stored in memory as bytes, returned as normalised float32.
 
     Parameters
     ----------
     images, labels, **options
         As :class:`BatchDataset` takes them.
     augment : callable, optional
-        Applied to the bytes of a whole batch, before normalisation (so that padding is black, as in the authors' code).
+        Applied to the bytes of a batch, before normalisation (so padding is black, as in the authors' code).
     mixup : Mixup, optional
         Applied last; targets are then float32 ``[n, classes]``.
     """
@@ -159,7 +159,7 @@ class ImageDataset(BatchDataset):
         return self.augment is not None or self.mixup is not None
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Float32 ``[n, c, h, w]``, and int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""
+        """Return float32 ``[n, c, h, w]``, and int64 ``[n]`` or, with mixup, float32 ``[n, classes]``."""
         images, labels, *states = gathered
         draws: Any = Draws.going_on(*states) if states else None
         if self.augment is not None:

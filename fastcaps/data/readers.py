@@ -1,7 +1,7 @@
-"""Readers for the files of the data sets: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN), digits.
+"""Readers of the data sets' files: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN), digits.
 
-IDX files and smallNORB's are a header and an array: the element type, the number of dimensions, a size for each, and
-then the elements in C order.
+IDX files and smallNORB's are a header and an array: the element type, the number of dimensions, their sizes, then the
+elements in C order.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from fastcaps.data.files import (
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_BYTES = 2**31
-"""An array whose header states more is refused: the largest of these data sets, smallNORB, has 448 MB a file."""
+"""The maximum for an array, by its header; the largest file of these data sets, smallNORB's, has 448 MB."""
 
 
 class Format(NamedTuple):
-    """Files that are a header and an array: a magic number, the number of dimensions, their sizes, the elements."""
+    """A format of a header and an array: a magic number, the number of dimensions, their sizes, the elements."""
 
-    kind: str  # what such a file is called
+    kind: str  # the format's name in messages
     magic: dict[str, bytes]  # the magic numbers of the elements' dtypes
-    head: str  # how :mod:`struct` reads magic number and dimensions,
-    size: str  # and then a size
-    fewest: int = 0  # sizes that are written at least; those beyond the dimensions mean nothing
+    head: str  # struct format of magic number and number of dimensions
+    size: str  # struct format of a size
+    fewest: int = 0  # minimum number of sizes in the file; those beyond the dimensions are ignored
 
 
 def _header(stream: IO[bytes], path: Path, form: Format, dtype: str) -> tuple[int, ...]:
-    """The sizes that a file's header states."""
     begin = stream.read(struct.calcsize(form.head))
     magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
     if magic != (wanted := form.magic[dtype]):
@@ -59,16 +58,16 @@ def _header(stream: IO[bytes], path: Path, form: Format, dtype: str) -> tuple[in
 def read_array(
     path: str | Path, form: Format, dtype: str, shape: tuple[int | None, ...] | None = None
 ) -> npt.NDArray[Any]:
-    """Read an array behind a header, plain or gzip, no further than the header has passed its checks.
+    """Return the array of a file, plain or gzip; elements are read only after the header passed its checks.
 
-    The first bytes say whether a file is packed, not its name (a browser may unpack and keep the name). ``dtype`` and
-    ``shape`` are what the caller wants, ``None`` where any size will do.
+    The first bytes decide whether a file is compressed, not its name (a browser may unpack it and keep the name).
+    ``dtype`` and ``shape`` are what the caller wants, ``None`` for any size.
 
     Raises
     ------
     MissingDataError, CorruptDataError
-        If there is no such file; if it is of another kind, type or shape, there are fewer or more bytes than the header
-        states, or gzip is damaged.
+        If there is no such file; if it has another format, dtype or shape, fewer or more bytes than its header says, or
+        damaged gzip.
     """
     path = existing(path, f"{form.kind}, plain or gzip,")
     with path.open("rb") as file:
@@ -81,19 +80,19 @@ def read_array(
                 wanted = sizes if shape is None else shape
                 if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
                     raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
-                count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python integer: it may exceed 64 bits
+                count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python int, as it may exceed 64 bits
                 stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
                 if count > MOST_BYTES:
                     raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
                 content = stream.read(count)
-                found = len(content) + len(stream.read(1))  # reaching the end makes gzip compare its checksum too
+                found = len(content) + len(stream.read(1))  # at the end gzip compares its checksum, too
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise CorruptDataError(f"{path}: gzip that ends early or is damaged ({error}); copy it again") from error
     if found != count:
         raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")
     try:
         return np.frombuffer(content, dtype=dtype).reshape(sizes)
-    except ValueError as error:  # of sizes like 0 x 4294967295 x 4294967295
+    except ValueError as error:  # for sizes such as 0 x 4294967295 x 4294967295
         raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
 
 
@@ -101,23 +100,16 @@ _IDX = Format("an IDX file", {"uint8": b"\0\0\x08"}, head=">3sB", size=">I")
 
 
 def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, plain or gzip; ``shape`` is what the caller wants, ``None`` for any size.
+    """Return the array of an IDX file of unsigned bytes, plain or gzip; ``shape`` has None for any size.
 
-    Raises
-    ------
-    MissingDataError
-        If there is no such file.
-    CorruptDataError
-        If it is no IDX file, is truncated or too long, or holds another type or shape. The header is checked first.
+    MissingDataError if there is no such file; CorruptDataError if it is no IDX file, is truncated or too long, or has
+    another type or shape.
     """
     return read_array(path, _IDX, "uint8", shape)
 
 
-STEMS = {
-    "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
-    "test": "smallnorb-5x01235x9x18x6x2x96x96-testing",
-}
-"""How the names of smallNORB's files begin."""
+STEMS = {"train": "smallnorb-5x46789x9x18x6x2x96x96-training", "test": "smallnorb-5x01235x9x18x6x2x96x96-testing"}
+"""The first parts of the names of smallNORB's files."""
 NORB = Format(
     "a binary matrix of smallNORB (MATLAB's are others)",
     {"uint8": bytes.fromhex("554c3d1e"), "int32": bytes.fromhex("544c3d1e")},
@@ -130,15 +122,15 @@ NORB = Format(
 def read_norb(
     folder: str | Path, *, train: bool
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """One half of smallNORB: pairs of images, their categories, and how each toy was photographed.
+    """Return one half of smallNORB: pairs of images, their categories, and how each toy was photographed.
 
     uint8 ``[n, 2, 96, 96]`` (left and right camera); int64 ``[n]``, 0 to 4; int64 ``[n, 4]``: the toy's number, its
     elevation (0 to 8), azimuth (0 to 34, even) and lighting (0 to 5). MissingDataError or CorruptDataError if one of
-    the three files is missing or wrong, or they do not belong together.
+    the three files is missing or wrong, or they do not match.
     """
     stem = STEMS["train" if train else "test"]
     images, categories, info = (find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
-    # the small files first: what does not belong together is refused before 448 MB are unpacked
+    # the small files first, to refuse files that do not match before unpacking 448 MB
     labels = read_array(categories, NORB, "int32", (None,)).astype(np.int64)
     check_labels(categories, labels, 0, 4)
     count = len(labels)
@@ -155,12 +147,11 @@ _HINTS = {
 def read_cifar(
     path: str | Path, *, label_bytes: int, classes: int, records: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Read one binary CIFAR file: records of label bytes (CIFAR-100: the coarse class, then the fine one) and 3,072
-    bytes of image, 32 x 32 red, then green, then blue, row by row.
+    """Return images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of a binary CIFAR file.
 
-    ``label_bytes`` come before each image, the last of which is the class, one of ``classes``; ``records`` is how many
-    the file must hold, any number if not given. Returns uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``. MissingDataError if
-    there is no such file, CorruptDataError if its size or a label is not what is wanted.
+    A record is ``label_bytes`` (CIFAR-100: the coarse class, then the fine one), the last of which is the label, below
+    ``classes``; then 3,072 bytes of image, red, green, blue, row by row. ``records`` is how many the file must hold,
+    None for any number. MissingDataError if there is no such file, CorruptDataError for a wrong size or label.
     """
     path = existing(path, "a binary CIFAR file")
     size, record = path.stat().st_size, label_bytes + 3 * 32 * 32
@@ -176,10 +167,10 @@ def read_cifar(
 
 
 def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Read one file of cropped digits, e.g. ``train_32x32.mat``: uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``.
+    """Return uint8 ``[n, 3, 32, 32]`` and int64 ``[n]`` of a file of cropped digits, e.g. ``train_32x32.mat``.
 
-    The file's label 10 is the digit 0. MissingDataError if there is no such file, or SciPy is not installed;
-    CorruptDataError if it is no such MATLAB file, is damaged, or holds other arrays: sizes are checked first.
+    The file's label 10 is the digit 0. MissingDataError if the file or SciPy is missing; CorruptDataError if it is
+    damaged, or not a MATLAB file of the right arrays. Sizes are checked first.
     """
     path = existing(path, "a MATLAB file of SVHN's cropped digits")
     with read_by("SciPy", path, "a MATLAB file"):
@@ -194,7 +185,7 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise CorruptDataError(
             f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
         )
-    with read_by("SciPy", path, "a MATLAB file"), np.errstate(invalid="ignore"):  # a NaN is told below
+    with read_by("SciPy", path, "a MATLAB file"), np.errstate(invalid="ignore"):  # a NaN raises below
         arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
         images, given = arrays["X"], arrays["y"][:, 0]
         labels = given.astype(np.int64)
@@ -205,24 +196,24 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
 
 
 def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """scikit-learn's handwritten digits, real data that ship with a package, so that a fresh machine needs no download.
+    """Return scikit-learn's handwritten digits, real data that need no download.
 
-    uint8 ``[1797, 1, 8, 8]`` with 0 to 255 (the package stores 0 to 16), and int64 ``[1797]``. MissingDataError if
+    uint8 ``[1797, 1, 8, 8]`` from 0 to 255 (the package stores 0 to 16), and int64 ``[1797]``. MissingDataError if
     scikit-learn is not installed.
     """
     with needing("scikit-learn", "demo", "its digits"):
         from sklearn.datasets import load_digits
     bunch = load_digits()
-    # 16 levels of ink; 15.9375 = 255 / 16 puts white at 0 and full ink at 255, as in the other data sets
+    # from 0..16 to 0..255, as in the other data sets
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
     return images, bunch.target.astype(np.int64)
 
 
 def split_digits(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The fixed stratified split: indices for training and for testing, a fifth of every class held out.
+    """Return the fixed stratified split: indices for training and for testing, a fifth of every class.
 
-    The permutation comes from NumPy's legacy generator, whose stream is frozen, so the split is the same everywhere and
-    with every version. It mixes writers: the figure is that of new digits by known hands.
+    NumPy's legacy generator is frozen, so the split is the same in every version. Both parts contain digits of the same
+    writers.
     """
     random = np.random.RandomState(0)
     test = []

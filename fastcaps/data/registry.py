@@ -1,4 +1,4 @@
-"""The data sets by name: :func:`load` finds, reads and wraps them."""
+"""The data sets by name: :func:`load` finds and reads them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import RandomCropFlip
 from fastcaps.data.trees import PLACE, Phrases, load_treebank
 
-_TEST_SEED = 0  # test images that are made are always the same
+_TEST_SEED = 0  # generated test images are always the same
 
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set, read: what :func:`load` returns. Only ``train`` is ever augmented."""
+    """A data set, as :func:`load` returns it. Only ``train`` is augmented."""
 
     name: str  # in the registry
     train: Any  # BatchDataset or TextDataset
     test: Any
     classes: tuple[str, ...]  # their names
     in_channels: int | None = None  # of images
-    image_size: int | None = None  # height and width in pixels: all of these data sets are square
-    layers: int | None = None  # of texts: layers of the transformer,
-    embedding: int | None = None  # and the numbers in an embedding
-    validation: Any = None  # what the best epoch is chosen by, where a data set has a part for it
+    image_size: int | None = None  # height and width in pixels
+    layers: int | None = None  # of texts: the transformer's layers
+    embedding: int | None = None  # of texts: values in an embedding
+    validation: Any = None  # for the choice of the best epoch, if the data set has such a part
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a network has to know of an input, by the names of its arguments."""
+        """A network's arguments that follow from the data, by name."""
         found = {name: getattr(self, name) for name in ("in_channels", "image_size", "layers", "embedding")}
         return {name: size for name, size in found.items() if size is not None}
 
@@ -51,29 +51,29 @@ _GENERATED: dict[str, tuple[Any, Any, int]] = {
     "diverse-multimnist": (_diverse, _diverse, 36),
     "affnist": (partial(ShiftedDigits, shift=6), AffineDigits, 40),
 }
-"""What makes training images of MNIST's training digits, what makes test images of test digits, and their size."""
+"""Generators of training and test images from MNIST's training and test digits, and their size."""
 
 _TEXTS = {"sst5": 5, "sst2": 2}
-"""The Stanford Sentiment Treebank, and how many classes it has."""
+"""The Stanford Sentiment Treebank, with its number of classes."""
 
 
 def names() -> list[str]:
-    """The names that :func:`load` knows."""
+    """Return the names that :func:`load` takes."""
     return [*SOURCES, *_GENERATED, *_TEXTS]
 
 
 def _scale(images: npt.NDArray[np.uint8]) -> Scale:
     count = images.size // images.shape[1]
-    sums = images.sum((0, 2, 3), dtype=np.uint64).tolist()  # Python's integers, so that nothing cancels below
+    sums = images.sum((0, 2, 3), dtype=np.uint64).tolist()  # Python ints, so the difference below is exact
     squares = np.einsum("nchw,nchw->c", images, images, dtype=np.uint64).tolist()
     stds = [math.sqrt(count * square - total**2) / count / 255 for total, square in zip(sums, squares, strict=True)]
     return [total / count / 255 for total in sums], [std or 1.0 for std in stds]
 
 
 def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tuple[Arrays, Arrays, tuple[str, ...]]:
-    """Both parts and the classes' names; errors end in what is wanted and where it can be had."""
+    """Return both parts and the classes' names; errors say which files are wanted, and how to get them."""
     source, size = SOURCES[name], {} if image_size is None else {"image_size": image_size}
-    # MNIST and Fashion-MNIST have the same file names: a folder named for the other one must not pass for this one
+    # MNIST and Fashion-MNIST have the same file names: do not read one from the other's folder
     others = {folder.split("/")[0] for other, each in SOURCES.items() if other != name for folder in each.folders}
     folder = source.folder_under(data_dir, others) if source.files else Path()
     try:
@@ -115,42 +115,40 @@ def load(
     image_size: int | None = None,
     transformer: str | Path | None = None,
 ) -> Splits:
-    """Read a data set from disk. Nothing is ever downloaded.
+    """Return a data set read from disk. Nothing is downloaded.
 
     Parameters
     ----------
     name : str
-        One of :func:`names`: mnist, fashion-mnist, cifar10, cifar100, digits, smallnorb, svhn, folder; or multimnist,
-        diverse-multimnist, affnist, which are made of MNIST's digits as they are asked for; or sst5, sst2: phrases.
+        One of :func:`names`: mnist, fashion-mnist, cifar10, cifar100, digits, smallnorb, svhn, folder; multimnist,
+        diverse-multimnist, affnist, which are generated from MNIST's digits; sst5, sst2, which are phrases.
     data_dir : str or Path, optional
         The folder of the files, or one above it: ``data_dir/mnist``, ``data_dir/MNIST/raw`` and ``data_dir`` are tried.
         Not needed for ``digits``, which come with scikit-learn.
     augment : bool, optional
-        Whether training images are padded and cropped at random: by four pixels, as in the paper (A.2), smallNORB by
-        16, as in Heinsen's (2019). By default CIFAR and smallNORB are and the others are not.
+        Whether to pad and randomly crop training images: by four pixels, as in the paper (A.2), smallNORB by 16, as in
+        Heinsen (2019). By default only for CIFAR and smallNORB.
     flip : bool, optional
-        Whether half of the training images are mirrored, left to right. By default those of CIFAR are, where they are
-        augmented at all; the others never are unless this asks for it.
+        Whether to mirror half of the training images, left to right. By default only for CIFAR with ``augment``.
     limit : int, optional
-        Keep the first ``limit`` training images only, for a quick try.
+        Use only the first ``limit`` training images, for a quick try.
     image_size : int, optional
-        Height and width that the images of ``folder`` are brought to; without it they must be squares of one size.
+        Height and width to which images of ``folder`` are resized; without it they must be squares of one size.
     transformer : str or Path, optional
-        The folder of the transformer that embeds the phrases of ``sst5`` and ``sst2``, as :class:`TextEmbedder` takes
-        it.
+        The folder of the transformer that embeds the phrases of ``sst5`` and ``sst2``, as for :class:`TextEmbedder`.
 
     Returns
     -------
     Splits
-        Both parts, and what a network has to know of them.
+        The parts, and the sizes that a network needs.
 
     Raises
     ------
     ValueError
         If the name is unknown, ``limit`` is below 1, or the data set cannot be augmented or resized.
     MissingDataError, CorruptDataError
-        If files are missing, truncated or wrong; the message names the file, what was found, what is wanted and where
-        it can be had.
+        If files are missing, truncated or wrong; the message names the file, what was found, what is wanted and how to
+        get it.
     """
     if name not in names():
         raise ValueError(f"data: got {name!r}{did_you_mean(name, names())}, want one of {', '.join(names())}")

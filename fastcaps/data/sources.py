@@ -1,4 +1,4 @@
-"""Where the files of each data set lie, what they hold, and how they are read."""
+"""The files of each data set: where to find them, and how to read them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Scale = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class Source(Place):
-    """How one data set is found and read."""
+    """How to find and read one data set."""
 
-    read: Callable[..., Arrays]  # a part, "train" or "test", of the folder; of a folder of images, at an image_size
+    read: Callable[..., Arrays]  # of a folder and a part, "train" or "test"; for folders of images also an image_size
     classes: Sequence[str] | None  # their names; None: those of the folders of training images
-    scale: Scale | None = None  # that of the training images if not given
-    augment: bool = False  # whether training images are shifted by default,
-    padding: int = 4  # by how much,
-    flip: bool = False  # and whether they are then mirrored too
+    scale: Scale | None = None  # None: computed from the training images
+    augment: bool = False  # whether training images are shifted by default
+    padding: int = 4  # by at most how many pixels
+    flip: bool = False  # whether they are then mirrored, too
 
 
 def _read_mnist(folder: Path, part: str) -> Arrays:
@@ -119,7 +119,7 @@ SOURCES = {
         classes=_CIFAR10_CLASSES,
         scale=([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
         augment=True,
-        flip=True,  # nothing tells a horse from its mirror image
+        flip=True,  # a mirrored image has the same class
     ),
     "cifar100": Source(
         "CIFAR-100 (binary version)",

@@ -1,4 +1,4 @@
-"""Texts as torch data sets, embedded by a transformer in a local folder: the inputs of Heinsen's (2019) network."""
+"""Texts as torch data sets, embedded by a transformer from a local folder, for Heinsen's (2019) network."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fastcaps.data.trees import Phrases
 
 
 class TextEmbedder:
-    """All layers' embeddings of all tokens, from a frozen transformer.
+    """A frozen transformer that returns all layers' embeddings of all tokens.
 
     Parameters
     ----------
     folder : str or Path
-        A model with its tokenizer, as ``save_pretrained`` of ``transformers`` writes them. Nothing is downloaded.
+        A model and its tokenizer, as ``save_pretrained`` of ``transformers`` writes them. Nothing is downloaded.
     device : torch.device or str
-        Where the transformer runs, and its embeddings lie.
+        Of the transformer and the embeddings.
     dtype : torch.dtype
         Of the transformer's weights and the embeddings.
 
-    MissingDataError if there is no such folder or no ``config.json`` in it, or ``transformers`` is not installed;
-    CorruptDataError if that cannot load what is there.
+    MissingDataError if the folder or its ``config.json`` is missing, or ``transformers`` is not installed;
+    CorruptDataError if ``transformers`` cannot load the files.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class TextEmbedder:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises whatever its readers meet
+        except Exception as error:  # transformers may raise anything
             raise CorruptDataError(
                 f"{folder}: transformers cannot load a model and its tokenizer ({type(error).__name__}: {error})"
             ) from error
@@ -62,17 +62,16 @@ class TextEmbedder:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Layers l, the embedding of the token itself among them, and the numbers m in an embedding."""
+        """The number of layers l, with the token embedding, and of values m in an embedding."""
         one = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         layers, embedding = self.layers(one, one.new_ones(1, 1, dtype=torch.bool)).shape[2:]
         return layers, embedding
 
     def tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """The tokens of texts, on the CPU, as wide as the longest: their numbers, int64 ``[B, n]``, 0 behind a
-        text's end; and bool ``[B, n]``, which are tokens and not padding."""
+        """Return the token ids of texts, int64 ``[B, n]`` padded with 0, and a bool mask ``[B, n]``, on the CPU."""
         if not texts:
             raise ValueError("texts: got none, want one or more")
-        tokens = [self._tokenizer(text)["input_ids"] for text in texts]  # not every tokenizer has a token to pad with
+        tokens = [self._tokenizer(text)["input_ids"] for text in texts]  # one by one: some tokenizers cannot pad
         if empty := [text for text, ids in zip(texts, tokens, strict=True) if not ids]:
             raise ValueError(f"texts: got {empty[0]!r}, which has no token")
         ids = pad_sequence([torch.tensor(found) for found in tokens], batch_first=True)
@@ -81,28 +80,30 @@ class TextEmbedder:
 
     @torch.no_grad()
     def layers(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Embed tokens, on their device, where the transformer goes too: ``[B, n, l, m]``, of n tokens in l layers,
-        the first of which is the embedding of the token itself. Padding is 0."""
+        """Return embeddings ``[B, n, l, m]`` of n tokens in l layers, of which the first is the token embedding.
+
+        The transformer moves to the tokens' device. Padding is 0.
+        """
         if ids.device != self._device:
             self._model, self._device = self._model.to(ids.device), ids.device
         made = self._model(input_ids=ids, attention_mask=mask.to(torch.int64), output_hidden_states=True)
         return torch.stack(made.hidden_states, 2).masked_fill(~mask[:, :, None, None], 0)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Embed a batch of texts: ``[B, n, l, m]`` as :meth:`layers` gives them, and the mask of :meth:`tokens`."""
+        """Return the embeddings ``[B, n, l, m]`` of texts as :meth:`layers` does, and the mask of :meth:`tokens`."""
         ids, mask = (each.to(self._device) for each in self.tokens(texts))
         return self.layers(ids, mask), mask
 
 
 class TextDataset(Dataset[tuple[str, int]]):
-    """Texts with labels, embedded a batch at a time; the steps are those of :class:`~fastcaps.data.BatchDataset`.
+    """Labelled texts, embedded a batch at a time, in the steps of :class:`~fastcaps.data.BatchDataset`.
 
     Parameters
     ----------
     phrases : Phrases
     embed : TextEmbedder
     mixup : Mixup, optional
-        Blends embeddings, masks and targets alike; a mask then holds shares of tokens.
+        Blends embeddings, masks and targets; masks then hold values between 0 and 1.
     """
 
     def __init__(self, phrases: Phrases, embed: TextEmbedder, mixup: Mixup | None = None) -> None:
@@ -115,13 +116,14 @@ class TextDataset(Dataset[tuple[str, int]]):
         return self.phrases.texts[index], self.phrases.labels[index]
 
     def gather(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Tokens and their mask ``[n, longest]``, int64 ``[n]`` and, for mixup, the states of draws."""
+        """Return tokens and their mask ``[n, longest]``, labels int64 ``[n]`` and, for mixup, the states of draws."""
         texts, labels = zip(*(self[index] for index in indices), strict=True)
         gathered = (*self.embed.tokens(texts), torch.tensor(labels))
         return gathered if self.mixup is None else (*gathered, Draws.fresh(len(texts)).states)
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Embeddings ``[n, longest, l, m]`` and their mask; int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""
+        """Return embeddings ``[n, longest, l, m]``, their mask, and int64 ``[n]`` or, with mixup, float32
+        ``[n, classes]``."""
         ids, mask, labels, *states = gathered
         embeddings = self.embed.layers(ids, mask)
         if self.mixup is None:

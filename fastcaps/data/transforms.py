@@ -1,7 +1,7 @@
-"""What is done to training images: whole batches of bytes at a time, on whatever device they lie.
+"""Transforms of training images, for whole batches of bytes on any device.
 
-A transform takes bytes ``[n, c, h, w]`` and :class:`~fastcaps.data.Draws`, and gives bytes. Every image draws its own
-numbers. Without draws they come from torch's global generator.
+A transform takes bytes ``[n, c, h, w]`` and :class:`~fastcaps.data.Draws`, and returns bytes. Every image has its own
+random numbers; without draws, torch's global generator seeds them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastcaps.data.draws import Draws
 Augmentation = Callable[[Tensor, Draws], Tensor]
 Inputs = TypeVar("Inputs", Tensor, tuple[Tensor, ...])
 
-_TO_YIQ = torch.tensor(  # FCC's, as Python's colorsys has them; the first row is how bright a colour looks
+_TO_YIQ = torch.tensor(  # FCC's, as in Python's colorsys; the first row is brightness
     [[0.30, 0.59, 0.11], [0.599, -0.2773, -0.3217], [0.213, -0.5251, 0.3121]], dtype=torch.float64
 )
 
@@ -29,7 +29,7 @@ def _require_images(images: Tensor) -> None:
 
 
 def cropped(images: Tensor, by: int, draws: Draws, flip: bool = False) -> Tensor:
-    """A window of each image, at any place, ``by`` pixels lower and narrower; with ``flip`` half of them mirrored."""
+    """Return a random crop of each image, smaller by ``by`` pixels; with ``flip`` half of them are mirrored."""
     height, width = (size - by for size in images.shape[2:])
     every = images.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, y, x, height, width], a view
     top, left = draws.integers(by + 1, 2).unbind(1)
@@ -39,13 +39,13 @@ def cropped(images: Tensor, by: int, draws: Draws, flip: bool = False) -> Tensor
 
 
 class Chain:
-    """Transforms one after the other."""
+    """Several transforms in a row."""
 
     def __init__(self, *transforms: Augmentation) -> None:
         self.transforms = transforms
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
-        """Bytes ``[n, c, h, w]`` in, bytes out."""
+        """Return transformed bytes ``[n, c, h, w]``."""
         draws = draws or Draws.fresh(len(images), images.device)
         for transform in self.transforms:
             images = transform(images, draws)
@@ -53,15 +53,15 @@ class Chain:
 
 
 class RandomCropFlip:
-    """Pad with zeros, crop at random to the old size, flip half (Tsai et al. 2020, A.2).
+    """Pad with zeros, crop randomly to the old size, flip half (Tsai et al. 2020, A.2).
 
     Without a flip it is a shift by up to ``padding`` pixels in each direction, as Sabour et al. (2017) shift MNIST by
-    2. Flip only what has the same class in the mirror: a mirrored 2 is no 2.
+    2. Use a flip only if mirrored images have the same class: a mirrored 2 is no 2.
 
     Parameters
     ----------
     padding : int
-        Zero pixels added on each side; 4 in the paper, 16 in Heinsen's (2019) for smallNORB.
+        Zero pixels added on each side; 4 in the paper, 16 in Heinsen (2019) for smallNORB.
     flip : bool
         Flip left and right with probability 1/2.
     """
@@ -70,14 +70,14 @@ class RandomCropFlip:
         self.padding, self.flip = check_count("padding", padding, 0), flip
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
-        """``[n, c, h, w]`` in, the same shape and dtype out."""
+        """Return transformed bytes ``[n, c, h, w]``."""
         draws = draws or Draws.fresh(len(images), images.device)
         padded = torch.nn.functional.pad(images, (self.padding,) * 4)
         return cropped(padded, 2 * self.padding, draws, self.flip)
 
 
 class ResizeCrop:
-    """Resize, and crop at random: 34 and 32 in Li et al. (2018) for CIFAR and SVHN, 48 and 32 in Hinton et al. (2018).
+    """Resize, and crop randomly: 34 and 32 in Li et al. (2018) for CIFAR and SVHN, 48 and 32 in Hinton et al. (2018).
 
     Parameters
     ----------
@@ -93,25 +93,25 @@ class ResizeCrop:
         self.resize, self.size, self.flip = resize, size, flip
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
-        """``[n, c, h, w]`` in, ``[n, c, size, size]`` out."""
+        """Return bytes ``[n, c, size, size]`` of ``[n, c, h, w]``."""
         draws = draws or Draws.fresh(len(images), images.device)
         return cropped(resized(images, self.resize), self.resize - self.size, draws, self.flip)
 
 
 class ColorJitter:
-    """Disturb brightness, contrast, saturation and hue, in this order, each image by factors of its own.
+    """Change brightness, contrast, saturation and hue, in this order, by random factors of each image.
 
-    A factor is uniform from 1 − s to 1 + s, where s is the strength. Brightness multiplies; contrast moves away from
-    the image's mean brightness; saturation away from each pixel's; hue turns the colours around the axis of greys (in
-    YIQ) by up to ``hue`` of a full turn. Only the end result is rounded and cut to 0..255. Li et al. (2018) use all
-    four; the text lost their strengths, so the defaults are ours.
+    A factor is uniform from 1 − s to 1 + s, where s is the strength. Brightness multiplies pixels; contrast scales
+    their difference from the image's mean brightness, saturation that from each pixel's brightness; hue rotates colours
+    around the grey axis (in YIQ) by up to ``hue`` of 360°. Only the result is rounded and clamped to 0..255. Li et al.
+    (2018) use all four without giving the strengths; the defaults are ours.
 
     Parameters
     ----------
     brightness, contrast, saturation : float
-        Strengths from 0 to 1. Saturation must be 0 where images have not three channels.
+        Strengths from 0 to 1. Saturation must be 0 unless images have three channels.
     hue : float
-        From 0 to 0.5; likewise.
+        From 0 to 0.5, and 0 unless images have three channels.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ColorJitter:
         self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
-        """``[n, c, h, w]`` in, the same shape and dtype out."""
+        """Return transformed bytes ``[n, c, h, w]``."""
         _require_images(images)
         colours = images.shape[1] == 3
         if not colours and (self.saturation or self.hue):
@@ -135,7 +135,7 @@ class ColorJitter:
         draws = draws or Draws.fresh(len(images), images.device)
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)
         spread = torch.tensor(strengths, device=images.device)
-        brightness, contrast, saturation, turn = (spread * draws.between(-1, 1, 4)).unbind(1)
+        brightness, contrast, saturation, hue = (spread * draws.between(-1, 1, 4)).unbind(1)
         pixels = images.to(torch.float32) * (1 + brightness)[:, None, None, None]
         to_yiq = _TO_YIQ.to(images.device, torch.float32)
         if self.contrast:
@@ -143,7 +143,7 @@ class ColorJitter:
             grey = grey.mean((1, 2))[:, None, None, None]
             pixels = torch.lerp(grey, pixels, (1 + contrast)[:, None, None, None])
         if self.saturation or self.hue:
-            angle = 2 * torch.pi * turn
+            angle = 2 * torch.pi * hue
             a, b = (1 + saturation) * angle.cos(), (1 + saturation) * angle.sin()
             zero = torch.zeros_like(a)
             rows = (torch.stack([zero + 1, zero, zero], 1), torch.stack([zero, a, -b], 1), torch.stack([zero, b, a], 1))
@@ -154,13 +154,13 @@ class ColorJitter:
 
 
 class Mixup:
-    """Blend each image with another of the batch, and their targets in the same shares (Zhang et al. 2017).
+    """Blend each image with another of the batch, and their targets with the same factor (Zhang et al. 2017).
 
     .. math:: x = \\lambda x_i + (1 - \\lambda) x_j, \\quad y = \\lambda y_i + (1 - \\lambda) y_j, \\quad
               \\lambda \\sim \\mathrm{Beta}(\\alpha, \\alpha)
 
-    Every image draws a λ of its own; the partners are the batch in another order. The targets serve cross-entropy as
-    they are. Of texts, embeddings and mask are blended, as Heinsen (2019) does.
+    Every image has its own λ; the partners are a permutation of the batch. Cross-entropy takes the blended targets. For
+    texts, embeddings and masks are blended, as in Heinsen (2019).
 
     Parameters
     ----------
@@ -176,10 +176,10 @@ class Mixup:
         self.classes, self.alpha = check_count("classes", classes), alpha
 
     def shares(self, draws: Draws) -> Tensor:
-        """λ of each image: float32 ``[n]``.
+        """Return λ of each image: float32 ``[n]``.
 
-        Beta(α, α) without rejection, so that a device is never waited for: Student's t by Bailey's (1994) polar method,
-        brought to (0, 1) as Devroye (1996) does.
+        Beta(α, α) without rejection, so no device waits: Student's t by Bailey's (1994) polar method, mapped to (0, 1)
+        as in Devroye (1996).
         """
         first, second = draws.uniform(2).unbind(1)
         direction = torch.cos(2 * torch.pi * second)
@@ -187,15 +187,15 @@ class Mixup:
         return 0.5 + 0.5 * direction.sign() * torch.rsqrt(1 + 1 / squared)
 
     def __call__(self, images: Inputs, labels: Tensor, draws: Draws | None = None) -> tuple[Inputs, Tensor]:
-        """Mix a batch: float32 targets ``[n, classes]``, each row of which sums to 1, beside what came, blended.
+        """Return a blended batch and its targets, float32 ``[n, classes]`` with rows that sum to 1.
 
-        Images are floating point ``[n, ...]``, or several such inputs of a network, blended in the same shares; labels
-        int64 ``[n]``, or soft targets ``[n, classes]``.
+        Images are floating point ``[n, ...]``, or a tuple of several inputs of a network; labels are int64 ``[n]``, or
+        soft targets ``[n, classes]``.
         """
         several: tuple[Tensor, ...] = images if isinstance(images, tuple) else (images,)
         for each in several:
             if not each.is_floating_point():
-                raise ValueError(f"images: got {each.dtype}, want floating point: mix what is normalised")
+                raise ValueError(f"images: got {each.dtype}, want floating point: normalise them before mixup")
         draws = draws or Draws.fresh(len(labels), labels.device)
         share = self.shares(draws)
         partner = draws.uniform().argsort(stable=True)
@@ -209,7 +209,7 @@ class Mixup:
 
 
 def resized(images: Tensor, size: int) -> Tensor:
-    """Bytes ``[n, c, h, w]`` at another height and width, bilinear, smoothed where they shrink."""
+    """Return bytes ``[n, c, size, size]``, resized bilinearly with antialiasing."""
     _require_images(images)
     if images.shape[2:] == (size, size):
         return images
@@ -220,11 +220,11 @@ def resized(images: Tensor, size: int) -> Tensor:
 
 
 def crops(images: Tensor, size: int | Sequence[int], *, flip: bool = False) -> Tensor:
-    """The four corners and the centre of each image, and with ``flip`` their mirror images: for the multi-crop test.
+    """Return crops of the four corners and the centre of each image, for the multi-crop test.
 
-    Images are ``[n, c, h, w]``, bytes or normalised, ``size`` is the height and width of a crop, what is returned
-    ``[n, 5, c, size, size]`` or ``[n, 10, ...]``: top left, top right, bottom left, bottom right, centre. Mirror images
-    are for images that have the same class there.
+    Images are ``[n, c, h, w]``, bytes or normalised, and ``size`` is the height and width of a crop. The result is
+    ``[n, 5, c, size, size]``: top left, top right, bottom left, bottom right, centre; with ``flip``, ``[n, 10, ...]``,
+    followed by their mirror images, for data whose mirrored images have the same class.
     """
     height, width = (size, size) if isinstance(size, int) else size
     down, right = images.shape[-2] - height, images.shape[-1] - width

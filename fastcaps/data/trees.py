@@ -1,6 +1,6 @@
-"""Reader for the parse trees of the Stanford Sentiment Treebank (Socher et al. 2013), and data sets of their phrases.
+"""Reader of the parse trees of the Stanford Sentiment Treebank (Socher et al. 2013), and data sets of their phrases.
 
-A line is a tree, ``(3 (2 (2 The) (2 Rock)) (4 ...))``: a node is its label, 0 (very negative) to 4 (very positive), and
+A line is a tree, ``(3 (2 (2 The) (2 Rock)) (4 ...))``: a node is a label, 0 (very negative) to 4 (very positive), and
 a word or two nodes.
 """
 
@@ -16,7 +16,7 @@ from fastcaps.data.files import CorruptDataError, Place, existing
 FIVE = ("very negative", "negative", "neutral", "positive", "very positive")
 TWO = ("negative", "positive")
 _BRACKETS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
-_PARTS = re.compile(r"\(\s*([^\s()]*)|\)|[^\s()]+")  # a node's begin with its label, its end, a word
+_PARTS = re.compile(r"\(\s*([^\s()]*)|\)|[^\s()]+")  # the start of a node with its label, the end of a node, a word
 _FILES = {"train": "train.txt", "validation": "dev.txt", "test": "test.txt"}
 PLACE = Place(
     "Stanford Sentiment Treebank",
@@ -30,7 +30,7 @@ PLACE = Place(
 class Phrases:
     """Texts with labels."""
 
-    texts: tuple[str, ...]  # words with a space between them, as the treebank cuts them
+    texts: tuple[str, ...]  # the treebank's tokens, separated by spaces
     labels: tuple[int, ...]  # a class for each
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Phrases:
 
 @dataclass(frozen=True)
 class Treebank:
-    """The treebank as Heinsen (2019) uses it: every unique phrase to train with, whole sentences to judge by."""
+    """The treebank as used by Heinsen (2019): all unique phrases for training, whole sentences for testing."""
 
     train: Phrases
     validation: Phrases
@@ -48,12 +48,12 @@ class Treebank:
 
 
 def _nodes(line: str, where: str) -> Iterator[tuple[str, int]]:
-    """The phrase and the label of every node of a tree; the whole sentence comes last."""
+    """Yield the phrase and the label of every node of a tree; the whole sentence comes last."""
     open_nodes: list[tuple[int, list[str]]] = []
     for count, part in enumerate(_PARTS.finditer(line)):
         text, opened = part[0], part[1]
         if not open_nodes and (count or opened is None):
-            raise CorruptDataError(f"{where}: {text!r} stands outside of the tree")
+            raise CorruptDataError(f"{where}: {text!r} is outside of the tree")
         if opened is not None:
             if opened not in ("0", "1", "2", "3", "4"):
                 raise CorruptDataError(f"{where}: a node has the label {opened!r}, want 0 to 4")
@@ -72,10 +72,10 @@ def _nodes(line: str, where: str) -> Iterator[tuple[str, int]]:
 
 
 def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
-    """Read a file of trees, one a line, for example ``train.txt``.
+    """Return the phrases of a file of trees, one tree per line, for example ``train.txt``.
 
-    Every unique ``phrases``, with the label of its first node; or else every sentence. MissingDataError if there is no
-    such file; CorruptDataError, naming the line, if it is no text, or no tree.
+    With ``phrases`` every unique phrase with the label of its first node, otherwise every sentence. MissingDataError if
+    there is no such file; CorruptDataError, naming the line, if it is not a text of trees.
     """
     path = existing(path, "a file of the treebank's trees")
     unique: dict[str, int] = {}
@@ -98,16 +98,16 @@ def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
 
 
 def _two(phrases: Phrases) -> Phrases:
-    """Negative and positive; what is neutral is left out."""
+    """Return the phrases with two classes, negative and positive, without neutral ones."""
     kept = [(text, int(label > 2)) for text, label in zip(phrases.texts, phrases.labels, strict=True) if label != 2]
     return Phrases(tuple(text for text, _ in kept), tuple(label for _, label in kept))
 
 
 def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
-    """Read the treebank: ``train.txt``, ``dev.txt`` and ``test.txt`` of ``trainDevTestTrees_PTB``, or a folder above.
+    """Return the treebank of ``train.txt``, ``dev.txt`` and ``test.txt`` in ``trainDevTestTrees_PTB``, or below.
 
-    All unique phrases of the training trees; the sentences of the others. Of 2 ``classes``, not 5, neutral ones are
-    left out.
+    It holds all unique phrases of the training trees, and the sentences of the others; with 2 ``classes`` instead of 5
+    no neutral ones.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """EncapNet (Li et al., 2018): routing approximated in one pass, by convolutions over capsules in channels.
 
-A room of its own, on top of the others: an op that squashes capsules in channels, weighs them and adds; layers; the
-feedback-agreement unit and its Sinkhorn divergence; the networks (``fastcaps.models.create("li-encapnet-v1")``). It
-routes nothing. docs/encapnet.md says what follows the paper, and what its authors' code.
+It has no routing, but its own op, which adds weighted squashed capsules in channels; layers; the feedback-agreement
+unit and its Sinkhorn divergence; networks (``fastcaps.models.create("li-encapnet-v1")``). docs/encapnet.md says what
+follows the paper, and what its authors' code.
 """
 
 from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
@@ -12,12 +12,6 @@ from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
 
 __all__ = [
-    "CapConv2d",
-    "CapFC",
-    "EncapNet",
-    "EncapNetConfig",
-    "FeedbackAgreement",
-    "SinkhornDivergence",
-    "feedback_loss",
+    "CapConv2d", "CapFC", "EncapNet", "EncapNetConfig", "FeedbackAgreement", "SinkhornDivergence", "feedback_loss",
     "squash_sum",
-]
+]  # fmt: skip

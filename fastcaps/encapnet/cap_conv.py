@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, shape_text
 from fastcaps.encapnet.op import squash_sum
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import squash
@@ -18,36 +18,34 @@ COEFFICIENTS = ("own", "other", "both", "none")
 
 
 class CapConv2d(nn.Module):
-    r"""Map capsules to capsules of the next layer by two convolutions (Li et al., 2018, section 3.1).
+    r"""Map capsules to the next layer's by two convolutions (Li et al., 2018, section 3.1).
 
-    The *master* is a convolution grouped by capsule type: each type sees its own kind below. The *aide*, not grouped
-    and four pixels wider, sees all of them. Each is followed by BatchNorm, ReLU and a squash over every capsule's
-    numbers, which gives :math:`m` of the master and :math:`n` of the aide. The capsules of the next layer are
+    The *master* is a convolution grouped by capsule type: each type reads the same type below. The *aide*, not grouped
+    and four pixels wider, reads all types. BatchNorm, ReLU and a squash over every capsule's values follow each of
+    them, with results :math:`m` of the master and :math:`n` of the aide. The capsules of the next layer are
 
     .. math:: P = \mathrm{squash}(\mathrm{ReLU}(\mathrm{BN}(a \, m + b \, n + \text{skip})))
 
-    where :math:`a` and :math:`b` are coefficients, one for each capsule and position. They are made from m and n by
-    3 x 3 convolutions grouped by type.
+    where the coefficients :math:`a` and :math:`b`, one for each capsule and position, come from m and n by 3 x 3
+    convolutions grouped by type.
 
-    Capsules lie in channels, ``[B, types * dim, H, W]``: those of type t are channels ``t * dim`` to ``t * dim + dim -
-    1``.
+    Capsules are in channels, ``[B, types * dim, H, W]``: type t has channels ``t * dim`` to ``t * dim + dim - 1``.
 
     Parameters
     ----------
     types : int
         Capsule types, below and above.
     in_dim, out_dim : int
-        Numbers in a capsule below and above.
+        Values in a capsule below and above.
     kernel_size : int or pair
         The master's, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
     stride : int or pair
-        Of both; the map's height and width are divided by it, rounded up.
+        Of both; the map's height and width are divided by it and rounded up.
     coefficients : "own", "other", "both" or "none"
-        What makes the coefficient of a branch: its own capsules (``master/aide_v1`` of Table 3), the other branch's
-        (``v2``), or both's (``v3``). "none": no aide and no coefficients, the master's convolution alone (the table's
-        baseline).
+        The source of a branch's coefficient: its own capsules (``master/aide_v1`` of Table 3), the other branch's
+        (``v2``), or both (``v3``). "none": neither aide nor coefficients, only the master (the table's baseline).
     skip : bool
-        Add the layer's input before the last BatchNorm, through a 3 x 3 convolution where the shapes differ.
+        Add the layer's input before the last BatchNorm, through a 3 x 3 convolution if the shapes differ.
     bias : bool
         Whether the convolutions have biases.
 
@@ -67,6 +65,7 @@ class CapConv2d(nn.Module):
     of_aide: nn.Conv2d | None
     shortcut: nn.Conv2d | None
 
+    @known_arguments
     def __init__(
         self,
         types: int,
@@ -87,7 +86,7 @@ class CapConv2d(nn.Module):
         self.out_dim = check_count("out_dim", out_dim)
         rows, columns, *strides = Window(kernel_size, stride).spec[:4]
         if not rows % 2 or not columns % 2:
-            raise ValueError(f"kernel_size must be odd, so that a window has a middle, got {kernel_size}")
+            raise ValueError(f"kernel_size must be odd, got {kernel_size}")
         self.kernel_size, self.stride = (rows, columns), (strides[0], strides[1])
         check_choice("coefficients", coefficients, COEFFICIENTS)
         self.coefficients = coefficients
@@ -106,7 +105,7 @@ class CapConv2d(nn.Module):
         if coefficients != "none":
             self.aide = convolution(4)
             self.master_norm, self.aide_norm = nn.BatchNorm2d(above, **place), nn.BatchNorm2d(above, **place)
-            # With "both", each branch makes coefficients for master and aide, which are then added: one bias is enough.
+            # with "both", the coefficients of the two branches are added, so one bias is enough
             both = coefficients == "both"
             outputs = (2 if both else 1) * self.types
             options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
@@ -117,24 +116,24 @@ class CapConv2d(nn.Module):
         self.norm = nn.BatchNorm2d(above, **place)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The height and width of the map above one of ``size``."""
+        """Return the height and width of the next layer's map, of one of ``size``."""
         return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
-        """Make the capsules of the next layer.
+        """Return the capsules of the next layer.
 
         Parameters
         ----------
         capsules : Tensor
             ``[B, types * in_dim, H, W]``.
         skipped : Tensor, optional
-            Added before the last BatchNorm, in the place of the layer's own skip connection: the input of the first of
-            several layers, where one connection skips all of them. ``[B, types * out_dim, Ho, Wo]``.
+            Added before the last BatchNorm instead of the layer's own input: the input of the first of several layers
+            that one connection skips. ``[B, types * out_dim, Ho, Wo]``.
 
         Returns
         -------
@@ -143,15 +142,13 @@ class CapConv2d(nn.Module):
         """
         require_tensor(capsules, "capsules")
         if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:
-            wanted = f"[B, {self.types * self.in_dim}, H, W], {self.types} types of {self.in_dim} numbers"
+            wanted = f"[B, {self.types * self.in_dim}, H, W], {self.types} types of {self.in_dim} values"
             raise ValueError(f"capsules must be {wanted}, got {shape_text(capsules)}")
         summed = self.combine(capsules)
         if skipped is not None:
             require_tensor(skipped, "skipped")
             if skipped.shape != summed.shape:
-                raise ValueError(
-                    f"skipped must be {shape_text(summed)}, as what it is added to; got {shape_text(skipped)}"
-                )
+                raise ValueError(f"skipped must be {shape_text(summed)}, the result's shape, got {shape_text(skipped)}")
             summed = summed + skipped
         elif self.skip:
             summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
@@ -185,20 +182,20 @@ class CapConv2d(nn.Module):
 
 
 class CapFC(nn.Module):
-    r"""Class capsules from all capsules, a linear map for each number of a pose (Li et al., 2018, section 3.1).
+    r"""Map all capsules to class capsules by a linear map for each value of a pose (Li et al., 2018, section 3.1).
 
     .. math:: p_{jk} = \sum_i W_{kij} \, p_{ik}, \quad P_j = \mathrm{squash}(p_j)
 
-    Number k of a capsule above sees number k of the capsules below, and nothing else of them.
+    Value k of a capsule above depends only on value k of the capsules below.
 
     Parameters
     ----------
     in_capsules : int
-        Capsules below: of a map, types times height times width.
+        Capsules below; for a map, types times height times width.
     out_capsules : int
-        Capsules above: one a class.
+        Capsules above, one per class.
     dim : int
-        Numbers in a capsule, below and above.
+        Values in a capsule, below and above.
 
     Attributes
     ----------
@@ -215,6 +212,7 @@ class CapFC(nn.Module):
 
     activation = "squash"
 
+    @known_arguments
     def __init__(
         self,
         in_capsules: int,
@@ -233,12 +231,12 @@ class CapFC(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as a linear layer's."""
+        """Initialise the weights as a linear layer's."""
         bound = 1 / math.sqrt(self.in_capsules)
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, capsules: Tensor) -> Tensor:
-        """Make the capsules above.
+        """Return the class capsules.
 
         Parameters
         ----------
@@ -257,13 +255,13 @@ class CapFC(nn.Module):
             given = given.unflatten(1, (-1, self.dim)).movedim(2, -1).flatten(1, 3)
         if given.dim() != 3 or given.shape[1:] != (self.in_capsules, self.dim):
             raise ValueError(
-                f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] of as "
-                f"many, got {shape_text(capsules)}"
+                f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] with "
+                f"as many values, got {shape_text(capsules)}"
             )
         return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0))
 
     def as_poses(self, capsules: Tensor) -> Tensor:
-        """Return the layer's result, which is poses already."""
+        """Return the layer's result, which already is poses."""
         return capsules
 
     extra_repr = arguments_repr

@@ -1,4 +1,4 @@
-"""The feedback-agreement unit of EncapNet (Li et al., 2018, section 3.2), a loss between two layers; the whole loss."""
+"""EncapNet's feedback-agreement unit (Li et al., 2018, section 3.2), a loss between two layers, and the full loss."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from fastcaps.nn.poses import arguments_repr
 
 
 class FeedbackAgreement(nn.Module):
-    r"""Ask a higher layer to give back the lower one; the loss is how far it is from that.
+    r"""Reconstruct a lower layer from a higher one; the loss is the divergence between the two.
 
-    A *generator* makes :math:`x` of the higher layer, in the shape of the lower layer :math:`y`: a 3 x 3 transposed
-    convolution, BatchNorm, ReLU, and a squash. A *critic*, the same for both, makes them small: two convolutions of
-    stride 2, to a quarter of the channels and to one, each with BatchNorm and ReLU. The loss is the
-    :class:`~fastcaps.encapnet.SinkhornDivergence` between what it finds in the samples of the batch:
+    A *generator* maps the higher layer to :math:`x`, in the shape of the lower layer :math:`y`: a 3 x 3 transposed
+    convolution, BatchNorm, ReLU, and a squash. A *critic* reduces both: two convolutions of stride 2, to a quarter of
+    the channels and to one, each with BatchNorm and ReLU. The loss is the
+    :class:`~fastcaps.encapnet.SinkhornDivergence` between the results of a batch:
 
     .. math:: L = 2 W(x, y) - W(x, x) - W(y, y)
 
-    Of maps of 4 x 4 or less the critic leaves a single number. Two such, neither below 0, have no angle between them:
-    with the cosine cost the unit is idle there; with ``cost="l2"`` it is not. Inductor takes minutes for a unit's
-    Sinkhorn turns: compile the network without them, or by ``backend="aot_eager"``.
+    The critic reduces maps of 4 x 4 or less to a single value that is not negative. There is no angle between two of
+    these, so the cosine cost has no effect there; ``cost="l2"`` has. Inductor takes minutes to compile the Sinkhorn
+    iterations: compile the network without the units, or with ``backend="aot_eager"``.
 
-    It is added to a network's loss, times 10 in the paper (:func:`fastcaps.encapnet.feedback_loss`). It is computed in
-    training only: in evaluation mode the unit returns 0 and computes nothing.
+    A network's loss adds it, times 10 in the paper (:func:`fastcaps.encapnet.feedback_loss`), in training only: in
+    evaluation mode the unit returns 0 and computes nothing.
 
     Parameters
     ----------
     higher_channels, lower_channels : int
         Channels of the two layers.
     types : int or None
-        Capsule types, for layers of capsules in channels: the generator is grouped by type, and squashes. None: plain
-        feature maps, of any convolutional network; or the paper's *vanilla* generator between capsules (d4 of Table 3).
+        Capsule types, for capsules in channels: the generator is grouped by type, and squashes. None: feature maps of
+        any convolutional network, or the paper's *vanilla* generator between capsules (d4 of Table 3).
     stride : 1 or 2
-        How many times larger than the higher layer's the lower layer's map is.
+        The size of the lower layer's map relative to the higher layer's.
     critic : bool
-        False: compare the layers as they are (d3).
+        False: compare the layers without a critic (d3).
     divergence : "ot" or "kl"
-        "kl" is Kullback and Leibler's divergence (b) in our reading: a softmax over what the critic finds in a sample
-        makes a distribution of it; the divergence of y's distribution from x's, a mean over samples.
+        "kl" is Kullback and Leibler's divergence (b) as we read it: a softmax over the critic's values of a sample is a
+        distribution; the divergence of y's from x's, averaged over samples.
     cost, eps, iterations, bias_fix, through_plan
         As :class:`~fastcaps.encapnet.SinkhornDivergence` has them: ``bias_fix=False`` is d1 of Table 3,
         ``through_plan=True`` d2, ``cost="l2"`` d5.
@@ -110,20 +110,20 @@ class FeedbackAgreement(nn.Module):
             )
 
     def generate(self, higher: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return x, ``[B, lower_channels, *size]``, of the higher layer."""
+        """Return x, ``[B, lower_channels, *size]``, from the higher layer."""
         given: Any = list(size)
         normal = self.norm(self.generator(higher, output_size=given))
         return normal.relu() if self.types is None else squash_sum(normal, types=self.types, relu=True)
 
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
-        """Compare the two layers.
+        """Return the loss between the two layers.
 
         Parameters
         ----------
         higher : Tensor
             ``[B, higher_channels, h, w]``.
         lower : Tensor
-            ``[B, lower_channels, H, W]``, with H and W divided by the stride, rounded up, h and w.
+            ``[B, lower_channels, H, W]``; H and W divided by the stride and rounded up are h and w.
 
         Returns
         -------
@@ -156,7 +156,7 @@ class FeedbackAgreement(nn.Module):
 def feedback_loss(
     lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"
 ) -> Tensor:
-    r"""The loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
+    r"""Return the loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
 
     .. math:: L = L_\mathrm{margin} + \lambda \sum_k D_k
 
@@ -165,7 +165,7 @@ def feedback_loss(
     lengths, target, reduction
         As :func:`~fastcaps.losses.margin_loss` has them.
     feedback : Tensor
-        A scalar: the sum of what the network's :class:`~fastcaps.encapnet.FeedbackAgreement` units return.
+        A scalar, the sum of the losses of the network's :class:`~fastcaps.encapnet.FeedbackAgreement` units.
     weight : float
         :math:`\lambda`; 10 in the paper.
 

@@ -1,7 +1,7 @@
 """The networks of EncapNet (Li et al., 2018): capsules in channels, routed in one pass.
 
-``li-encapnet-v1`` is Table 2's, ``-six-master`` and ``-six`` are (e) and (f) of Table 1; what the paper compares them
-with is in :mod:`fastcaps.models.li`. docs/encapnet.md says what is our reading, of ``-v2`` and ``-v3`` most of all.
+``li-encapnet-v1`` is Table 2's, ``-six-master`` and ``-six`` are (e) and (f) of Table 1; :mod:`fastcaps.models.li` has
+the networks compared with them. docs/encapnet.md lists our choices, above all for ``-v2`` and ``-v3``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class EncapModule(nn.Module):
     types : int
         Capsule types.
     in_dim, out_dim : int
-        Numbers in a capsule before the type I layer and after it.
+        Values in a capsule before the type I layer and after it.
     layers : int
-        How many layers.
+        Number of layers.
     stride : int
         Of the type I layer.
     coefficients : str
         Of every layer, as :class:`~fastcaps.encapnet.CapConv2d` has them.
     skip : "none", "I", "II" or "both"
-        Which layers have a skip connection: type I one of its own, the type II layers one over all of them.
+        Which layers have a skip connection: type I its own, the type II layers one over all of them.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class EncapModule(nn.Module):
 
 
 class EncapNet(nn.Module):
-    """Images to logits through modules; feedback units can ask each to give back its input, for the loss.
+    """A network of modules from images to logits, with optional feedback units for the loss.
 
     Parameters
     ----------
     stem : Module
-        Images to the first map.
+        Maps images to the first map.
     modules_ : sequence of Module
         Each takes a map and returns two: the one after its first layer, and the one at its end.
     feedback : sequence of sequence of FeedbackAgreement
-        The units of each module: none; or one, which makes the module's input from its output; or two, the second of
-        which makes the output of its first layer.
+        The units of each module: none; or one, which reconstructs the module's input from its output; or a second one,
+        which reconstructs the output of its first layer.
     head : Module
-        The last map to logits.
+        Maps the last map to logits.
     in_channels, image_size
-        Channels, height and width of the images that the network was built for.
+        Channels, height and width of the images for which the network was built.
     fixed : bool
-        Whether images must be of that size.
+        Whether images must have that size.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EncapNet(nn.Module):
         self.fixed = fixed
 
     def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Classify ``images``.
+        """Return the logits of ``images``.
 
         Parameters
         ----------
@@ -117,13 +117,13 @@ class EncapNet(nn.Module):
         Returns
         -------
         Tensor or (Tensor, Tensor)
-            Logits ``[B, classes]``: of networks with class capsules their lengths.
+            Logits ``[B, classes]``, which are the lengths of class capsules if there are any.
         """
         check_map("images", images, self.in_channels)
         if self.fixed and tuple(images.shape[2:]) != self.image_size:
             raise ValueError(
-                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, for which the class capsules were "
-                f"built (image_size), got {shape_text(images)}"
+                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, the network's image_size, "
+                f"got {shape_text(images)}"
             )
         found = self.stem(images)
         feedback = found.new_zeros((), dtype=accumulation_dtype(found.dtype))
@@ -139,20 +139,13 @@ class EncapNet(nn.Module):
 
 
 def convolutions(channels: int, layers: Iterable[tuple[int, int, int]]) -> nn.Sequential:
-    """Convolutions, each with BatchNorm and ReLU, from their widths, kernel sizes and strides."""
+    """Return convolutions, each with BatchNorm and ReLU, of given widths, kernel sizes and strides."""
     made = nn.Sequential()
     for width, kernel, stride in layers:
         made.append(nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2))
         made.extend([nn.BatchNorm2d(width), nn.ReLU()])
         channels = width
     return made
-
-
-def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
-    """The map's size after layers of these strides."""
-    for stride in strides:
-        size = -(-size[0] // stride), -(-size[1] // stride)
-    return size
 
 
 @dataclass(frozen=True)
@@ -162,13 +155,13 @@ class FeedbackConfig:
     Attributes
     ----------
     feedback : "none", "one" or "two"
-        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have parameters of their own,
-        and are used in training only.
+        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have their own parameters, and
+        are used in training only.
     divergence, bias_fix, through_plan, critic, cost
         As :class:`~fastcaps.encapnet.FeedbackAgreement` has them: (b), (d1), (d2), (d3), (d5).
     generator : "capsules" or "vanilla"
-        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Plain networks always have
-        the latter.
+        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Networks without capsules
+        always use the latter.
     """
 
     feedback: str = "none"
@@ -180,7 +173,7 @@ class FeedbackConfig:
     cost: str = "cosine"
 
     def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
-        """Make the units of a module from ``before`` channels to ``after``, which has ``several`` layers or one."""
+        """Return the units of a module from ``before`` channels to ``after``, with ``several`` layers or one."""
         check_choice("feedback", self.feedback, FEEDBACK)
         check_choice("generator", self.generator, ("capsules", "vanilla"))
         lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
@@ -194,23 +187,23 @@ class FeedbackConfig:
 
 @dataclass(frozen=True)
 class EncapNetConfig(FeedbackConfig):
-    """Everything an EncapNet is built from.
+    """The configuration of an EncapNet.
 
     Attributes
     ----------
     classes, in_channels : int
         Class capsules, and channels of an image.
     image_size : int or (int, int)
-        Height and width; the class capsules fix it.
+        Height and width, on which the class capsules depend.
     types : int
         Capsule types in every layer.
     stem : tuple of (int, int, int)
-        First convolutions, each with BatchNorm and ReLU: channels for each type, kernel size, stride. The first
-        capsules have as many numbers as the last convolution has channels for each type.
+        First convolutions, each with BatchNorm and ReLU: channels per type, kernel size, stride. The last one's
+        channels per type are the values in the first capsules.
     dims, layers, strides : tuple of int
-        Of each module: numbers in a capsule, layers, stride of the first one.
+        For each module: values in a capsule, layers, stride of the first layer.
     coefficients : str or tuple of str
-        Of all modules or each, as :class:`~fastcaps.encapnet.CapConv2d` has them: (1) to (4) of Table 3.
+        Of all modules, or of each, as :class:`~fastcaps.encapnet.CapConv2d` has them: (1) to (4) of Table 3.
     skip : "none", "I", "II" or "both"
         Skip connections: (5) to (7) of Table 3.
     """
@@ -227,12 +220,12 @@ class EncapNetConfig(FeedbackConfig):
     skip: str = "both"
 
     def build(self) -> EncapNet:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
         types = check_count("types", self.types)
         for name in ("layers", "strides"):
             if len(getattr(self, name)) != len(self.dims):
-                raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
+                raise ValueError(f"{name} must have {len(self.dims)} values as dims, got {getattr(self, name)}")
         given = self.coefficients
         of_modules = (given,) * len(self.dims) if isinstance(given, str) else tuple(given)
         if len(of_modules) != len(self.dims):
@@ -245,7 +238,9 @@ class EncapNetConfig(FeedbackConfig):
             modules.append(EncapModule(types, dim_below, dim, layers, stride, coefficients, self.skip))
             units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
             dim_below = dim
-        height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
+        height, width = size
+        for stride in (*(stride for _, _, stride in self.stem), *self.strides):
+            height, width = -(-height // stride), -(-width // stride)
         last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
         head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
@@ -256,11 +251,7 @@ SIX = EncapNetConfig(
     stem=((1, 3, 1), (2, 3, 1), (4, 3, 2), (8, 3, 2)), dims=(16,), layers=(1,), strides=(2,), skip="none"
 )
 V2 = EncapNetConfig(
-    classes=200,
-    image_size=128,
-    stem=((1, 7, 4),),
-    layers=(9, 12, 69, 9),
-    coefficients=("none", "none", "both", "both"),
+    classes=200, image_size=128, stem=((1, 7, 4),), layers=(9, 12, 69, 9), coefficients=("none", "none", "both", "both")
 )
 NETWORKS = {
     "li-encapnet-master": replace(V1, coefficients="none"),

@@ -1,10 +1,10 @@
-"""Squash capsules in channels, weigh them and add: what lies between EncapNet's convolutions, in one trip to memory.
+"""The op between EncapNet's convolutions: a weighted sum of squashed capsules in channels, in one pass over memory.
 
-The op is no routing: it has no votes, and nothing grows with children times parents. What it shares with the routings
-is the border: the op and its backward are defined once, a backend runs each call, and the reference is one of them.
+It is not a routing and has no votes. As for the routings, the op and its backward are defined once, and a backend,
+which may be the reference, runs each call.
 
-Workspace: none for contiguous arguments of one dtype; others are copied first. A call keeps its arguments for the
-backward, which computes lengths and squashes anew.
+Workspace: none for contiguous arguments of one dtype; others are copied first. A call stores its arguments for the
+backward, which computes lengths and squashes again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def squash_sum(
     types: int,
     relu: bool = False,
 ) -> Tensor:
-    r"""Return :math:`a \, \mathrm{squash}(x) + b \, \mathrm{squash}(y)`, the squash over each capsule's numbers.
+    r"""Return :math:`a \, \mathrm{squash}(x) + b \, \mathrm{squash}(y)`, squashed over each capsule's values.
 
     .. math:: \mathrm{squash}(s) = \frac{\lVert s \rVert^2}{1 + \lVert s \rVert^2} \frac{s}{\lVert s \rVert}
 
@@ -43,9 +43,9 @@ def squash_sum(
     ----------
     x, y : Tensor
         Capsules in channels, ``[B, types * dim, H, W]``: those of type t are channels ``t * dim`` to
-        ``t * dim + dim - 1``. Without y only the first summand is made.
+        ``t * dim + dim - 1``. Without y only the first summand.
     a, b : Tensor, optional
-        ``[B, types, H, W]``: one number for each capsule and position; 1 if None.
+        ``[B, types, H, W]``: one value for each capsule and position; 1 if None.
     types : int
         Capsule types.
     relu : bool
@@ -59,9 +59,9 @@ def squash_sum(
     Raises
     ------
     TypeError, ValueError
-        Naming the argument whose type, shape or device does not fit.
+        For an argument of a wrong type, shape or device; the message names it.
     BackendError
-        If a backend is forced that has no kernel for the call.
+        If a forced backend has no kernel for the call.
 
     Examples
     --------
@@ -87,10 +87,9 @@ def squash_sum(
 
 
 def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
-    """Raise unless the arguments fit each other."""
     check_count("types", types)
     if y is None and b is not None:
-        raise ValueError("b must be None without y, whose coefficient it is")
+        raise ValueError("b, the coefficient of y, must be None without y")
     for name, value in zip(NAMES, (x, a, y, b), strict=True):
         if value is None and name != "x":
             continue
@@ -101,7 +100,7 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
         if name == "x" and value.dim() != 4:
             raise ValueError(f"x must be [B, types * dim, H, W], got {shape_text(x)}")
         if name == "x" and (x.shape[1] % types or x.shape[1] < types):
-            raise ValueError(f"x must have a multiple of {types} channels, as there are types, got {shape_text(x)}")
+            raise ValueError(f"x must have a multiple of {types} channels, the types, got {shape_text(x)}")
         if value.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
         wanted = tuple(x.shape) if name in ("x", "y") else (x.shape[0], types, *x.shape[2:])
@@ -114,13 +113,13 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
 
 
 def call_of(x: Tensor) -> backends.Call:
-    """Return a call on ``x`` as :mod:`fastcaps.backends` asks about calls."""
-    # the op has no votes, so pose and parents are placeholders, and its kernels have no options
+    """Return the properties of a call on ``x`` for :mod:`fastcaps.backends`."""
+    # without votes, pose and parents are placeholders, and the kernels have no options
     return backends.Call("squash_sum", x.device, x.dtype, pose=(1, 1, 1), parents=1, has_weight=False, options=0)
 
 
 def _kernel(name: str, x: Tensor) -> Callable[..., Any]:
-    """Return what runs an op on ``x``: the kernel, of the same name everywhere, of the backend that is chosen."""
+    """Return the chosen backend's kernel for an op on ``x``; its name is the same everywhere."""
     chosen = backends.choose(call_of(x))
     if chosen in NATIVE:
         return native[name][chosen]
@@ -129,23 +128,23 @@ def _kernel(name: str, x: Tensor) -> Callable[..., Any]:
 
 
 def _run(x: Tensor, *others: Any) -> Tensor:
-    """Run a call, of whose arguments ``others`` are a, y, b, types and relu."""
+    """Run a call; ``others`` are a, y, b, types and relu."""
     _check(x, *others[:4])
     found: Tensor = _kernel("squash_sum", x)(x, *others)
     return found.contiguous()
 
 
 def _run_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of x, a, y and b; ``others`` end in the bits of those that are wanted."""
+    """Return the gradients of x, a, y and b; ``others`` end with the bits of those that are needed."""
     _check(x, *others[:4])
     return tuple(_kernel("squash_sum_backward", x)(grad, x, *others))
 
 
-# ---- what PyTorch asks for -------------------------------------------------------------------------------------------
+# ---- fake kernels, autograd, FLOPs -----------------------------------------------------------------------------------
 
 
 def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
-    """Return an empty tensor of the op's result; if :func:`fastcaps.explain` is listening, tell it of the call."""
+    """Return an empty tensor of the op's result, and tell a listening :func:`fastcaps.explain` about the call."""
     _check(x, a, y, b, types)
     let_inductor_call(torch.ops.fastcaps.squash_sum.default)
     if (hears := listener.get()) is not None:
@@ -176,7 +175,7 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved, wanted = ctx.saved_tensors, [k for k in range(4) if ctx.needs_input_grad[k]]
-    if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
+    if torch.is_grad_enabled():  # a second derivative: through the reference, which is ordinary code
         given: Any = [x.view_as(x) if k in wanted else x for k, x in enumerate(saved)]  # one may depend on another
         result = reference.squash_sum(given[0], given[1], given[2], given[3], ctx.types, ctx.relu)
         found = torch.autograd.grad(result, [given[k] for k in wanted], grad, create_graph=True)
@@ -190,13 +189,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _flops(x: Any, a: Any, y: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Multiplications and additions: square and sum, scale, weigh, add; tensors come as their shapes."""
+    """Return the multiplications and additions: square, sum, scale, weigh, add; arguments are the tensors' shapes."""
     summands = 1 if y is None else 2
     return int(prod(x) * (3 * summands + sum(c is not None for c in (a, b)) + summands - 1))
 
 
 def _backward_flops(grad: Any, x: Any, a: Any, y: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Two sums over the numbers and three terms, of each summand."""
+    """Return those of the backward: two sums over the values and three terms for each summand."""
     return int(prod(x) * 9 * (1 if y is None else 2))
 
 

@@ -1,4 +1,4 @@
-"""Squash capsules that lie in channels, weigh them and add: the reference, in plain PyTorch."""
+"""The reference of :func:`fastcaps.encapnet.squash_sum`, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def squash_sum(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, 
 def squash_sum_backward(
     grad: Tensor, x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool, needs: int
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, a, y and b whose bits are set in ``needs``, by autograd."""
+    """Return the gradients, by autograd, of those of x, a, y and b whose bits are set in ``needs``."""
     run: Any = partial(squash_sum, types=types, relu=relu)
     return differentiate(lambda *given: [run(*given)], (x, a, y, b), (grad,), needs)

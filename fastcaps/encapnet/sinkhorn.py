@@ -1,4 +1,4 @@
-"""The Sinkhorn divergence between two sets of vectors: optimal transport that a loss can be made of."""
+"""The Sinkhorn divergence between two sets of vectors: optimal transport as a loss."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fastcaps.vectors import unit
 
 
 class SinkhornDivergence(nn.Module):
-    r"""How far two sets of vectors are apart, as distributions (Genevay et al., 2017; Li et al., 2018, section 3.2).
+    r"""The divergence between two sets of vectors (Genevay et al., 2017; Li et al., 2018, section 3.2).
 
     .. math::
         D(x, y) = 2 W(x, y) - W(x, x) - W(y, y), \quad W(x, y) = \sum_{ij} \pi_{ij} C_{ij}
 
-    :math:`C_{ij}` is the cost of moving :math:`x_i` to :math:`y_j`. The plan :math:`\pi`, whose rows and columns each
-    hold the same share, is what a number of Sinkhorn's turns make of the kernel :math:`\exp(-C / \epsilon)`; they run
-    in logarithms, so that a small :math:`\epsilon` does no harm.
+    :math:`C_{ij}` is the cost of moving :math:`x_i` to :math:`y_j`. The plan :math:`\pi`, whose rows have equal sums,
+    as have its columns, comes from the kernel :math:`\exp(-C / \epsilon)` by Sinkhorn's iterations, in logarithms, so
+    that :math:`\epsilon` may be small.
 
     Parameters
     ----------
@@ -27,11 +27,11 @@ class SinkhornDivergence(nn.Module):
     eps : float
         :math:`\epsilon`: the larger, the more evenly the plan spreads. The authors' code has 1.
     iterations : int
-        Sinkhorn's turns, each of rows and columns; 10 in the paper.
+        Sinkhorn iterations, each over rows and columns; 10 in the paper.
     bias_fix : bool
-        False: W(x, y) alone, which is not 0 for equal sets.
+        False: only W(x, y), which is not 0 for equal sets.
     through_plan : bool
-        Let the gradient flow through the plan as well. The paper does not, and found it slightly worse.
+        Let the gradient flow through the plan, too. The paper does not, and found it slightly worse.
 
     Examples
     --------
@@ -67,12 +67,12 @@ class SinkhornDivergence(nn.Module):
         """Return C, ``[n, m]``, of vectors ``[n, d]`` and ``[m, d]``."""
         if self.cost == "cosine":
             return 1 - unit(x) @ unit(y).T
-        return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")  # gradient 0 where two are the same
+        return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")  # gradient 0 for equal vectors
 
     def plan(self, costs: Tensor) -> Tensor:
-        r"""Return :math:`\pi`, ``[n, m]``, of costs ``[n, m]``: each column sums to 1 / m, each row soon to 1 / n."""
+        r"""Return :math:`\pi`, ``[n, m]``, of costs ``[n, m]``: columns sum to 1 / m, rows converge to 1 / n."""
         kernel = -costs / self.eps
-        # 1 / n and 1 / m in logarithms, by sums: the numbers of samples may be symbols
+        # 1 / n and 1 / m in logarithms, by sums, as n and m may be symbols
         of_row, of_column = (-costs.new_zeros(size).logsumexp(0) for size in costs.shape)
         columns = of_column.expand(costs.shape[1])
         rows = of_row.expand(costs.shape[0])
@@ -88,13 +88,13 @@ class SinkhornDivergence(nn.Module):
         return (plan * costs).sum()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Compare two sets.
+        """Return the divergence of two sets.
 
         Parameters
         ----------
         x, y : Tensor
-            ``[n, ...]`` and ``[m, ...]``: n and m vectors; what follows the first dimension is one vector. Half types
-            are computed in float32, under autocast too.
+            ``[n, ...]`` and ``[m, ...]``: n and m vectors, of all dimensions but the first. Half types are computed in
+            float32, also under autocast.
 
         Returns
         -------
@@ -112,10 +112,10 @@ class SinkhornDivergence(nn.Module):
             if not value.is_floating_point():
                 raise TypeError(f"{name} must have a floating-point dtype, got {value.dtype}")
         if x.dim() < 2:
-            raise ValueError(f"x must be [n, ...], a vector for every sample, got {shape_text(x)}")
+            raise ValueError(f"x must be [n, ...], one vector per sample, got {shape_text(x)}")
         if y.dim() != x.dim() or y.shape[1:] != x.shape[1:]:
             wanted = ", ".join(map(str, ("m", *x.shape[1:])))
-            raise ValueError(f"y must be [{wanted}], vectors as those of x, got {shape_text(y)}")
+            raise ValueError(f"y must be [{wanted}], vectors of the shape of x's, got {shape_text(y)}")
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(accumulation_dtype(x.dtype), accumulation_dtype(y.dtype))
             x, y = x.flatten(1).to(dtype), y.flatten(1).to(dtype)

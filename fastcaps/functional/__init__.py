@@ -1,8 +1,8 @@
-"""Routing by agreement as functions of tensors.
+"""Routing functions of tensors.
 
-Every tensor may have any strides, and kernels store nothing of size batch x children x parents (the reference does, but
-no votes). A wrong argument raises before anything runs: TypeError for what is not a tensor or has a dtype that cannot
-be taken, ValueError for shapes, counts, devices and windows.
+Tensors may have any strides. Kernels store nothing of size batch x children x parents; the reference does, but no
+votes. Invalid arguments raise before anything runs: TypeError for a wrong type or dtype, ValueError for wrong shapes,
+counts, devices and windows.
 """
 
 from fastcaps.functional.dynamic import dynamic_routing
@@ -17,24 +17,7 @@ from fastcaps.vectors import length, softmax, squash, unit
 from fastcaps.votes import Window
 
 __all__ = [
-    "Capsules",
-    "Explanation",
-    "Explanations",
-    "Gaussians",
-    "Routed",
-    "RoutedCapsules",
-    "RoutedGaussians",
-    "Votes",
-    "Window",
-    "coordinate_bias",
-    "dynamic_routing",
-    "em_routing",
-    "explain",
-    "heinsen_routing",
-    "inverted_attention_routing",
-    "length",
-    "routing_pool",
-    "softmax",
-    "squash",
-    "unit",
-]
+    "Capsules", "Explanation", "Explanations", "Gaussians", "Routed", "RoutedCapsules", "RoutedGaussians", "Votes",
+    "Window", "coordinate_bias", "dynamic_routing", "em_routing", "explain", "heinsen_routing",
+    "inverted_attention_routing", "length", "routing_pool", "softmax", "squash", "unit",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Dynamic routing (Sabour et al. 2017) as a function."""
+"""The function of dynamic routing (Sabour et al. 2017)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite, check_table
+from fastcaps.checks import check_choice, check_count, check_finite, check_table, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.made import MadeVotes
 from fastcaps.results import Routed
@@ -19,6 +19,7 @@ from fastcaps.vectors import squash
 from fastcaps.votes import POSE, VoteInputs, Window, pose_of, positions_of, seen_of
 
 
+@known_arguments
 def dynamic_routing(
     children: Tensor | Votes,
     weight: Tensor | EllipsisType | None = ...,
@@ -38,64 +39,65 @@ def dynamic_routing(
     r"""Route children to parents by dynamic routing (Sabour et al. 2017, Procedure 1).
 
     .. math::
-        V_{im} = P_i W_{i \bmod G, m} + b_{im}, \quad
-        r_{im} = \operatorname{softmax}_m \Bigl\langle V_{im}, \sum_{\tau < t} v_m^\tau \Bigr\rangle, \quad
-        v_m^t = \operatorname{squash}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)
+        V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}, \quad
+        r_{im} = \operatorname{softmax}_m \Bigl\langle V_{im}, \sum_{\tau < t} \operatorname{squash}(S_m^\tau)
+                 \Bigr\rangle, \quad
+        S_m^t = \sum_i g_i r_{im} V_{im}
 
-    The paper keeps the log-priors of all pairs of child and parent and adds to each the agreement of a vote with its
-    parent, iteration by iteration. They are linear in the votes, so that the sum of the parents so far says as much:
-    the state is M poses, not I * M numbers, and no vote is stored. In the first iteration ``r = 1 / M``. ``squash(s)``
-    is ``|s|^2 / (1 + |s|^2) s / |s|``, with derivative 0 at the zero vector; its length is over the C * E numbers.
+    The paper stores a logit for each pair of child and parent, and adds the vote's agreement with the parent in each
+    iteration. The logits are linear in the votes, so the sum of the parents so far is enough: the state is M poses
+    instead of I * M values, and no vote is stored. In the first iteration ``r = 1 / M``. The parents are ``squash(S)``,
+    ``|S|^2 / (1 + |S|^2) S / |S|``, with derivative 0 at the zero vector; the length is over the C * E values.
 
     Parameters
     ----------
     children : Tensor or Votes
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
+        :class:`~fastcaps.Votes`, which hold weight, bias and window.
     weight : Tensor or None
-        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. G divides the
-        number of children that a position sees (I, or kh * kw * N). Child i, counted
-        as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices, G = N shared over the window, G = 1.
+        W, ``[G, M, D, E]``; None: a child's votes are its pose, plus the bias. G divides the number of children in one
+        window (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group i mod G: G = I is a
+        matrix for every child, G = N shares over the window, G = 1 shares among all.
     iterations : int
-        How many, at least 1.
+        At least 1.
     parents : int, optional
-        M. Taken from ``weight``, else from ``bias``, else 1.
+        M; by default that of ``weight``, else of ``bias``, else 1.
     bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
+        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send no votes.
     gate : Tensor, optional
-        g, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 is a child that is not there. The paper has none.
+        g, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child that does not exist. The paper has none.
     compete : "parents" or "children"
-        Over which of them the softmax runs. The paper says parents; many published codes let the children of a parent
-        compete. Then the gates, which must not be negative, stand inside the softmax, and shares add up to 1 over the
-        children; in the first iteration ``r = 1 / I``.
+        What the softmax runs over. The paper says parents; in many published implementations the children compete for
+        each parent. Then the gates, which must not be negative, act inside the softmax, coefficients add up to 1 over
+        the children, and ``r = 1 / I`` in the first iteration.
     detach : bool
-        The coefficients are constants to the gradient: it flows through the last iteration's sum alone, to the children
-        and the weights. Many published codes do so.
+        Treat the coefficients as constants in the gradient: it flows to children and weights through the last
+        iteration's sum only. Many published implementations do so.
     leaky : bool
-        A child may also go to none of the parents: one logit of 0 more, whose share is dropped. For
+        Let a child go to none of the parents: the softmax has one more logit of 0, whose coefficient is dropped. For
         ``compete="parents"``. It pads the weights (and the bias) by a parent of zeros.
     prior : Tensor, optional
         Logits that every iteration starts from, ``[I or 1, M]``: the paper's log prior probabilities, which it learns.
         Not with ``leaky``.
     eps : float
-        Under the root of squash's length, as many published codes have it: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
-        eps)``. With a prior or an eps every iteration is an op of its own.
+        Added under the root in squash, as many published implementations do: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
+        eps)``. With a prior or an eps every iteration is a separate op.
     window : Window, optional
-        Makes the call one over a grid.
+        Routes a grid.
     return_coefficients : bool
         Also return the r of the last iteration.
 
     Returns
     -------
     Tensor
-        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter in the memory order B, Ho, Wo, M, C, E.
         With ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
         ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind, dtype, device, shape, count or window; the message names it.
+        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
     BackendError
         If a forced backend cannot take the call.
 
@@ -138,10 +140,10 @@ def _check(votes: VoteInputs, prior: Any) -> None:
 
 
 def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return parents and coefficients of a routing whose iterations are ops of their own.
+    """Return parents and coefficients of a routing whose iterations are separate ops.
 
-    A prior becomes one number more in every vote, which the query multiplies by 1. That takes a table
-    ``[I or 1, M, C, E + 1]`` and a copy of the weights at every call; neither grows with the batch.
+    A prior becomes one more value in every vote, which the query multiplies by 1. That takes a table
+    ``[I or 1, M, C, E + 1]`` and a copy of the weights in every call; neither grows with the batch.
     """
     rows, _, columns = pose_of(votes)
     own = own._replace(rule=int(Rule.PLAIN if routing is ops.attention_routing else Rule.UNIT))
@@ -158,17 +160,17 @@ def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None,
         step = squashed(results) if prior is None else F.pad(squashed(results), (0, 1))
         return {"query": step if own.query is None else own.query + step}
 
-    # a backend serves the first iteration too, as it does in the op that squashes by itself
+    # `route`, not `__call__`: the kernel also runs the first iteration, which torch's matmul would run otherwise
     last = routing.iterate(routing.route, votes, own, advance)[-1]
     return squashed(last), last[-1]
 
 
 def _with_prior(votes: VoteInputs, prior: Tensor) -> VoteInputs:
-    """Return votes with one column more, whose first number is the prior."""
+    """Return votes with one more column, whose first value is the prior."""
     children, weight, bias, _, parents, _ = votes
     rows, _, columns = pose_of(votes)
     if isinstance(votes, MadeVotes):
-        raise ValueError("prior must be None beside votes that a function makes")
+        raise ValueError("prior must be None with votes that a function computes")
     table = prior.new_zeros((prior.shape[0], parents, rows, columns + 1))
     table[:, :, 0, columns] = prior
     if bias is not None:
@@ -179,7 +181,7 @@ def _with_prior(votes: VoteInputs, prior: Tensor) -> VoteInputs:
 
 
 def _with_leak(votes: VoteInputs) -> VoteInputs:
-    """Return the votes for one parent more, to whom everybody's votes are 0."""
+    """Return the votes with one more parent, for which all votes are 0."""
     if votes.weight is None:
         raise ValueError("leaky must be False without a weight: a parent of zeros needs a matrix of zeros")
     bias = votes.bias

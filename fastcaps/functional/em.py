@@ -1,4 +1,4 @@
-"""EM routing (Hinton et al. 2018) as a function."""
+"""The function of EM routing (Hinton et al. 2018)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import (
-    accumulation_dtype,
-    check_choice,
-    check_count,
-    check_finite,
-    check_table,
-    is_tracing,
-)
+from fastcaps.checks import check_choice, check_count, check_finite, check_table, is_tracing, known_arguments, widen
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.reference.gaussian import benefits
 from fastcaps.results import Capsules, RoutedCapsules
@@ -26,19 +19,16 @@ from fastcaps.votes import VoteInputs, Window, autocast_dtype
 
 FIRST_COEFFICIENTS = ("uniform", "ones")
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
-
-
-MOST_ITERATIONS = 1 << 24
-"""The most iterations of EM and Heinsen's routing: each has an entry in a list."""
+MOST_ITERATIONS = 1 << 24  # of EM and Heinsen routing, whose ops take a list with an entry for each
 
 
 def default_inverse_temperature(iteration: int) -> float:
-    """Return EM routing's customary λ of an iteration that counts from 0: ``0.01 (1 - 0.95^(iteration + 1))``."""
+    """Return the usual λ of EM routing in an iteration counted from 0: ``0.01 (1 - 0.95^(iteration + 1))``."""
     return 0.01 * (1 - 0.95 ** (iteration + 1))
 
 
 def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
-    """Return λ of every iteration: the same, one for each, a function of the iteration (from 0), or the customary one.
+    """Return λ of every iteration, from one value, a value for each, a function of the iteration (from 0), or None.
 
     Examples
     --------
@@ -58,7 +48,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
         values = list(given)
         if len(values) != iterations:
             raise ValueError(
-                f"inverse_temperature must have a number for each of the {iterations} iterations, got {len(values)}"
+                f"inverse_temperature must have a value for each of the {iterations} iterations, got {len(values)}"
             )
     else:
         values = [given] * iterations
@@ -67,6 +57,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     return [float(value) for value in values]
 
 
+@known_arguments
 def em_routing(
     children: Tensor | Votes,
     activations: Tensor | None,
@@ -86,7 +77,7 @@ def em_routing(
     r"""Route children to parents by EM (Hinton et al. 2018, Procedure 1).
 
     .. math::
-        V_{im} &= P_i W_{i \bmod G, m} + b_{im}, \\
+        V_{im} &= P_i W_{i \bmod G, m} + \text{bias}_{im}, \\
         r_{im} &= \operatorname{softmax}_m \Bigl(\ln a_m
                   - \sum_{ce} \ln \sigma_m - \sum_{ce} \frac{(V_{im} - \mu_m)^2}{2 \sigma_m^2}\Bigr), \quad
         n_m = \sum_i a_i r_{im}, \\
@@ -95,46 +86,45 @@ def em_routing(
         a_m = \operatorname{sigmoid}\Bigl(\lambda_t \bigl(\beta_{a,m} - \sum_{ce} (\beta_{u,m} + \ln \sigma_m)
               n_m\bigr)\Bigr)
 
-    Each parent is a Gaussian with a diagonal variance; the parents compete for each child (the softmax runs over m), in
-    the first iteration ``r = 1 / M`` (see ``first_coefficients``). All is computed from logarithms, so that no
-    activation of 0 and no small variance makes a NaN, and no vote is stored. The children's activations weigh them in
-    the sums; they are not divided out.
+    Each parent is a Gaussian with a diagonal variance. The parents compete for each child: the softmax runs over m. In
+    the first iteration ``r = 1 / M`` (see ``first_coefficients``). The computation uses logarithms, so activations of 0
+    and small variances never cause NaN. No vote is stored. The children's activations are weights in the sums; they are
+    not divided out.
 
     Parameters
     ----------
     children : Tensor or Votes
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
+        :class:`~fastcaps.Votes`, which hold weight, bias and window.
     activations : Tensor or None
         a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an
-        activation of 0 leaves no trace.
+        activation of 0 has no effect.
     weight : Tensor or None
-        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. Child i,
-        counted as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices,
-        G = N shared over space, G = 1.
+        W, ``[G, M, D, E]``; None: a child's votes are its pose, plus the bias. Child i, counted as (ky, kx, n) with n
+        fastest, uses group i mod G: G = I is a matrix for every child, G = N shares over the window, G = 1 among all.
     beta_u, beta_a : Tensor
-        ``[M]``: the cost of describing a child, per number of its pose; the benefit of a parent's being active.
+        ``[M]``: the cost of describing a child, per value of its pose; the benefit of activating a parent.
     iterations : int
-        How many, at least 1.
+        At least 1.
     inverse_temperature : float, sequence of float, callable, optional
-        :math:`\lambda_t`: a number, one for each iteration, or a function of the iteration (counted from 0). None is
-        the customary ``0.01 (1 - 0.95^(iteration + 1))``.
+        :math:`\lambda_t`: one value, a value for each iteration, or a function of the iteration (counted from 0). None
+        is the usual ``0.01 (1 - 0.95^(iteration + 1))``.
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``; see :func:`coordinate_bias`.
     eps : float
         Added to n under the moments, and to the variances.
     window : Window, optional
-        Makes the call one over a grid.
+        Routes a grid.
     return_coefficients : bool
         Also return the r of the last iteration.
     first_coefficients : "uniform" or "ones"
-        r of the first iteration: 1 / M, or 1 for every pair, as SR-CapsNet's code has it (Hahn et al. 2019). Means and
-        variances are the same but for ``eps``; n, and with it the cost, is M times as large.
+        r of the first iteration: 1 / M, or 1 for every pair, as in SR-CapsNet's code (Hahn et al. 2019). Means and
+        variances are the same except for ``eps``; n and the cost are M times as large.
     normalize_cost : bool
-        Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
-        over the parents of a place, before :math:`\lambda_t`, for which None is then 1 (Li et al., 2018, appendix A:
-        small :math:`\sigma` otherwise make it so large that all activations are 1; over whom is our reading). Every
-        iteration is then an op of its own.
+        Normalise :math:`\beta_a` minus the cost to mean 0 and variance 1 over the parents of a position, before it is
+        multiplied by :math:`\lambda_t`, whose default is then 1. Without it, small :math:`\sigma` can push all
+        activations to 1 (Li et al., 2018, appendix A, which does not say over what to normalise). Every iteration is
+        then a separate op.
 
     Returns
     -------
@@ -146,7 +136,7 @@ def em_routing(
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind, dtype, device, shape, count or window; the message names it.
+        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
     BackendError
         If a forced backend cannot take the call.
 
@@ -167,9 +157,10 @@ def em_routing(
     given = 1.0 if normalize_cost and inverse_temperature is None else inverse_temperature
     temperatures = inverse_temperatures(given, iterations)
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
+    use, ignore = widen(votes.children.dtype, *others)
     own = ops.Gaussian(
-        beta_use=widened(beta_u, votes),
-        beta_ignore=widened(beta_a, votes),
+        beta_use=use,
+        beta_ignore=ignore,
         temperatures=temperatures,
         rule=int(Rule.EM),
         eps=eps,
@@ -200,9 +191,9 @@ def _check(votes: VoteInputs, beta_u: Any, beta_a: Any) -> None:
 def _with_normalized_cost(
     first_votes: VoteInputs, votes: VoteInputs, own: ops.Gaussian
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parents' scores and means, and the coefficients, of an op for every iteration.
+    """Return the parents' scores and means, and the coefficients, with a separate op for every iteration.
 
-    Its moments are those of Heinsen's; with a benefit of 1 and a cost of 0 its scores are the counts n.
+    The op of Heinsen routing computes the moments; with a benefit of 1 and a cost of 0 its scores are the counts n.
     """
     beta_u, beta_a = own.beta_use, own.beta_ignore
     assert beta_u is not None and beta_a is not None
@@ -224,18 +215,13 @@ def _with_normalized_cost(
 
 
 def weighed_by_ones(votes: VoteInputs) -> VoteInputs:
-    """Return the votes with gates M times as large: the op starts from r = 1 / M, so this makes it r = 1."""
+    """Return the votes with gates M times as large: the op starts from r = 1 / M, which makes it r = 1."""
     gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
     return votes._replace(gate=gate * votes.parents)
 
 
-def widened(tensor: Tensor, votes: VoteInputs) -> Tensor:
-    """Return a tensor in the dtype in which sums over the children are taken."""
-    return tensor.to(accumulation_dtype(votes.children.dtype))
-
-
 def result_dtype(votes: VoteInputs) -> torch.dtype:
-    """Return the dtype of a routing's results: the children's, or autocast's where that is on."""
+    """Return the dtype of a routing's results: autocast's if it is on, else the children's."""
     children = votes.children
     return children.dtype if children.dtype == torch.float64 else autocast_dtype(children.device.type) or children.dtype
 
@@ -250,11 +236,11 @@ def coordinate_bias(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return coordinate addition (Hinton et al. 2018) as a bias of votes, for a window that spans the whole grid.
+    """Return coordinate addition (Hinton et al. 2018) as a bias of votes, for a window over the whole grid.
 
-    Where one layer sees a whole grid with weights shared over space, a vote would not know its place. So the place of
-    the child, ``((y + 0.5) / height, (x + 0.5) / width)``, is added to its vote: to the first two numbers of a matrix's
-    right-hand column, to the first two numbers of a vector.
+    With weights shared over a whole grid, a vote does not depend on the child's position. So the position,
+    ``((y + 0.5) / height, (x + 0.5) / width)``, is added to the vote: to the first two values of a matrix's last
+    column, or to the first two values of a vector.
 
     Parameters
     ----------
@@ -263,7 +249,7 @@ def coordinate_bias(
     types : int
         N, child types at a position.
     rows, columns : int
-        C, E of a parent's pose. C = 1 is a vector, of at least 2 numbers; a matrix has at least two rows.
+        C, E of a parent's pose. C = 1 is a vector, of at least 2 values; a matrix has at least two rows.
 
     Returns
     -------
@@ -273,7 +259,7 @@ def coordinate_bias(
     Raises
     ------
     TypeError, ValueError
-        For sizes that are not positive integers, or a pose without two numbers to add to.
+        For sizes that are not positive integers, or a pose without two values to add to.
 
     Examples
     --------

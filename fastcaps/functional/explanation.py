@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,11 +53,13 @@ class Explanation:
     call: str = ""
 
     def __str__(self) -> str:
+        return "\n".join([self._answer(), *_reasons((self,))])
+
+    def _answer(self) -> str:
+        """What runs, without what does not."""
         lines = [f"{self.backend or 'nothing'}: {self.how}"]
-        lines += [f"  call: {self.call}"] if self.call else []
-        lines += [f"  forward: {self.forward}"] if self.forward else []
-        lines += [f"  backward: {self.backward}"] if self.backward else []
-        return "\n".join([*lines, *(f"  not {name}: {reason}" for name, reason in self.reasons.items())])
+        told = {"call": self.call, "forward": self.forward, "backward": self.backward}
+        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in told.items() if text)])
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -65,7 +67,27 @@ class Explanations(tuple[Explanation, ...]):
     them."""
 
     def __str__(self) -> str:
-        return "\n".join(f"[{k}] {one}" for k, one in enumerate(self)) or "no routing call"
+        same: dict[str, list[int]] = {}
+        for k, call in enumerate(self):
+            same.setdefault(call._answer(), []).append(k)
+        return (
+            "\n".join([*(f"{which} {answer}" for answer, which in same.items()), *_reasons(self)]) or "no routing call"
+        )
+
+
+def _reasons(calls: Sequence[Explanation]) -> list[str]:
+    """Return why other backends do not run, a line a reason, which names the calls if it is not of all of them."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for k, call in enumerate(calls):
+        for name, reason in call.reasons.items():
+            if reason != call.how:
+                found.setdefault(reason, {}).setdefault(name, []).append(k)
+    lines = []
+    for reason, names in found.items():
+        for which in dict.fromkeys(map(tuple, names.values())):
+            of = "" if len(which) == len(calls) else f" in {[*which]}"
+            lines.append(f"  not {', '.join(name for name in names if tuple(names[name]) == which)}{of}: {reason}")
+    return lines
 
 
 _MOST_CALLS = 1000

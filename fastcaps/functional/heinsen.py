@@ -1,4 +1,4 @@
-"""Heinsen routing (Heinsen 2019) as a function."""
+"""The function of Heinsen routing (Heinsen 2019)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite, check_table
-from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
+from fastcaps.checks import (
+    accumulation_dtype,
+    check_choice,
+    check_count,
+    check_finite,
+    check_table,
+    known_arguments,
+    widen,
+)
+from fastcaps.functional.em import inverse_temperatures, result_dtype
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
@@ -17,6 +25,7 @@ from fastcaps.votes import VoteInputs, Window
 MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
 
+@known_arguments
 def heinsen_routing(
     children: Tensor | Votes,
     scores: Tensor | None,
@@ -31,45 +40,44 @@ def heinsen_routing(
     window: Window | None = None,
     return_coefficients: bool = False,
 ) -> Gaussians | RoutedGaussians:
-    r"""Route children to parents by the algorithm of Heinsen 2019 (Algorithm 1).
+    r"""Route children to parents by Algorithm 1 of Heinsen 2019.
 
     .. math::
-        V_{im} &= P_i W_{i \bmod G, m} + b_{im}, \quad
+        V_{im} &= P_i W_{i \bmod G, m} + \text{bias}_{im}, \quad
         r_{im} = \operatorname{softmax}_m \bigl(\ln \operatorname{sigmoid}(a_m) + \ln p(V_{im})\bigr), \\
-        D_{im} &= \operatorname{sigmoid}(a_i)\, r_{im}, \quad
-        a_m = \sum_i \beta^{use}_{im} D_{im}
-              - \sum_i \beta^{ign}_{im} (\operatorname{sigmoid}(a_i) - D_{im}), \\
-        \mu_m &= \frac{\sum_i D_{im} V_{im}}{\sum_i D_{im} + \epsilon}, \quad
-        \sigma_m^2 = \frac{\sum_i D_{im} (V_{im} - \mu_m)^2}{\sum_i D_{im} + \epsilon} + \epsilon
+        w_{im} &= \operatorname{sigmoid}(a_i)\, r_{im}, \quad
+        a_m = \sum_i \beta^{use}_{im} w_{im}
+              - \sum_i \beta^{ign}_{im} (\operatorname{sigmoid}(a_i) - w_{im}), \\
+        \mu_m &= \frac{\sum_i w_{im} V_{im}}{\sum_i w_{im} + \epsilon}, \quad
+        \sigma_m^2 = \frac{\sum_i w_{im} (V_{im} - \mu_m)^2}{\sum_i w_{im} + \epsilon} + \epsilon
 
-    The parents compete for each child (the softmax runs over m), in the first iteration ``r = 1 / M``. p is the
-    parent's Gaussian with a diagonal variance, or, for k-means, ``exp(-|V - mu|^2)``. No vote is stored.
+    The parents compete for each child: the softmax runs over m. In the first iteration ``r = 1 / M``. p is the parent's
+    Gaussian with a diagonal variance or, for k-means, ``exp(-|V - mu|^2)``. No vote is stored.
 
     Parameters
     ----------
     children : Tensor or Votes
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
+        :class:`~fastcaps.Votes`, which hold weight, bias and window.
     scores : Tensor or None
-        a_i of the children, any numbers, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity is a child that is not there
-        and leaves no trace, plus infinity one that certainly is; None is plus infinity for all.
+        a_i of the children, real values, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity is a child that does not exist
+        and has no effect, plus infinity one that certainly does; None is plus infinity for all.
     weight : Tensor or None
-        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. Child i,
-        counted as (ky, kx, n) with n fastest, uses group i mod G. With G = 1, and one row
-        in ``bias`` and betas, any number of children will do; with one column each (expand the weight), any number of
-        parents (section 2.1.1 of the paper).
+        W, ``[G, M, D, E]``; None: a child's votes are its pose, plus the bias. Child i, counted as (ky, kx, n) with n
+        fastest, uses group i mod G. With G = 1 and one row in ``bias`` and betas, the number of children is free; with
+        one column in each (expand the weight), the number of parents is (section 2.1.1 of the paper).
     bias : Tensor or None
         Added to votes, ``[I or 1, M or 1, C, E]``.
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``: net benefit of using a child, net cost of ignoring it.
     iterations : int
-        How many, at least 1.
+        At least 1.
     model : "gaussian" or "kmeans"
-        How likely a vote is under a parent.
+        The probability p of a vote.
     eps : float
-        As in the equations.
+        The epsilon of the equations.
     window : Window, optional
-        Makes the call one over a grid.
+        Routes a grid.
     return_coefficients : bool
         Also return the r of the last iteration.
 
@@ -84,7 +92,7 @@ def heinsen_routing(
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind, dtype, device, shape, count or window; the message names it.
+        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
     BackendError
         If a forced backend cannot take the call.
 
@@ -105,10 +113,12 @@ def heinsen_routing(
     iterations, eps = check_count("iterations", iterations), check_finite("eps", eps, 0.0)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here
-        votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(votes.children.dtype))
+        gate = votes.gate.to(accumulation_dtype(votes.children.dtype)).sigmoid()
+        votes = votes._replace(gate=gate.to(votes.children.dtype))
+    use, ignore = widen(votes.children.dtype, *others)
     own = ops.Gaussian(
-        beta_use=widened(beta_use, votes),
-        beta_ignore=widened(beta_ignore, votes),
+        beta_use=use,
+        beta_ignore=ignore,
         temperatures=inverse_temperatures(1.0, iterations),
         rule=MODELS[model],
         eps=eps,

@@ -1,4 +1,4 @@
-"""Inverted dot-product attention routing (Tsai et al. 2020) as a function."""
+"""The function of inverted dot-product attention routing (Tsai et al. 2020)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_count, check_finite, check_shape, check_tensor
+from fastcaps.checks import check_count, check_finite, check_shape, check_tensor, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs, Window, pose_of
 
 
+@known_arguments
 def inverted_attention_routing(
     children: Tensor | Votes,
     weight: Tensor | EllipsisType | None = ...,
@@ -31,31 +32,31 @@ def inverted_attention_routing(
     iterations: int = 1,
     return_coefficients: bool = False,
 ) -> Tensor | Routed:
-    r"""Route children to parents, once or more often, by inverted dot-product attention (Tsai et al. 2020).
+    r"""Route children to parents by inverted dot-product attention (Tsai et al. 2020).
 
     .. math::
-        V_{im} = P_i W_{i \bmod G, m} + b_{im}, \quad
+        V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}, \quad
         a_{im} = s \langle Q_m, V_{im} \rangle, \quad
         r_{im} = \operatorname{softmax}_m a_{im}, \quad
         Q'_m = \operatorname{LayerNorm}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
-    which ``r = 1 / M``; before LayerNorm the result is then linear in the children, made by a convolution or matmul
-    (``fastcaps/ops/uniform.py``) except where copying large weights for that would be most of the work.
+    which ``r = 1 / M``. It is linear in the children up to LayerNorm, so a convolution or matmul computes it
+    (``fastcaps/ops/uniform.py``), unless most of the work were to copy large weights for it.
 
     Parameters
     ----------
     children : Tensor or Votes
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
+        :class:`~fastcaps.Votes`, which hold weight, bias and window.
     weight : Tensor or None
-        W, ``[G, M, D, E]``; None: votes are the children's own poses, and ``parents`` or ``bias`` tell M. G
-        divides the number of children that a position sees (I, or kh * kw * N). Child i, counted
-        as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices, G = N shared over the window, G = 1.
+        W, ``[G, M, D, E]``; None: a child's votes are its pose, and M is that of ``parents`` or ``bias``. G divides the
+        number of children in one window (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group
+        i mod G: G = I is a matrix for every child, G = N shares over the window, G = 1 shares among all.
     parents : Tensor, optional
         Q, the parents' poses of the last iteration, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``.
     bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
+        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send no votes.
     gate : Tensor, optional
         g, the children's activations, ``[B, I]`` or ``[B, N, H, W]``, or booleans.
     norm_weight, norm_bias : Tensor, optional
@@ -65,25 +66,25 @@ def inverted_attention_routing(
     scale : float, optional
         s; ``1 / sqrt(C * E)`` by default.
     window : Window, optional
-        Makes the call one over a grid.
+        Routes a grid.
     normalize : bool
-        False leaves LayerNorm out; so does a pose of one number.
+        False skips LayerNorm; it is also skipped for poses of one value.
     iterations : int
-        At least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
+        At least 1; each starts from the parents of the one before. All iterations with parents are one op.
     return_coefficients : bool
         Also return the r of the last iteration.
 
     Returns
     -------
     Tensor
-        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter in the memory order B, Ho, Wo, M, C, E.
         With ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
         ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind, dtype, device, shape, count or window; the message names it.
+        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
     BackendError
         If a forced backend cannot take the call.
     """

@@ -1,4 +1,4 @@
-"""Routing as a pooling layer (Zhao & Huang 2019) as a function."""
+"""The function of routing as pooling (Zhao & Huang 2019)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count, check_finite
+from fastcaps.checks import check_choice, check_count, check_finite, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
@@ -22,11 +22,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squash": lambda poses: squash(poses, (-2, -1)),
     "tanh": lambda poses: poses.tanh(),
 }
-"""What ``activation`` may name; ``squash`` takes the length of a C x E pose."""
+"""The functions that ``activation`` may name; ``squash`` takes the length of a C x E pose."""
 
 
 def activation_function(activation: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that an ``activation`` argument stands for, or None."""
+    """Return the function of an ``activation`` argument, or None."""
     if activation is None or callable(activation):
         return activation
     if not isinstance(activation, str):
@@ -35,6 +35,7 @@ def activation_function(activation: Any) -> Callable[[Tensor], Tensor] | None:
     return ACTIVATIONS[activation]
 
 
+@known_arguments
 def routing_pool(
     children: Tensor | Votes,
     *,
@@ -53,53 +54,53 @@ def routing_pool(
 
     .. math::
         r_{im} = \operatorname{softmax}_i \Bigl(\lambda \sum_{\tau < t}
-                 \Bigl\langle \frac{V_{im}}{\lVert V_{im} \rVert}, \frac{s_m^\tau}{\lVert s_m^\tau \rVert}
+                 \Bigl\langle \frac{V_{im}}{\lVert V_{im} \rVert}, \frac{S_m^\tau}{\lVert S_m^\tau \rVert}
                  \Bigr\rangle\Bigr), \quad
-        s_m^t = \sum_i r_{im} V_{im}
+        S_m^t = \sum_i r_{im} V_{im}
 
     The children compete for each parent: the softmax runs over i, and a parent is a weighted mean of its votes. With
-    :math:`\lambda = 0` it is their average, with a large one nearly the vote that agrees best with the others. The
-    votes are the children themselves unless there are weights, ``V = P W + b``.
+    :math:`\lambda = 0` it is their average, with a large λ nearly the vote that agrees best with the others. Without
+    weights the votes are the children; with weights ``V = P W + b``.
 
     Parameters
     ----------
     children : Tensor or Votes
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which have weight, bias and window of their own.
+        :class:`~fastcaps.Votes`, which hold weight, bias and window.
     weight : Tensor, optional
         W, ``[G, M, D, E]``; child i, counted as (ky, kx, n) with n fastest, uses group i mod G. None: E = D.
     bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
+        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send no votes.
     gate : Tensor, optional
-        Not negative, ``[B, I]`` or ``[B, N, H, W]``, or booleans: how much a child counts in the softmax; 0 is one not
-        there.
+        The children's weights in the softmax, not negative, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child
+        that does not exist.
     parents : int, optional
-        M. Taken from ``weight``, else from ``bias``, else 1. Parents with the same votes stay the same: several are of
-        use only with weights or a bias that tells them apart.
+        M; by default that of ``weight``, else of ``bias``, else 1. Parents with equal votes stay equal, so several
+        parents need weights or a bias that differ between them.
     iterations : int
-        Iterations that find the coefficients, at least 0; one more sum is taken with them.
+        Number of times the coefficients are computed, at least 0; one more sum follows.
     sharpness : float
         :math:`\lambda`, at least 0.
     activation : str or callable, optional
         Applied to the sums, poses ``[..., C, E]``: a function, or one of "relu", "sigmoid", "squash", "tanh".
     detach : bool
-        The coefficients are constants to the gradient: it flows through the last sum alone.
+        Treat the coefficients as constants in the gradient: it flows through the last sum only.
     window : Window, optional
-        Makes the call one over a grid.
+        Routes a grid.
     return_coefficients : bool
         Also return the r of the last sum.
 
     Returns
     -------
     Tensor
-        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; zeros where no child is there. With
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; zeros if no child exists. With
         ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
         ``[B, Ho, Wo, I, M]``, without gradient.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument of the wrong kind, dtype, device, shape, count or window; the message names it.
+        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
     BackendError
         If a forced backend cannot take the call.
 

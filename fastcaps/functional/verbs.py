@@ -17,7 +17,7 @@ from fastcaps.votes import VoteInputs, Window, to_op, windows
 
 
 class Votes:
-    r"""The votes of children for parents, :math:`V_{im} = P_i W_{i \bmod G, m} + b_{im}`, which are never stored.
+    r"""The votes of children for parents, :math:`V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}`, never stored.
 
     Making one computes nothing. Its four verbs are all that a routing needs of votes; what is between them (a softmax
     over whatever competes, a squash, a loss) is plain PyTorch on one number for each child and parent. Verbs are
@@ -208,7 +208,7 @@ class Votes:
         check_choice("reduce", reduce, ("sum", "amax"))
         if self.window is None:
             return self._as_they_are(values)
-        self._check_leading("values", values, tuple(self._inputs.shares[:-1]), "B, Ho, Wo, I")
+        self._check_leading("values", values, tuple(self._inputs.coefficients_shape[:-1]), "B, Ho, Wo, I")
         if reduce == "amax" and not values.is_floating_point():
             raise TypeError(f"values must be floating-point numbers for 'amax', got {values.dtype}")
         batch, types, height, width = self.children.shape[:4]

@@ -1,7 +1,7 @@
 """Networks by name: ``fastcaps.models.create("tsai-iar-resnet-c10")``.
 
-A file a paper: each has its networks as data, in ``NETWORKS``. docs/networks.md lists all of them, with their sources
-and numbers of parameters, and says what is our reading.
+Each paper has a file with its networks as data, in ``NETWORKS``. docs/networks.md lists them with their sources and
+numbers of parameters, and our choices where a paper is silent.
 """
 
 from __future__ import annotations
@@ -17,28 +17,19 @@ from fastcaps.checks import did_you_mean
 from fastcaps.models.layers import BasicBlock
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig, override
 
-__all__ = [
-    "BasicBlock",
-    "CNNConfig",
-    "Config",
-    "NetworkConfig",
-    "config",
-    "create",
-    "names",
-    "register",
-]
+__all__ = ["BasicBlock", "CNNConfig", "Config", "NetworkConfig", "config", "create", "names", "register"]
 
 PAPERS = (
     *(f"{__name__}.{paper}" for paper in ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "ours")),
-    f"{__package__.rpartition('.')[0]}.encapnet.networks",  # whatever name the package goes by
+    f"{__package__.rpartition('.')[0]}.encapnet.networks",  # the package may have another name
 )
-"""Modules with a ``NETWORKS``; a new one is entered here."""
+"""The modules with ``NETWORKS``."""
 
 _NETWORKS: dict[str, Config] = {}
 
 
 def register(name: str, config: Config) -> None:
-    """Give a network a name, which :func:`create` shall know; ValueError if it is taken.
+    """Add a network to those of :func:`create`; ValueError if its name is taken.
 
     A configuration is a frozen dataclass with a method ``build``; its fields are the overrides.
     """
@@ -53,13 +44,13 @@ for _paper in PAPERS:
 
 
 def names() -> list[str]:
-    """The names that :func:`create` knows."""
+    """Return the names of all networks."""
     return sorted(_NETWORKS)
 
 
 def config(name: str, **overrides: Any) -> Any:
-    """The configuration of the network ``name``, with ``overrides`` in place: a :class:`NetworkConfig`, a
-    :class:`CNNConfig` or one of its own. ValueError if there is none, TypeError if it does not know an override.
+    """Return the configuration of the network ``name``, with ``overrides``: a :class:`NetworkConfig`, a
+    :class:`CNNConfig` or another. ValueError for an unknown name, TypeError for an unknown override.
     """
     if name not in _NETWORKS:
         hint = did_you_mean(name, _NETWORKS, most=3)
@@ -70,31 +61,32 @@ def config(name: str, **overrides: Any) -> Any:
 def create(
     name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **overrides: Any
 ) -> nn.Module:
-    """Build the network ``name``, freshly drawn.
+    """Return the network ``name`` with new weights.
 
     Parameters
     ----------
     name : str
         One of :func:`names`.
     device, dtype : optional
-        Where its parameters lie (drawn there), and what they are.
+        Of its parameters, which are initialised there.
     **overrides
-        Any field of its configuration: in_channels, image_size, classes, iterations, routing... Of a
-        :class:`NetworkConfig` also what all its routing layers know and the network does not fix: layer_norm, dropout,
-        compete, prior, start...; of a :class:`CNNConfig` with routing as pooling: detach, dim, iterations, sharpness.
+        Any field of its configuration: in_channels, image_size, classes, iterations, routing... For a
+        :class:`NetworkConfig` also the arguments of all its routing layers that the network does not fix: layer_norm,
+        dropout, compete, prior, start...; for a :class:`CNNConfig` with routing as pooling: detach, dim, iterations,
+        sharpness.
 
     Returns
     -------
     Module
-        A :class:`~fastcaps.nn.CapsNet` from a :class:`NetworkConfig`, else what its configuration builds. It gives
+        A :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration. It returns
         logits ``[B, classes]``.
 
     Raises
     ------
     ValueError
-        If there is no such network, or an override's value cannot be.
+        If there is no such network, or an override's value is invalid.
     TypeError
-        If the network does not know an override.
+        If the network has no such override.
 
     Examples
     --------

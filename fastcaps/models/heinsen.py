@@ -1,6 +1,6 @@
 """The networks of Heinsen (2019), An Algorithm for Routing Capsules in All Domains: Figures 3 and 5.
 
-docs/networks.md says what is our reading.
+docs/networks.md lists our choices.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 
 class TextCapsNet(nn.Module):
-    r"""Classify sequences by routing the embeddings that a transformer's layers made of their tokens (Figure 5).
+    r"""Classify sequences by routing the embeddings of their tokens in all layers of a transformer (Figure 5).
 
     .. math:: \mu = \mathrm{swish}(A\,\mathrm{LayerNorm}(x + depth))
 
-    ``layers`` l are those of the transformer, ``embedding`` m the numbers in an embedding, ``classes`` the class
-    capsules, ``parts`` the parts that are looked for, capsules of two numbers, ``dim`` the numbers in the pose of an
-    embedding, once it is mapped, and ``iterations`` those of both routings.
+    ``layers`` l is the number of the transformer's layers, ``embedding`` m the values in an embedding, ``classes`` the
+    number of class capsules, ``parts`` that of the capsules below, whose poses have two values, ``dim`` the values in
+    the pose of a mapped embedding, and ``iterations`` those of both routings.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class TextCapsNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw anew what the layers do not, or draw otherwise: the depths and the affine map."""
+        """Initialise the depths and the affine map."""
         nn.init.zeros_(self.depth)
         nn.init.kaiming_normal_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
@@ -68,15 +68,15 @@ class TextCapsNet(nn.Module):
     def forward(
         self, embeddings: Tensor, mask: Tensor | None = None, *, return_trace: bool = False
     ) -> Tensor | tuple[Tensor, RoutingTrace]:
-        """Classify sequences: scores ``[B, classes]``, logits; with ``return_trace`` the RoutingTrace, too.
+        """Return scores ``[B, classes]``, which are logits, and with ``return_trace`` the RoutingTrace.
 
         Parameters
         ----------
         embeddings : Tensor
-            ``[B, n, l, m]``: of n tokens, in the l layers.
+            ``[B, n, l, m]``: of n tokens, in l layers.
         mask : Tensor, optional
-            ``[B, n]``, 1 or True for a token, 0 for padding, a share where mixup blended the two; all are tokens if
-            None. ValueError or TypeError names the argument whose shape does not fit.
+            ``[B, n]``, 1 or True for a token, 0 for padding, a value between for their mixup; None: all are tokens.
+            ValueError or TypeError names an argument whose shape does not fit.
         """
         require_tensor(embeddings, "embeddings")
         if embeddings.dim() != 4 or embeddings.shape[2:] != self.depth.shape:
@@ -95,7 +95,7 @@ class TextCapsNet(nn.Module):
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Everything a :class:`TextCapsNet` is built from; the attributes are its arguments."""
+    """The configuration of a :class:`TextCapsNet`; the attributes are its arguments."""
 
     classes: int
     layers: int = 37
@@ -105,7 +105,7 @@ class TextConfig:
     iterations: int = 3
 
     def build(self) -> TextCapsNet:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         return TextCapsNet(**vars(self))
 
 

@@ -1,6 +1,6 @@
-"""Layers as data: what stands before the capsules, and whole networks without any.
+"""Layers as data, for backbones and for networks without capsules.
 
-A network's ordinary layers are a tuple of these declarations; :func:`assemble` makes modules of them, for images of any
+A network's ordinary layers are a tuple of these declarations; :func:`assemble` builds their modules, for images of any
 size and number of channels.
 """
 
@@ -25,12 +25,12 @@ class Layer(Protocol):
     """A declaration of one or several modules in a row."""
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
-        """Make the modules for an input of ``shape``, without the batch, in a network of so many classes."""
+        """Return the modules for an input of ``shape``, without the batch, in a network of ``classes``."""
         ...
 
 
 def _in_order(order: str, named: dict[str, nn.Module], before: int, after: int) -> list[nn.Module]:
-    """Return the modules that the words of ``order`` name; a norm normalises the channels that reach it."""
+    """Return the modules named by the words of ``order``; a norm normalises its input's channels."""
     made: list[nn.Module] = []
     channels = before
     for word in order.split():
@@ -47,14 +47,14 @@ def _in_order(order: str, named: dict[str, nn.Module], before: int, after: int) 
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution and what goes with it."""
+    """A convolution, with normalisation and activation."""
 
     channels: int  # of the result
     kernel_size: int
     stride: int = 1
     padding: int = 0
     bias: bool = True
-    order: str = "conv relu"  # "conv", "norm" (BatchNorm), "relu", "swish", in the order in which they come
+    order: str = "conv relu"  # "conv", "norm" (BatchNorm), "relu", "swish", in their order
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         conv = nn.Conv2d(
@@ -65,12 +65,12 @@ class Conv:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Residual blocks, the first of them with a stride."""
+    """Residual blocks; the stride is that of the first."""
 
     channels: int
     count: int
     stride: int = 1
-    shortcut: str = "conv"  # or "pad", as BasicBlock has it
+    shortcut: str = "conv"  # or "pad", as in BasicBlock
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         first = BasicBlock(shape[0], self.channels, self.stride, self.shortcut)
@@ -101,7 +101,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Flatten:
-    """Everything but the batch in one row."""
+    """All dimensions but the batch in one."""
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         return [nn.Flatten()]
@@ -109,23 +109,23 @@ class Flatten:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer and what goes with it."""
+    """A linear layer, with dropout and activation."""
 
     features: int | None = None  # of the result; the number of classes if None
-    dropout: float = 0.0  # the share of the inputs that are dropped in training
-    order: str = "linear"  # "linear", "relu" or "swish", in the order in which they come
+    dropout: float = 0.0  # the fraction of inputs dropped in training
+    order: str = "linear"  # "linear", "relu" or "swish", in their order
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         features = classes if self.features is None else self.features
         if features is None:
-            raise ValueError("features must be given where there are no classes, got None")
+            raise ValueError("features must be given without classes, got None")
         made = _in_order(self.order, {"linear": nn.Linear(shape[0], features)}, shape[0], features)
         return [nn.Dropout(self.dropout), *made] if self.dropout else made
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Two more channels that say where a pixel is, from -1 to 1, across and down (Heinsen, 2019, Figure 3b)."""
+    """Two more channels with a pixel's coordinates, from -1 to 1, across and down (Heinsen, 2019, Figure 3b)."""
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         return [AppendCoordinates()]
@@ -135,7 +135,7 @@ class AppendCoordinates(nn.Module):
     """See :class:`Coordinates`."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, channels, H, W]`` to ``[B, channels + 2, H, W]``."""
+        """Return ``[B, channels + 2, H, W]`` of ``[B, channels, H, W]``."""
         batch, _, height, width = images.shape
         across = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype)
         down = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)[:, None]
@@ -144,15 +144,14 @@ class AppendCoordinates(nn.Module):
 
 
 class PadShortcut(nn.Module):
-    """A shortcut without parameters (He et al., 2016, option A): every ``stride``-th pixel, and zeros for the channels
-    that the input does not have."""
+    """A shortcut without parameters (He et al., 2016, option A): every ``stride``-th pixel, zeros in new channels."""
 
     def __init__(self, channels: int, stride: int) -> None:
         super().__init__()
         self.channels, self.stride = channels, stride
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[B, fewer channels, H, W]`` to ``[B, channels, H / stride, W / stride]``."""
+        """Return ``[B, channels, H / stride, W / stride]`` of ``[B, fewer channels, H, W]``."""
         kept = features[:, :, :: self.stride, :: self.stride]
         return F.pad(kept, (0, 0, 0, 0, 0, self.channels - features.shape[1]))
 
@@ -160,8 +159,8 @@ class PadShortcut(nn.Module):
 class BasicBlock(nn.Module):
     """A residual block of two 3 x 3 convolutions (He et al., 2016).
 
-    Where the shape changes, its shortcut is "conv", a 1 x 1 convolution with BatchNorm, or "pad", zeros for channels
-    that are missing, which has no parameters.
+    If the shape changes, its shortcut is "conv", a 1 x 1 convolution with BatchNorm, or "pad", zeros in new channels,
+    without parameters.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1, shortcut: str = "conv") -> None:
@@ -182,15 +181,15 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[B, in_channels, H, W]`` to ``[B, channels, H / stride, W / stride]``."""
+        """Return ``[B, channels, H / stride, W / stride]`` of ``[B, in_channels, H, W]``."""
         inner = F.relu(self.bn1(self.conv1(features)))
         return F.relu(self.bn2(self.conv2(inner)) + self.shortcut(features))
 
 
 def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) -> nn.Sequential:
-    """Make modules of declarations, in a row, for an input of a shape (channels, height, width).
+    """Return the modules of declarations, in a row, for an input of shape (channels, height, width).
 
-    ``classes`` are for a :class:`Linear` without features. ValueError if an image is too small for a layer.
+    ``classes`` are the features of a :class:`Linear` without any. ValueError if an image is too small for a layer.
     """
     modules: list[nn.Module] = []
     size = shape[1:]
@@ -221,6 +220,6 @@ BACKBONES: dict[str, Any] = {
     "small": lambda channels: _small(channels, 2),
     "tiny": lambda channels: _small(channels, 1),
 }
-"""Backbones that have a name, as functions of the channels of their features: Tsai et al.'s single convolution (Tables
-8 and 9) and their ResNet backbone (appendix A.1), whose features are half the image's size; ours for small grey images,
-of a quarter of the image's size and of its own."""
+"""Backbones by name, as functions of their features' channels: Tsai et al.'s single convolution (Tables 8 and 9) and
+ResNet (appendix A.1), with features of half the image's size; ours for small grey images, of a quarter of the image's
+size and of the full size."""

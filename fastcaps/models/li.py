@@ -1,8 +1,8 @@
-"""The networks that Li et al. (2018), Neural Network Encapsulation, compare theirs (:mod:`fastcaps.encapnet`) with.
+"""The networks with which Li et al. (2018), Neural Network Encapsulation, compare theirs (:mod:`fastcaps.encapnet`).
 
-CapNet: rows (a) and (b) of Table 1, section 2.2 and appendix A. The rest are without capsules: rows (c) and (d), the
-latter widened until it is about six times as large, and ``li-resnet18`` of Table 2; feedback units can be asked of
-these too (Table 3). docs/networks.md and docs/encapnet.md say what is our reading.
+CapNet: rows (a) and (b) of Table 1, section 2.2 and appendix A. The others have no capsules: rows (c) and (d), the
+latter widened to about six times the size, and ``li-resnet18`` of Table 2; these can have feedback units, too (Table
+3). docs/networks.md and docs/encapnet.md list our choices.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class CapNetConfig(NetworkConfig):
     parents: int = 512  # capsules of the fifth layer: a multiple of 32
 
     def build(self) -> CapsNet:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         first = CapsuleSpec(self.parents, dim=16, kernel_size="all", share=True)
         return super(CapNetConfig, replace(self, hidden=(first,))).build()
 
 
 def convolutions(channels: int, last: str) -> tuple[Conv, ...]:
-    """The first four layers."""
+    """Return the first four layers."""
     options = {"padding": 1, "bias": False}
     widths = ((32, 1), (64, 1), (128, 2))
     first = (Conv(width, 3, stride=stride, order="conv norm relu", **options) for width, stride in widths)  # type: ignore[arg-type]
@@ -61,16 +61,16 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class PlainNetConfig(encapnet.FeedbackConfig):
-    """The convolutional networks that the paper compares with; images of any size."""
+    """The configuration of the paper's convolutional networks, for images of any size."""
 
     classes: int = 10
-    image_size: int | tuple[int, int] = 32  # of the images that it is meant for
+    image_size: int | tuple[int, int] = 32  # of the paper's images
     in_channels: int = 3
     stem: tuple[tuple[int, int], ...] = ((32, 1),)  # 3 x 3 convolutions with BatchNorm and ReLU: channels, stride
     stages: tuple[tuple[int, int, int], ...] = ()  # residual blocks: channels, how many, stride of the first
 
     def build(self) -> encapnet.EncapNet:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
         stem = encapnet.convolutions(channels, [(width, 3, stride) for width, stride in self.stem])
         channels = self.stem[-1][0] if self.stem else channels

@@ -1,4 +1,4 @@
-"""Networks as data: the configurations from which they are built."""
+"""Networks as data: their configurations."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_images, image_size
+from fastcaps.checks import check_choice, check_count, check_images, image_size, refuse_unknown
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
-from fastcaps.nn.layer import RoutingLayer, refuse_unknown
+from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments
 from fastcaps.nn.stack import CapsuleSpec
 
 
 class Config(Protocol):
-    """What a name of :func:`fastcaps.models.create` stands for: a frozen dataclass, whose fields are the overrides."""
+    """The configuration of a network of :func:`fastcaps.models.create`: a frozen dataclass of the overrides."""
 
     def build(self) -> nn.Module:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         ...
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Everything a capsule network is built from: :class:`fastcaps.nn.CapsNet`."""
+    """The configuration of a capsule network, :class:`fastcaps.nn.CapsNet`."""
 
     backbone: str | tuple[Layer, ...]  # a name of layers.BACKBONES, or the layers themselves
     _: KW_ONLY
-    channels: int | None = None  # of the features of a backbone that has a name
+    channels: int | None = None  # of the features of a named backbone
     capsules: int  # types of primary capsules
-    dim: int  # the numbers in every capsule's pose
+    dim: int  # values in every capsule's pose
     hidden: tuple[CapsuleSpec, ...] = ()  # the layers between the primary and the class capsules
     classes: int
     image_size: int | tuple[int, int]  # height and width
     in_channels: int  # of an image
     layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting  # the class of the routing layers
-    iterations: int | None = None  # of every layer: 2 if None; with "equilibrium" the most that a layer makes, 32
-    # of inverted attention alone: "concurrent" (the paper's), "sequential" (its ablation B), or "equilibrium": as many
-    # iterations as it takes (fastcaps.nn.EquilibriumRouting)
+    iterations: int | None = None  # of every layer, 2 if None; with "equilibrium" the maximum, 32 if None
+    # for inverted attention: "concurrent" (the paper's), "sequential" (its ablation B), or "equilibrium"
+    # (fastcaps.nn.EquilibriumRouting)
     routing: str = "concurrent"
     pose: str = "matrix"  # or "vector"
-    primary: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the primary capsules,
-    class_layer: Mapping[str, Any] = field(default_factory=dict)  # of the class layer's CapsuleSpec,
-    options: Mapping[str, Any] = field(default_factory=dict)  # and of all routing layers
-    primary_bias: bool = True  # of the convolution that makes the primary capsules; Tsai et al.'s code has none
-    decoder: bool | tuple[int, ...] = False  # or its hidden layers; True is those of Sabour et al., 512 and 1024
+    primary: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the primary capsules
+    class_layer: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the class layer's CapsuleSpec
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of all routing layers
+    primary_bias: bool = True  # of the primary capsules' convolution; Tsai et al.'s code has none
+    decoder: bool | tuple[int, ...] = False  # its hidden widths; True: those of Sabour et al., 512 and 1024
     kaiming: bool = False  # draw convolutions from Kaiming's normal distribution, with biases of 0
 
     def build(self) -> CapsNet:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
         options = {"pose": self.pose, **self.options}
         check_choice("routing", self.routing, ("concurrent", "sequential", "equilibrium"))
         attends = self.layer is InvertedAttentionRouting
         if not attends and self.routing != "concurrent":
-            raise ValueError(f"routing must be left alone for {self.layer.__name__}, got {self.routing!r}")
+            raise ValueError(f"routing must be 'concurrent' for {self.layer.__name__}, got {self.routing!r}")
         layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
         count = (32 if equilibrium else 2) if self.iterations is None else check_count("iterations", self.iterations)
         specs = [*self.hidden, CapsuleSpec(check_count("classes", self.classes), **self.class_layer)]
-        if equilibrium or not attends:  # these iterate by themselves
+        if equilibrium or not attends:  # such layers run all their own iterations
             specs = [replace(spec, options={"iterations": count, **spec.options}) for spec in specs]
         primary = {} if self.primary_bias else {"bias": False}
         net = CapsNet.build(
@@ -94,27 +94,27 @@ class NetworkConfig:
         return net
 
     def routing_layer(self) -> type[RoutingLayer[Any, Any]]:
-        """The class of the layers whose spec names none."""
+        """Return the class of layers whose spec names none."""
         attends = self.layer is InvertedAttentionRouting
         return EquilibriumRouting if attends and self.routing == "equilibrium" else self.layer
 
     def layers(self) -> tuple[Layer, ...]:
-        """The declarations of the backbone."""
+        """Return the declarations of the backbone."""
         if not isinstance(self.backbone, str):
             if self.channels is not None:
-                raise ValueError(f"channels must be None: this backbone's layers have theirs; got {self.channels}")
+                raise ValueError(f"channels must be None without a named backbone, got {self.channels}")
             return tuple(self.backbone)
         check_choice("backbone", self.backbone, tuple(BACKBONES))
         return BACKBONES[self.backbone](check_count("channels", self.channels))
 
     def extras(self) -> list[str]:
-        """The arguments that all routing layers of the network know, beside the fields: overrides too."""
+        """Return the arguments of all routing layers of the network that are overrides besides the fields."""
         known = {each.name for each in fields(self)}
         layers = {self.routing_layer(), *(spec.layer or self.routing_layer() for spec in self.hidden)}
         return sorted(set.intersection(*(set(arguments(layer)) for layer in layers)) - known - FOLLOWING)
 
     def extended(self, more: Mapping[str, Any]) -> NetworkConfig:
-        """The same with other values for some of :meth:`extras`."""
+        """Return the configuration with other values for some of :meth:`extras`."""
         return replace(self, options={**self.options, **more})
 
 
@@ -127,42 +127,42 @@ FOLLOWING = {
 
 @dataclass(frozen=True)
 class CNNConfig:
-    """Everything a network without capsules is built from, one module after another."""
+    """The configuration of a network without capsules."""
 
-    layers: tuple[Layer, ...]  # fastcaps.models.layers
+    layers: tuple[Layer, ...]  # of fastcaps.models.layers, in a row
     _: KW_ONLY
     classes: int
     image_size: int | tuple[int, int]
     in_channels: int
 
     def build(self) -> CNN:
-        """Make the network, freshly drawn."""
+        """Return the network with new weights."""
         images = (check_count("in_channels", self.in_channels), *image_size(self.image_size))
         return CNN(*assemble(self.layers, images, check_count("classes", self.classes)), images=images)
 
     def extras(self) -> list[str]:
-        """What its routing as pooling knows: overrides too."""
+        """Return the arguments of its routing as pooling, which are overrides, too."""
         return ["detach", "dim", "iterations", "sharpness"] if any(map(routes, self.layers)) else []
 
     def extended(self, more: Mapping[str, Any]) -> CNNConfig:
-        """The same with other values for some of :meth:`extras`."""
+        """Return the configuration with other values for some of :meth:`extras`."""
         return replace(self, layers=tuple(replace(each, **more) if routes(each) else each for each in self.layers))  # type: ignore[type-var]
 
 
 def routes(layer: Layer) -> bool:
-    """Whether a layer is routing as pooling."""
+    """Return whether a layer is routing as pooling."""
     return isinstance(layer, Pool) and layer.kind == "routing"
 
 
 class CNN(nn.Sequential):
-    """A network without capsules: its modules, the first first, for images of (channels, height, width)."""
+    """A network without capsules: its modules in order, for images of (channels, height, width)."""
 
     def __init__(self, *modules: nn.Module, images: tuple[int, int, int]) -> None:
         super().__init__(*modules)
         self.in_channels, self.image_size = images[0], images[1:]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[B, classes]`` of images ``[B, in_channels, H, W]``; ValueError for images of another shape."""
+        """Return logits ``[B, classes]`` of images ``[B, in_channels, H, W]``; ValueError for another shape."""
         check_images(images, self.in_channels, self.image_size)
         return super().forward(images)
 
@@ -173,10 +173,7 @@ Some = TypeVar("Some", bound=Config)
 def override(config: Some, overrides: Mapping[str, Any]) -> Some:
     """Return a configuration with other values.
 
-    Raises
-    ------
-    TypeError
-        If an override is neither a field nor an argument of the network's routing layers.
+    TypeError if an override is neither a field nor an argument of the network's routing layers.
     """
     known = [each.name for each in fields(config)]  # type: ignore[arg-type]
     config = replace(config, **{name: value for name, value in overrides.items() if name in known})  # type: ignore[type-var]

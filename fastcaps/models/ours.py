@@ -1,4 +1,4 @@
-"""Networks of ours, small enough to train on two CPU cores while one watches."""
+"""Our own networks, small enough to train in a minute or two on two CPU cores."""
 
 from __future__ import annotations
 

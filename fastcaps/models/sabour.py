@@ -1,8 +1,8 @@
 """The networks of Sabour, Frosst and Hinton (2017), Dynamic Routing Between Capsules: Figures 1 and 2, section 5.
 
-Their class capsules' lengths are trained with :func:`fastcaps.losses.margin_loss`; ``net(images, reconstruct=labels)``
-also draws the images, for :func:`fastcaps.losses.reconstruction_loss`. Of two overlapping digits (MultiMNIST) each is
-drawn by a call of ``net.decoder`` of its own. docs/networks.md says what is our reading.
+:func:`fastcaps.losses.margin_loss` trains the class capsules' lengths; ``net(images, reconstruct=labels)`` also returns
+reconstructions, for :func:`fastcaps.losses.reconstruction_loss`. Of two overlapping digits (MultiMNIST) each needs its
+own call of ``net.decoder``. docs/networks.md lists our choices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastcaps.nn.dynamic import DynamicRouting
 
 
 def capsules(image_size: int) -> NetworkConfig:
-    """Figure 1, for images of a size."""
+    """Return the network of Figure 1, for an image size."""
     return NetworkConfig(
         (Conv(256, 9),),
         capsules=32,

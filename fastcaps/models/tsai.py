@@ -1,6 +1,6 @@
 """The networks of Tsai et al. (2020), Capsules with Inverted Dot-Product Attention Routing: Tables 2 to 12, Figure 5.
 
-docs/networks.md says what is our reading.
+docs/networks.md lists our choices.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ EM: dict[str, Any] = {
 
 
 def attention(backbone: str, channels: int, dim: int, classes: int) -> NetworkConfig:
-    """Table 8, or Table 9 with its one layer more for 100 classes."""
+    """Return a network of Table 8, or of Table 9 with one more layer for 100 classes."""
     hidden = (*PAIR, CapsuleSpec(20)) if classes == 100 else PAIR
     return NetworkConfig(backbone, channels=channels, capsules=32, dim=dim, hidden=hidden, classes=classes, **CIFAR)
 
 
 def dynamic(classes: int, backbone: tuple[Layer, ...], stride: int) -> NetworkConfig:
-    """Tables 4 and 5: a 9 x 9 convolution makes 8 x 8 positions of 32 capsules."""
+    """Return a network of Tables 4 and 5, where a 9 x 9 convolution returns 8 x 8 positions of 32 capsules."""
     primary = {**SQUASHED, "kernel_size": 9, "stride": stride}
     return NetworkConfig(backbone, capsules=32, dim=8, classes=classes, primary=primary, **CIFAR, **DYNAMIC)
 
 
 def em(classes: int, backbone: str | tuple[Layer, ...], channels: int | None = None) -> NetworkConfig:
-    """Tables 6 and 7."""
+    """Return a network of Tables 6 and 7."""
     return NetworkConfig(
         backbone, channels=channels, capsules=32, dim=16, hidden=PAIR, classes=classes, iterations=2, **CIFAR, **EM
     )
 
 
 def dmm(types: int = 16, **more: Any) -> NetworkConfig:
-    """Tables 10 and 11: poses of 64 numbers."""
+    """Return a network of Tables 10 and 11, with poses of 64 values."""
     backbone = (Conv(1024, 3, stride=2, padding=1),)
     primary = {"kernel_size": 3, "stride": 2, **more.pop("primary", {})}
     hidden = (CapsuleSpec(types, kernel_size=3),)
@@ -59,14 +59,14 @@ def dmm(types: int = 16, **more: Any) -> NetworkConfig:
 
 
 def cnn(classes: int) -> CNNConfig:
-    """Tables 2 and 3."""
+    """Return a network of Tables 2 and 3."""
     first = Conv(1024, 3, stride=2, padding=1)
     pair = (Conv(1024, 3, stride=2, padding=1, order="conv relu norm"), Pool("average", 2))
     return CNNConfig((first, *pair, *pair, Flatten(), Linear()), classes=classes, **CIFAR)
 
 
 def dmm_cnn(*end: Layer) -> CNNConfig:
-    """Table 12."""
+    """Return a network of Table 12."""
     convs = (
         Conv(1024, 3, stride=2, padding=1),
         Conv(1024, 3, stride=2, order="conv relu norm"),
@@ -76,7 +76,7 @@ def dmm_cnn(*end: Layer) -> CNNConfig:
 
 
 def resnet18(classes: int) -> CNNConfig:
-    """He et al. (2016), with a 3 x 3 convolution before the blocks, as is usual for small images."""
+    """Return He et al.'s (2016) network with a 3 x 3 convolution before the blocks, as usual for small images."""
     blocks = (Blocks(64, 2), Blocks(128, 2, stride=2), Blocks(256, 2, stride=2), Blocks(512, 2, stride=2))
     return CNNConfig((STEM, *blocks, Pool("average"), Flatten(), Linear()), classes=classes, **CIFAR)
 

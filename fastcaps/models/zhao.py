@@ -1,6 +1,6 @@
 """The networks of Zhao and Huang (2019), Exploring Dynamic Routing As A Pooling Layer: Tables 1, 2 and 4, Figure 2.
 
-docs/networks.md says what is our reading.
+docs/networks.md lists our choices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastcaps.nn.routing_pool import RoutingPool
 
 
 def resnet(depth: int) -> tuple[Layer, ...]:
-    """He et al.'s network of a depth of 6 n + 2, without its last two layers."""
+    """Return He et al.'s network of depth 6 n + 2, without its last two layers."""
     count = (depth - 2) // 6
     return (
         Conv(16, 3, padding=1, bias=False, order="conv norm relu"),
@@ -24,7 +24,7 @@ def resnet(depth: int) -> tuple[Layer, ...]:
 
 
 def capsules(image_size: int, sharpness: float) -> NetworkConfig:
-    """Figure 2."""
+    """Return the network of Figure 2."""
     return NetworkConfig(
         resnet(20),
         capsules=2,

@@ -13,18 +13,7 @@ from fastcaps.nn.routing_pool import RoutingPool, RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
-    "CapsNet",
-    "CapsuleSpec",
-    "ClassHead",
-    "DynamicRouting",
-    "EMRouting",
-    "EquilibriumRouting",
-    "HeinsenRouting",
-    "InvertedAttentionRouting",
-    "PrimaryCapsules",
-    "RoutingLayer",
-    "RoutingPool",
-    "RoutingPool2d",
-    "RoutingStack",
+    "CapsNet", "CapsuleSpec", "ClassHead", "DynamicRouting", "EMRouting", "EquilibriumRouting", "HeinsenRouting",
+    "InvertedAttentionRouting", "PrimaryCapsules", "RoutingLayer", "RoutingPool", "RoutingPool2d", "RoutingStack",
     "RoutingTrace",
-]
+]  # fmt: skip

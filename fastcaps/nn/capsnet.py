@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_images, shape_text
+from fastcaps.checks import check_count, check_images, known_arguments, shape_text
 from fastcaps.checks import image_size as checked_size
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -20,10 +20,9 @@ from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, converted
 
 
 def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
-    """Channels, height and width that ``backbone`` makes of an image, found without running it on any data.
+    """Return channels, height and width of ``backbone``'s feature map.
 
-    A copy on the meta device does the sum, so that neither the backbone's state (BatchNorm) nor a random generator is
-    touched.
+    A copy on the meta device computes them, so that neither the state of BatchNorm nor a random generator changes.
     """
     probe = copy.deepcopy(backbone).to("meta").eval()
     features = probe(torch.empty(1, in_channels, *image_size, device="meta"))
@@ -34,20 +33,20 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
 
 
 class CapsNet(nn.Module):
-    """Images to class logits by way of capsules (Tsai et al., 2020, Figure 1 and Procedure 2).
+    """A capsule network from images to class logits (Tsai et al., 2020, Figure 1 and Procedure 2).
 
     Parameters
     ----------
     backbone : Module
-        Images ``[B, channels, H, W]`` to a feature map.
+        Maps images ``[B, channels, H, W]`` to a feature map.
     primary : PrimaryCapsules
     routing : RoutingStack
         Its last layer's parents are the class capsules.
     head : ClassHead
     in_channels, image_size
-        What the network was built for; for those who feed it.
+        The images that the network was built for; training reads them.
     decoder : Module, optional
-        Draws an image of the class capsules' poses: :class:`fastcaps.losses.ReconstructionDecoder`.
+        Reconstructs images from the class capsules' poses: :class:`fastcaps.losses.ReconstructionDecoder`.
 
     Examples
     --------
@@ -65,6 +64,7 @@ class CapsNet(nn.Module):
     torch.Size([2, 10])
     """
 
+    @known_arguments
     def __init__(
         self,
         backbone: nn.Module,
@@ -105,35 +105,34 @@ class CapsNet(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> CapsNet:
-        """Build a network around ``backbone``; every number of capsules is computed from the image's size.
+        """Return a network around ``backbone``; every number of capsules is computed from the image's size.
 
         Parameters
         ----------
         backbone : Module
-            Images to a feature map of any size.
+            Maps images to a feature map of any size.
         in_channels : int
             Channels of an image.
         image_size : int or (int, int)
             Its height and width.
         capsules, dim : int
-            Primary capsule types, and the numbers in a pose.
+            Primary capsule types, and the values in a pose.
         hidden : sequence of CapsuleSpec
             The layers between the primary and the class capsules.
         classes : int or CapsuleSpec
-            Class capsules, one a class; or the layer that makes them.
+            The number of classes; or the layer whose parents are the class capsules.
         iterations, routing, layer
             As :meth:`RoutingStack.build` has them.
         primary : mapping, optional
-            Further arguments of :class:`PrimaryCapsules`. They have activations if the first layer is told to (the
-            attention layer's ``activations=True``), or is one that lives on them (EM; Heinsen, where they are scores).
+            Further arguments of :class:`PrimaryCapsules`. They have activations if the first layer reads them
+            (``activations=True`` of the attention layer, or EM), scores if it is Heinsen's.
         head : str
-            What :class:`ClassHead` reads.
+            The ``read`` of :class:`ClassHead`.
         device, dtype
             Of all parameters and buffers.
         **options
-            Further arguments of every routing layer: pose, bias, and what all of their classes know.
-            ``layer_norm=False`` leaves the primary capsules' LayerNorm where it is: the paper's ablation takes it out
-            of the routing.
+            Further arguments of every routing layer: pose, bias, and others that all their classes take. As in the
+            paper's ablation, ``layer_norm=False`` does not change the primary capsules.
         """
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
@@ -162,7 +161,7 @@ class CapsNet(nn.Module):
             **place,
             **options,
         )
-        # Channels last from the start: the primary convolution then leaves a position's capsules together in memory.
+        # channels_last from the start: the primary convolution then writes a position's capsules together in memory
         backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         last = ClassHead(stack.layers[-1].out_dim, read=head, **place)
         return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size)
@@ -196,31 +195,29 @@ class CapsNet(nn.Module):
         return_trace: bool = False,
         reconstruct: bool | Tensor = False,
     ) -> Tensor | tuple[Any, ...]:
-        """Classify ``images``.
+        """Return the logits of ``images``.
 
         Parameters
         ----------
         images : Tensor
             ``[B, channels, H, W]``.
         iterations : int, optional
-            Another number of routing iterations for this call.
+            Number of routing iterations in this call.
         return_trace : bool
-            Also return the :class:`~fastcaps.nn.stack.RoutingTrace`, with the poses and the coefficients of every
-            layer.
+            Also return the :class:`~fastcaps.nn.stack.RoutingTrace`: poses, activations, coefficients of every layer.
         reconstruct : bool or Tensor
-            Also return the images that the decoder draws of the class capsules: of those of the labels ``[B]``, as in
-            training; with True, of the longest.
+            Also return the decoder's images: of the class capsules of the labels ``[B]``, as in training; with True, of
+            the longest class capsules.
 
         Returns
         -------
         Tensor or tuple
-            Logits ``[B, classes]``; then the reconstruction, shaped as the images; then the trace; those that were
-            asked for.
+            Logits ``[B, classes]``; then, if asked for, the reconstruction, shaped as the images, and the trace.
 
         Raises
         ------
         ValueError, TypeError
-            If the images do not fit, or a network without a decoder is to reconstruct.
+            If the images do not fit, or ``reconstruct`` is given to a network without a decoder.
         """
         check_images(images, self.in_channels)
         children, activity, _ = parts_of(self.primary(self.backbone(channels_last(images))))
@@ -237,6 +234,6 @@ class CapsNet(nn.Module):
             if self.decoder is None:
                 raise ValueError("reconstruct must be False for a network without a decoder")
             more.insert(0, self.decoder(poses, reconstruct if isinstance(reconstruct, Tensor) else None))
-        # scores are logits themselves, and count as activations for a linear read-out
+        # scores are logits; a linear read-out needs them as activations
         logits = self.head(poses, converted(activity, scores, scores and self.head.read == "activations"))
         return (logits, *more) if more else logits

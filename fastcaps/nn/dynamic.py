@@ -1,4 +1,4 @@
-"""The routing layer of dynamic routing, for sets and for grids of capsules."""
+"""The layer of dynamic routing, for sets and grids of capsules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DynamicRouting(RoutingLayer[Tensor, Routed]):
     r"""Route child capsules to parents by dynamic routing (Sabour et al., 2017, Procedure 1).
 
     The equation is that of :func:`fastcaps.functional.dynamic_routing`: the softmax runs over the **parents**, unless
-    ``compete="children"``. The length of a parent's pose, below 1, says how certain its being there is
-    (:func:`fastcaps.losses.length`); children, too, are best squashed. The kernels store no vote.
+    ``compete="children"``. The length of a parent's pose, below 1, is the probability that it exists
+    (:func:`fastcaps.losses.length`); the children should be squashed, too. The kernels store no vote.
 
     Parameters
     ----------
@@ -26,18 +26,17 @@ break_symmetry, iterations, device, dtype
     compete, detach, leaky, eps
         As :func:`fastcaps.functional.dynamic_routing` has them.
     prior : "zero", "learned", "random" or bool
-        The logits that every iteration starts from, the paper's log prior probabilities, one per child with matrices of
-        its own (type of child, where a grid's children share them) and parent: ``[G, M or 1]``. "zero" (False) is its
-        choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1) once and keeps them. All three
-        are in Table 5 of Li et al. (2018), which does not say when they are drawn: here in :meth:`reset_parameters`, so
-        that a network gives the same result twice.
+        The logits that every iteration starts from, the paper's log prior probabilities, ``[G, M or 1]``: one for each
+        parent and each of the G groups of matrices. "zero" (False) is the paper's choice; "learned" (True) starts
+        learning at zero; "random" draws them from N(0, 1) once and keeps them. All three are in Table 5 of Li et al.
+        (2018), which does not say when to draw; :meth:`reset_parameters` does, so that a network is deterministic.
     std : float, optional
-        Of the weights at the start; ``sqrt(M / (D * I))`` by default, I the children that one position sees (child
-        types, for "all").
+        Standard deviation of the initial weights; by default ``sqrt(M / (D * I))``, I the children in one window
+        (child types, for "all").
 
     Calls
     -----
-    ``activations`` are the children's gates: 0 for a child that is not there.
+    ``activations`` gate the children's votes: 0 for a child that does not exist.
 
     Examples
     --------
@@ -93,13 +92,13 @@ break_symmetry, iterations, device, dtype
         return super().first_std() if self.std is None else self.std
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters, and draw a random prior."""
         super().reset_parameters()
         if self.prior is not None and not isinstance(self.prior, nn.Parameter):
             nn.init.normal_(self.prior)
 
     def run(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Tensor | Routed:
-        """Route a checked call."""
+        """Return the routing of a checked call."""
         prior = self.prior
         if prior is not None:
             seen = call.children.shape[1] * (1 if call.window is None else call.window.positions)

@@ -1,4 +1,4 @@
-"""The routing layer of EM routing, for sets and for grids of capsules."""
+"""The layer of EM routing, for sets and grids of capsules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastcaps.results import Capsules, RoutedCapsules
 class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
     r"""Route child capsules with activations to parents with activations by EM (Hinton et al., 2018, Procedure 1).
 
-    The equation is that of :func:`fastcaps.functional.em_routing`: the parents compete for each child. Neither
-    activations of 0 nor tiny variances make a NaN. The kernels store no vote.
+    The equation is that of :func:`fastcaps.functional.em_routing`: the parents compete for each child. Activations of 0
+    and tiny variances never cause NaN. The kernels store no vote.
 
     Parameters
     ----------
@@ -26,25 +26,25 @@ class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
     inverse_temperature : float, sequence of float, callable, optional
-        As that function has it. May be set later, to follow a schedule of training. A layer with a lambda can be
-        copied, but not pickled; one with a function defined at the top of a module can.
+        As in that function. A training schedule may set the attribute later. A layer with a lambda can be copied but
+        not pickled; a function defined at the top of a module can be pickled.
     coordinates : bool
-        Coordinate addition, for ``kernel_size="all"``: the child's place in the grid, in (0, 1), is added to its votes
-        (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
-        with a call, as ``bias``.
+        Coordinate addition, for ``kernel_size="all"``: add the child's position in the grid, in (0, 1), to its votes
+        (:func:`fastcaps.functional.coordinate_bias`); they do not depend on it otherwise. A call may add other
+        coordinates as ``bias``.
     first_coefficients, normalize_cost, eps
         As :func:`fastcaps.functional.em_routing` has them.
 
     Calls
     -----
-    ``activations`` of the children lie in [0, 1]: 0 for a child that is not there. A call may also give another
-    ``inverse_temperature``. The result has the parents' activations, ``[B, M]`` or ``[B, M, Ho, Wo]``.
+    ``activations`` of the children are in [0, 1]: 0 for a child that does not exist. A call also takes another
+    ``inverse_temperature``. The result holds the parents' activations, ``[B, M]`` or ``[B, M, Ho, Wo]``.
 
     Attributes
     ----------
     weight : Parameter
-        ``[G, M, D, E]`` with G the number of weight groups; drawn from N(0, 1) / sqrt(D), which leaves the size of
-        poses as it is.
+        ``[G, M, D, E]`` with G the number of weight groups; drawn from N(0, 1) / sqrt(D), which keeps the scale of
+        poses.
     beta_u, beta_a : Parameter
         ``[M or 1]``, one per parent type; zero at the start.
 
@@ -82,14 +82,14 @@ break_symmetry, iterations, device, dtype
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
-        inverse_temperatures(inverse_temperature, self.iterations)  # raises where it is wrong
+        inverse_temperatures(inverse_temperature, self.iterations)  # raises if it is invalid
         self.inverse_temperature = inverse_temperature
         self.coordinates = bool(coordinates)
         if self.coordinates and not self.whole_grid:
-            raise ValueError("coordinates must be False without kernel_size='all': a small window says where it is")
+            raise ValueError("coordinates must be False without kernel_size='all', got True")
         self.normalize_cost = bool(normalize_cost)
         if self.normalize_cost and self.out_capsules == 1:
-            raise ValueError("normalize_cost must be False for one parent: there are no others to compare it with")
+            raise ValueError("normalize_cost must be False for one parent, whose cost equals the mean, got True")
         check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
         self.first_coefficients = first_coefficients
         self.eps = check_finite("eps", eps, 0.0)
@@ -105,7 +105,7 @@ break_symmetry, iterations, device, dtype
     def prepare(
         self, children: Tensor, activity: Tensor | None, out_capsules: int | None = None, bias: Tensor | None = None
     ) -> LayerCall:
-        """Check a call, and add the children's places to the bias of its votes."""
+        """Return a checked call, with the children's coordinates added to its bias."""
         if self.coordinates and isinstance(children, Tensor) and children.dim() == 5:
             _, types, height, width, _ = children.shape
             rows, _, columns = self.pose_shape
@@ -122,7 +122,7 @@ break_symmetry, iterations, device, dtype
         *,
         inverse_temperature: InverseTemperature | None = None,
     ) -> Capsules | RoutedCapsules:
-        """Route a checked call."""
+        """Return the routing of a checked call."""
         betas = self.beta_u.expand(call.parent_count), self.beta_a.expand(call.parent_count)
         given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
         return functional.em_routing(

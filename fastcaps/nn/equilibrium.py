@@ -1,4 +1,4 @@
-"""Inverted attention routed to its fixed point, differentiated there."""
+"""Inverted attention, routed to its fixed point and differentiated there."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     r"""Route by inverted attention until the parents stay the same: infinitely many iterations.
 
     .. math::
-        p^* = f(p^*, \theta), \quad f(p, \theta)_j = \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{ij}(p)\, v_{ij}\Big), \quad
+        Q^* = f(Q^*, \theta), \quad f(Q, \theta)_m = \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{im}(Q)\, V_{im}\Big), \quad
         \frac{dL}{d\theta} = u^T \frac{\partial f}{\partial \theta}, \quad
-        u = \frac{dL}{dp^*} + \Big(\frac{\partial f}{\partial p}\Big)^T u
+        u = \frac{dL}{dQ^*} + \Big(\frac{\partial f}{\partial Q}\Big)^T u
 
-    The paper's outlook (Tsai et al., 2020, section 8), by the method of deep equilibrium models (Bai et al., 2019): the
-    gradient of infinitely many iterations is that of a fixed point, which solves the second equation. Both equations
-    are solved by iterating without a graph, so that memory does not depend on how often. The kernels store no vote.
+    The paper suggests it in section 8 (Tsai et al., 2020); the method is that of deep equilibrium models (Bai et al.,
+    2019): the gradient at a fixed point solves the second equation. Both equations are solved by iteration without a
+    graph, so memory does not depend on the number of iterations. The kernels store no vote.
 
-    In a stack of layers concurrent routing has the same fixed point as sequential routing: a layer's depends on those
-    below it alone. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
+    In a stack, concurrent and sequential routing have the same fixed point, since a layer's depends only on the layers
+    below it. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
 
-    How soon the parents come to rest depends on the matrices. Freshly drawn, the papers' class layers (800 to 10 of
-    4 x 4, 576 to 10 of 8 x 8) move by less than 1e-4 after 30 iterations, some windows over a grid by 1e-2 even after
-    100. What still moves after ``iterations`` of them is the result as it is, its gradient that of as many iterations
-    back from there. Transforms of ``torch.func``, forward-mode derivatives, and gradients of DTensors raise
-    RuntimeError. A compiled layer always makes all iterations, since a graph cannot ask for the distance.
+    How fast the parents converge depends on the matrices. With initial weights, the papers' class layers (800 to 10 of
+    4 x 4, 576 to 10 of 8 x 8) move by less than 1e-4 after 30 iterations, but some windows over a grid by 1e-2 even
+    after 100. A call that has not converged after ``iterations`` returns the parents it reached, and differentiates
+    through as many iterations from there. Transforms of ``torch.func``, forward-mode derivatives, and gradients of
+    DTensors raise RuntimeError. A compiled layer always runs all iterations, since a graph cannot branch on values.
 
     Parameters
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
 break_symmetry, layer_norm, activations, start, eps, device, dtype
-        As :class:`InvertedAttentionRouting` has them; there is no dropout, and no ``start`` is learned: a fixed point
-        has no gradient for it.
+        As :class:`InvertedAttentionRouting` has them. ``start`` cannot be learned, since a fixed point has no gradient
+        for it, and there is no dropout.
     iterations : int
-        The most iterations forward (from zero at least two), and the most terms backward.
+        The maximum number of forward iterations (from zero at least two), and of backward terms.
     tolerance : float
-        Both end when no number moves by more than this share of the largest; at least the rounding of the dtype.
+        Both stop when no value changes by more than this fraction of the largest; at least the dtype's eps.
 
     Examples
     --------
@@ -77,9 +77,9 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         own: Any = {"iterations": iterations, "activations": activations}
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, **own, **options)
         if self.dropout:
-            raise ValueError(f"dropout must be 0: what is random has no fixed point; got {self.dropout}")
+            raise ValueError(f"dropout must be 0, as random parents have no fixed point; got {self.dropout}")
         if self.start == "learned":
-            raise ValueError("start must not be 'learned': a fixed point has no gradient for where it was sought from")
+            raise ValueError("start must be 'zero' or 'random', as a fixed point has no gradient for it; got 'learned'")
         self.tolerance = check_finite("tolerance", tolerance, 0.0)
 
     forward = RoutingLayer.forward  # type: ignore[assignment]  # takes no parents
@@ -87,7 +87,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
     def run(  # type: ignore[override]
         self, call: LayerCall, iterations: int, return_coefficients: bool
     ) -> Any:
-        """Route a checked call, in at most so many iterations."""
+        """Return the routing of a checked call, after at most ``iterations``."""
         limit = check_count("iterations", iterations)
         call = self.with_parent_count(call)
         if not is_tracing():
@@ -110,11 +110,11 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         return self.found(votes.from_op(routed), shares if return_coefficients else None)
 
     def _refuse_unsupported_gradients(self, call: LayerCall) -> None:
-        """Raise for gradients that the implicit equation is not solved for."""
+        """Raise RuntimeError for gradients that have no implicit equation here."""
         if is_transformed():
             raise RuntimeError(
-                "fastcaps.EquilibriumRouting has no rule for torch.func (grad, jacrev, vmap and so on) nor for "
-                "forward-mode derivatives: InvertedAttentionRouting with as many iterations has"
+                "fastcaps.EquilibriumRouting does not support torch.func (grad, jacrev, vmap and so on) or "
+                "forward-mode derivatives: use InvertedAttentionRouting with as many iterations"
             )
         tensors = (call.children, call.activity, call.weight, call.bias)
         wanted = [*tensors[:2], *self.parameters()]
@@ -125,10 +125,10 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             )
 
     def _solve(self, call: LayerCall, limit: int) -> Tensor:
-        """Return the parents' poses after as many iterations as they need, one fewer than ``limit`` at most."""
+        """Return the parents' poses after as many iterations as they need, at most ``limit - 1``."""
         options: dict[str, Any] = {"scale": self.scale, "norm": self.norm}
         parents, left = self.first_parents(call), limit - 1
-        if parents is None:  # from zero: an iteration that needs no query
+        if parents is None:  # the first iteration from zero needs no query
             parents, _ = attend(call, None, **options)
             left -= 1
         if _without_numbers(parents):
@@ -144,12 +144,12 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
 
 
 def _without_numbers(tensor: Tensor) -> bool:
-    """Return whether a call is traced or explained, so that nothing can be asked about numbers."""
+    """Return whether a call is traced or explained, so that no value can be read."""
     return is_tracing() or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _stands_still(before: Tensor, after: Tensor, tolerance: float) -> bool:
-    """Return whether no number has moved by more than a share of the largest."""
+    """Return whether no value has changed by more than a fraction of the largest."""
     tolerance = max(tolerance, torch.finfo(after.dtype).eps)
     if not after.numel():
         return True
@@ -157,7 +157,7 @@ def _stands_still(before: Tensor, after: Tensor, tolerance: float) -> bool:
 
 
 class _Implicit(torch.autograd.Function):
-    """The parents, whose gradient comes back as that of the iteration that would have left them, the last of infinitely
+    """Return the parents; backward solves for the gradient of the iteration that returned them, the last of infinitely
     many."""
 
     @staticmethod
@@ -170,18 +170,18 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not is_tracing():
-            raise RuntimeError("EquilibriumRouting has no second derivatives: let create_graph be False")
+            raise RuntimeError("EquilibriumRouting has no second derivatives: set create_graph=False")
         with backends.under(ctx.blocks):
             return _Implicit.solve(ctx, *grads)
 
     @staticmethod
     @once_differentiable
     def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return u, by iterating."""
+        """Return u of the second equation, by iteration."""
         parents, window, scale, eps, tolerance, limit = ctx.own
         (grad,) = grads
-        dtype = grad.dtype  # autocast's, where that was on
-        *saved, sums = ctx.saved_tensors  # once: a checkpoint hands them out once
+        dtype = grad.dtype  # autocast's, if it was on
+        *saved, sums = ctx.saved_tensors  # read once: a checkpoint allows no second read
         *tensors, query, norm_weight = (None if t is None else t.to(dtype) for t in saved)
         assert query is not None
         backward, place = ops.attention_routing.backward_op, ops.attention_routing.tensors.index("query")

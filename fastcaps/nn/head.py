@@ -1,28 +1,27 @@
-"""From class capsules to logits."""
+"""The layer that reads logits from class capsules."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, shape_text
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import length
 
 
 class ClassHead(nn.Module):
-    r"""One linear read-out, shared by all class capsules: :math:`\hat y_j = \langle w, p_j \rangle + b`.
+    r"""One linear read-out, shared by all class capsules: :math:`\hat y_m = \langle w, Q_m \rangle + b`.
 
-    Sharing it means that a class is told from another by its capsule alone, and that the head works for any number of
-    classes. Other routings have the answer in the capsules already: the length of a pose (dynamic), its activation or
-    score (EM, Heinsen).
+    Since it is shared, classes differ by their capsules only, and the head works for any number of classes. Some
+    routings need no read-out: the length of a pose (dynamic), an activation or score (EM, Heinsen) is the logit.
 
     Parameters
     ----------
     dim : int
-        Numbers in a class capsule's pose.
+        Values in a class capsule's pose.
     read : "linear", "length" or "activations"
-        What is read of a capsule: its pose by a learned vector; the length of its pose; the number that comes with it.
+        The logit of a capsule: the product of its pose and a learned vector; the length of its pose; its activation.
     bias : bool
         Whether the linear read-out has a bias (the same for every class).
 
@@ -33,6 +32,7 @@ class ClassHead(nn.Module):
     torch.Size([1, 10])
     """
 
+    @known_arguments
     def __init__(
         self,
         dim: int,
@@ -50,35 +50,35 @@ class ClassHead(nn.Module):
         self.linear = nn.Linear(self.dim, 1, bias=bias, device=device, dtype=dtype) if read == "linear" else None
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, where there are any."""
+        """Initialise the parameters, if there are any."""
         if self.linear is not None:
             self.linear.reset_parameters()
 
     def forward(self, poses: Tensor, activations: Tensor | None = None) -> Tensor:
-        """Read the logits.
+        """Return the logits.
 
         Parameters
         ----------
         poses : Tensor
             ``[B, M, dim]``, the class capsules.
         activations : Tensor, optional
-            ``[B, M]``: for the linear read-out a capsule counts as much as it is active.
+            ``[B, M]``: the linear read-out multiplies each pose by its activation.
 
         Returns
         -------
         Tensor
-            ``[B, M]``, whatever B (nothing is squeezed but the last dimension).
+            ``[B, M]``, for any B.
         """
         require_tensor(poses, "poses")
         if poses.dim() != 3 or poses.shape[-1] != self.dim:
             raise ValueError(f"poses must be [B, M, {self.dim}], got {shape_text(poses)}")
         if activations is not None and activations.shape != poses.shape[:2]:
             raise ValueError(
-                f"activations must be {shape_text(poses[..., 0])} as the poses, got {shape_text(activations)}"
+                f"activations must be {shape_text(poses[..., 0])} to fit the poses, got {shape_text(activations)}"
             )
         if self.read == "activations":
             if activations is None:
-                raise ValueError("activations must be given to a head that reads them, got None")
+                raise ValueError("activations must be a tensor for a head with read='activations', got None")
             return activations
         if self.linear is None:
             return length(poses)

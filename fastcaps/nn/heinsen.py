@@ -1,4 +1,4 @@
-"""The routing layer of Heinsen 2019, for sets and for grids of capsules, of fixed or variable number."""
+"""The layer of Heinsen routing, for sets and grids of capsules."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ break_symmetry, iterations, device, dtype
     model, eps
         As :func:`fastcaps.functional.heinsen_routing` has them.
     single_beta : bool
-        The cost of ignoring a child is the benefit of using it: one table of parameters for both.
+        Use one table of parameters both for the benefit of using a child and for the cost of ignoring it.
 
     Calls
     -----
-    ``scores`` of the children are any numbers: minus infinity for a child that is not there, plus infinity for one that
-    certainly is, as all are if None. The result has the parents' scores, ``[B, M]`` or ``[B, M, Ho, Wo]``, and the
-    variances of their poses, which are means.
+    ``scores`` of the children are real values: minus infinity for a child that does not exist, plus infinity (the
+    default for all) for one that certainly does. The result holds the parents' scores, ``[B, M]`` or
+    ``[B, M, Ho, Wo]``, and the variances of their poses, which are means.
 
     Attributes
     ----------
@@ -93,12 +93,12 @@ break_symmetry, iterations, device, dtype
     def forward(  # type: ignore[override]
         self, children: Tensor, scores: Tensor | None = None, **options: Any
     ) -> Any:
-        """Route, as the class says under *Calls*."""
+        """Return the parents, as the class says under *Calls*."""
         self.know(options)
         return super().forward(children, scores, **options)
 
     def run(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Gaussians | RoutedGaussians:
-        """Route a checked call."""
+        """Return the routing of a checked call."""
         return functional.heinsen_routing(
             call.children,
             call.activity,

@@ -1,4 +1,4 @@
-"""The routing layer of inverted dot-product attention, for sets and for grids of capsules."""
+"""The layer of inverted dot-product attention, for sets and grids of capsules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from fastcaps import functional
 from fastcaps.checks import check_choice, check_finite, require_tensor, shape_text
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
-from fastcaps.nn.poses import normalize_poses, probability
+from fastcaps.nn.poses import normalize_poses
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
 Plain = TypeVar("Plain", Tensor, Capsules)
@@ -21,7 +21,7 @@ Full = TypeVar("Full", Routed, RoutedCapsules)
 
 
 class AttentionOptions(LayerOptions, total=False):
-    """What the layer takes by name beside ``iterations`` and ``activations``."""
+    """Keyword arguments of the layer except ``iterations`` and ``activations``."""
 
     dropout: float
     layer_norm: bool
@@ -33,8 +33,8 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
     r"""Route child capsules to parents by inverted dot-product attention (Tsai et al., 2020, Procedure 1).
 
     The equation is that of :func:`fastcaps.functional.inverted_attention_routing`: the softmax runs over the
-    **parents**, which compete for each child. ``layer(children)`` is the first iteration, in which every child spreads
-    evenly, r = 1/M; ``layer(children, parents)`` is a further one. The kernels store no vote.
+    **parents**, which compete for each child. ``layer(children)`` runs the first iteration, in which every child
+    spreads evenly, r = 1/M; ``layer(children, parents)`` runs another. The kernels store no vote.
 
     Parameters
     ----------
@@ -42,37 +42,36 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them; one iteration a call by default.
     dropout : float
-        Probability of dropping a number of a parent's sum, before LayerNorm, in training.
+        Probability of dropping a value of a parent's sum, before LayerNorm, in training.
     layer_norm : bool
-        LayerNorm over the d' numbers, its affine shared by all parents. False is the paper's ablation A. Skipped
-        where d' = 1.
+        LayerNorm over the d' values, with one affine map for all parents. False is the paper's ablation A. Skipped
+        if d' = 1.
     activations : bool
-        The paper's ablation C: the layer returns poses and activations. The paper says only that its activations
-        are "as in EM routing"; the choice here is ours: a parent's activation is ``sigmoid(<u_j, p_j> + c_j)``, u and
-        c learned per parent type, and the activations that come with the children gate their votes (the g of the
-        equation).
+        The paper's ablation C: the layer returns poses and activations. The paper only says "as in EM routing"; the
+        formula is ours: a parent's activation is ``sigmoid(<u_m, Q_m> + c_m)``, u and c learned per parent type, and
+        the children's activations gate their votes (the g of the equation).
     start : "zero", "random" or "learned"
-        What the parents are before the first iteration, when a call gives none. "zero" is the paper's: every child
-        spreads evenly. The others are its footnote 1: poses drawn from N(0, 1) once and kept, or learned from there;
-        one per parent (of a grid, per parent type), the same for all samples. When they are drawn is not told: here
-        in :meth:`reset_parameters`, so that a network gives the same result twice.
+        The parents before the first iteration, if a call gives none. "zero" is the paper's: every child spreads
+        evenly. The others are its footnote 1: poses drawn from N(0, 1) once and kept, or learned from there; one per
+        parent (on a grid, per parent type), the same for all samples. The paper does not say when to draw;
+        :meth:`reset_parameters` does, so that a network is deterministic.
     eps : float
-        LayerNorm's.
+        Added to the variance in LayerNorm.
 
     Calls
     -----
-    ``layer(children, parents, activations)``: ``parents`` are the parents' last poses, shaped as the result, and tell
-    their number where the layer leaves it open; None is the first iteration, from ``start``. ``activations`` are the
-    children's gates: 0 for a child that is not there. Several ``iterations`` do what a loop of calls would do. The
-    result has the parents' activations, ``[B, M]`` or ``[B, M, Ho, Wo]``, where ``activations=True`` was chosen.
+    ``layer(children, parents, activations)``: ``parents`` are the parents' last poses, shaped as the result; None
+    starts from ``start``. They also set the number of parents if the layer leaves it open. ``activations`` gate the
+    children's votes: 0 for a child that does not exist. Several ``iterations`` equal a loop of calls. With
+    ``activations=True`` the result holds the parents' activations, ``[B, M]`` or ``[B, M, Ho, Wo]``.
 
     Attributes
     ----------
     weight : Parameter
         ``[G, M, D, E]`` with G the number of weight groups; drawn from N(0, 1) times ``sqrt(M / (D * I))``, I the
-        children that one position sees, as in the authors' code.
+        children in one window, as in the authors' code.
     first_poses : Parameter, Tensor or None
-        ``[M or 1, d']``, where the parents start, unless that is at zero.
+        ``[M or 1, d']``, the parents' start; None for zero.
     scale : float
         ``1 / sqrt(d')``; may be set.
 
@@ -135,7 +134,9 @@ break_symmetry, iterations, device, dtype
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
-        self.dropout = probability(dropout, "dropout")
+        self.dropout = check_finite("dropout", dropout)
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.layer_norm = bool(layer_norm)
         self.activations = bool(activations)
         self.eps = check_finite("eps", eps, 0.0)
@@ -152,7 +153,7 @@ break_symmetry, iterations, device, dtype
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters, and draw a random start."""
         super().reset_parameters()
         if self.norm is not None:
             self.norm.reset_parameters()
@@ -171,7 +172,7 @@ break_symmetry, iterations, device, dtype
         out_capsules: int | None = None,
         **options: Any,
     ) -> Any:
-        """Route once, or several times in a row, as the class says under *Calls*."""
+        """Return the parents, as the class says under *Calls*."""
         if parents is not None:
             self._check_parents(parents)
             if self.out_capsules is None and out_capsules is None:
@@ -181,7 +182,7 @@ break_symmetry, iterations, device, dtype
     def run(
         self, call: LayerCall, iterations: int, return_coefficients: bool, *, parents: Tensor | None = None
     ) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Route a checked call."""
+        """Return the routing of a checked call."""
         if parents is None:
             call = self.with_parent_count(call)
             parents = self.first_parents(call)
@@ -199,25 +200,25 @@ break_symmetry, iterations, device, dtype
         return self.found(poses, coefficients)
 
     def unflattened(self, parents: Tensor) -> Tensor:
-        """Return flat poses of parents as C x E numbers."""
+        """Return flat poses of parents as C x E matrices."""
         return parents.unflatten(-1, self.pose_shape[::2])
 
     def found(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Return what ``run`` does, with activations if the layer has them."""
+        """Return poses and coefficients, with activations if the layer computes them."""
         if not self.activations:
             return poses if coefficients is None else Routed(poses, coefficients)
         active = self.read_activations(poses.flatten(-2))
         return Capsules(poses, active) if coefficients is None else RoutedCapsules(poses, active, coefficients)
 
     def with_parent_count(self, call: LayerCall) -> LayerCall:
-        """Return a call without parents that says how many there are, where it has no weight that does."""
+        """Return the call with a bias that says how many parents there are, if no weight does."""
         if call.weight is not None:
             return call
         bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias
         return call._replace(bias=bias.expand(-1, call.parent_count, -1, -1))
 
     def first_parents(self, call: LayerCall) -> Tensor | None:
-        """Return where the parents of a call start, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; None for zeros."""
+        """Return the parents that a call starts from, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; None for zero."""
         if self.first_poses is None:
             return None
         poses, batch = self.unflattened(self.first_poses).expand(call.parent_count, -1, -1), call.children.shape[0]
@@ -227,7 +228,7 @@ break_symmetry, iterations, device, dtype
         return poses[:, None, None].expand(batch, -1, *size, -1, -1)
 
     def read_activations(self, poses: Tensor) -> Tensor:
-        """``sigmoid(<u_m, p_m> + c_m)`` of the parents' ``poses``: ``[B, M]`` or ``[B, M, Ho, Wo]``."""
+        """Return ``sigmoid(<u_m, p_m> + c_m)`` of the parents' flat ``poses``: ``[B, M]`` or ``[B, M, Ho, Wo]``."""
         if self.activation_weight is None or self.activation_bias is None:
             raise ValueError("this layer has no activations; build it with activations=True")
         stored = poses if poses.dim() == 3 else poses.permute(0, 2, 3, 1, 4)  # [B, Ho, Wo, M, d'], as it lies in memory
@@ -235,7 +236,6 @@ break_symmetry, iterations, device, dtype
         return active if poses.dim() == 3 else active.permute(0, 3, 1, 2)
 
     def _check_parents(self, parents: Tensor) -> None:
-        """What the functional API cannot know: flat poses of the right length."""
         require_tensor(parents, "parents")
         grid = "" if self.window is None else "Ho, Wo, "
         fits = parents.dim() == (5 if grid else 3) and parents.shape[-1] == self.out_dim
@@ -254,19 +254,19 @@ def attend(
     iterations: int = 1,
     return_coefficients: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the parents' poses of C x E numbers, and the coefficients if they were asked for.
+    """Return the parents' C x E poses, and the coefficients or None.
 
-    Dropout stands between the sum and LayerNorm, as in the authors' code; while it is active (``dropout > 0``)
-    normalisation is a step of its own, otherwise the pass normalises its own sums.
+    Dropout acts between the sum and LayerNorm, as in the authors' code. If it is active (``dropout > 0``), LayerNorm
+    runs as a step of its own, otherwise inside the pass.
 
     Parameters
     ----------
     parents : Tensor or None
         ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``: the last poses; None for the first iteration.
     norm : nn.LayerNorm or None
-        Over the C*E numbers; None leaves the sums as they are.
+        Over the C*E values; None does not normalise.
     """
-    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no iteration can run on into the next
+    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm, so one call cannot run several iterations
         for _ in range(iterations - 1):
             parents, _ = attend(call, parents, scale=scale, norm=norm, dropout=dropout)
         iterations = 1

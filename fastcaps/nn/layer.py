@@ -1,36 +1,30 @@
-"""What all routing layers have in common: their arguments, sizes and weights, the checks of flat poses, the results."""
+"""The base class of the routing layers: arguments, sizes and parameters, checks of flat poses, results."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, did_you_mean, require_tensor, shape_text
+from fastcaps.checks import check_count, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
+_OF_ROUTE = ("iterations", "return_coefficients")  # what a layer gives a route that takes it by name
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
-    """Raise for the first name that is not known."""
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
-
-
 class LayerOptions(TypedDict, total=False):
-    """The arguments by name of every routing layer but ``iterations``; :class:`RoutingLayer` describes them."""
+    """Keyword arguments of every routing layer except ``iterations``; :class:`RoutingLayer` describes them."""
 
     pose: str | int
     kernel_size: Pair | str | None
@@ -46,7 +40,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class CallOptions(TypedDict, total=False):
-    """What a call may give by name; each layer's class says which of them it takes."""
+    """Keyword arguments of calls; the class of each layer says which of them it takes."""
 
     parents: Tensor | None
     activations: Tensor | None
@@ -59,8 +53,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class LayerCall(NamedTuple):
-    """A checked call, as the functions take it: poses of C x D numbers, the activations or scores that came with them,
-    and M, the number of parents."""
+    """A checked call, as the functions take it: C x D poses, their activations or scores, M parents."""
 
     children: Tensor
     activity: Tensor | None
@@ -71,73 +64,67 @@ class LayerCall(NamedTuple):
 
 
 class RoutingLayer(nn.Module, Generic[Plain, Full]):
-    """Base of the routing layers. They take these arguments and, by name, some of their own.
+    """Base class of the routing layers, which add keyword arguments to the ones here.
 
     Parameters
     ----------
     in_capsules : int or None
-        Children of a set; child types at one position of a grid. None, for a set: any number of children, which share
-        their parameters; samples of different sizes go into one batch with an activation of 0 (a score of minus
-        infinity) for those that are not there.
+        Number of children of a set, or of child types at one position of a grid. None, for a set: any number of
+        children, which share their parameters. To batch samples of different sizes, pad them and give the padding an
+        activation of 0 (a score of minus infinity).
     out_capsules : int or None
-        Parents of a set; parent types at one position of a grid. None: any number of them, which share their
-        parameters: as many as a call says, or else as there are children.
+        Number of parents of a set, or of parent types at one position of a grid. None: any number of parents, which
+        share their parameters; a call may set it, and by default it is the number of children.
     in_dim, out_dim : int
-        Numbers in a child's pose (d = C * D) and in a parent's (d' = C * E): a child's pose is a C x D matrix, a
+        Values in a child's pose (d = C * D) and in a parent's (d' = C * E): a child's pose is a C x D matrix, a
         weight D x E, a parent's pose C x E.
     pose : "matrix", "vector" or int
-        The number of rows C, which divides d and d'. "matrix" is ``sqrt(d)``, "vector" is 1.
+        The number of rows C, which must divide d and d'. "matrix" is ``sqrt(d)``, "vector" is 1.
     kernel_size : int, pair, "all" or None
-        None routes a set; otherwise a window of that size slides over a grid. "all" is one window as large as the
-        children's grid, whatever its size: it needs ``share=True``, and the parents are a set.
+        None routes a set; otherwise a window of that size slides over a grid. "all" is one window over the whole grid
+        of children, whatever its size: it needs ``share=True``, and the parents are a set.
     stride, padding, dilation : int or pair
-        As in a convolution. Padded positions hold no children: they vote for nothing.
+        As in a convolution. Padded positions hold no children and vote for nothing.
     share : bool
-        False: every child of a set (of a window) has its own matrices. True: a set's children share one set of
-        matrices, and then their number may differ from call to call; a grid's children of one type share theirs over
-        the window.
+        False: every child of a set (of a window) has its own matrices. True: all children of a set share one set of
+        matrices, so their number may differ between calls; on a grid, all children of one type share theirs.
     matrices : bool
-        False: votes are the children's own poses, and d' = d. Biases, or the parents that an attention layer starts
-        with, then tell parents apart.
+        False: a child's votes are its pose, and d' = d. Then biases, or the parents that an attention layer starts
+        from, tell parents apart.
     bias : bool
-        Learn a bias of the votes, one per child and parent (one per parent where ``share`` is set); zero at the start.
+        Learn a bias of the votes, one per child and parent (one per parent if ``share``); zero at the start.
     break_symmetry : bool
-        For ``out_capsules=None``, where nothing would tell the parents apart: learn one pose more, of which parent j
-        adds -1 to 1 times, evenly spaced, to its votes; zero at the start.
+        For ``out_capsules=None``, where all parents would be equal: learn one more pose, zero at the start. Parent j
+        adds it to its votes times a factor; the factors are evenly spaced from -1 to 1.
     iterations : int
-        How often the coefficients are found.
+        Number of weighted sums, at least 1 (the first has equal coefficients); in pooling the number of sums after the
+        average, may be 0.
+    device, dtype : optional
+        As in PyTorch's own layers.
 
     Calls
     -----
-    ``layer(children, activations)``, where the activations (of some layers scores) are ``[B, I]`` or ``[B, N, H, W]``
-    and None means that all children are there, returns the parents' poses, what the routing finds for each parent
-    (an activation or a score), and the coefficients if asked for. A call may give by name ``out_capsules``, the number
-    of parents for a layer that leaves it open; ``bias``, ``[I or 1, M or 1, C, E]``, added to the votes of this call
-    beside the layer's own; ``iterations``, another number of them; ``return_coefficients``. Children are ``[B, I, d]``
-    for a set, ``[B, N, H, W, d]`` for a grid; a set layer also takes a grid and reads it as the set ``[B, N*H*W, d]``,
-    n slowest. Parents are ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, activations and scores the same without d', the
-    coefficients of the last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. A shape, dtype or
-    device that does not fit raises ValueError or TypeError naming the argument.
+    ``layer(children, activations)`` returns the parents' poses, then each parent's activation or score if the routing
+    computes one, then the coefficients if asked for. Some layers take scores instead of activations; None means that
+    all children exist. Keyword arguments of a call: ``out_capsules``, the number of parents if the layer leaves it
+    open; ``bias``, ``[I or 1, M or 1, C, E]``, added to the layer's own; ``iterations``; ``return_coefficients``.
+    Children are ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid; a set layer also takes a grid and reads it as
+    the set ``[B, N*H*W, d]``, n slowest. Their activations are ``[B, I]`` or ``[B, N, H, W]``. Parents are
+    ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, their activations and scores the same without d', the coefficients of the
+    last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. A wrong shape, dtype or device raises
+    ValueError or TypeError naming the argument.
 
     A routing of your own
     ---------------------
-    A subclass defines ``route(votes, activity)`` over the four verbs of :class:`~fastcaps.Votes`; poses, windows,
-    matrices, biases, sharing and checks are inherited. ``activity`` is what the call got beside the children, or None,
-    ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` hands it to the windows). ``route`` returns the parents in the
-    layout of ``votes.sum``, or a tuple of them and more, such as :class:`~fastcaps.functional.Capsules`; that is the
-    layer's result, with poses made flat. If it takes ``iterations``, ``return_coefficients`` or an option of its own by
-    name, calls may too; coefficients come last in the result::
+    A subclass defines ``route(self, votes, activations)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits
+    poses, windows, matrices, biases, sharing and checks. ``activations`` is the call's second argument, ``[B, I]`` or
+    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; a ``route`` without this parameter refuses calls
+    with activations. ``route`` returns the parents in the layout of ``votes.sum``, or a tuple that starts with them,
+    such as :class:`~fastcaps.functional.Capsules`; the layer returns that with flat poses. If ``route`` takes
+    ``iterations``, ``return_coefficients`` or further keyword arguments, so do calls; coefficients come last in the
+    result. The page "Your own routing" (docs/routings/your-own.md) has examples.
 
-        class TopK(fastcaps.nn.RoutingLayer):
-            def route(self, votes, activity):
-                parents = votes.sum(1 / votes.parents)
-                for _ in range(self.iterations):
-                    a = votes.agreement(fastcaps.functional.unit(parents, (-2, -1)))
-                    parents = votes.sum(torch.zeros_like(a).scatter(-1, a.topk(2).indices, 0.5))
-                return parents
-
-    The package's own layers define ``run(call, iterations, return_coefficients)`` instead, with the options of a call
-    that are theirs.
+    The package's own layers define ``run(call, iterations, return_coefficients)`` and their call options instead.
 
     Attributes
     ----------
@@ -146,32 +133,40 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     bias : Parameter or None
         ``[I or 1, M or 1, C, E]``.
     bias_step : Parameter or None
-        ``[1, 1, C, E]``, of ``break_symmetry``.
+        ``[1, 1, C, E]``, for ``break_symmetry``.
     """
 
-    activity_name = "activations"  # what says how active a child is: these, in [0, 1], or "scores", any numbers
-    head = "linear"  # how classes are read off its parents (ClassHead); "activations" wants activations of children too
-    compete = "parents"  # for each child, or "children" for each parent: what the softmax runs over
-    takes_parents = False  # whether a call may go on from the parents of the one before
-    call_options: tuple[str, ...] = ()  # what a call may give by name beside what all layers take
+    _fields = ("__init__", "forward", "output_size", "reset_parameters")  # help() begins with these
+    activity_name = "activations"  # a call's argument besides poses: in [0, 1]; or "scores", any real values
+    head = "linear"  # what ClassHead reads of the parents; "activations" needs activations of the children, too
+    compete = "parents"  # the softmax runs over "parents" for each child, or over "children" for each parent
+    takes_parents = False  # whether a call may go on from the parents that an earlier call returned
+    call_options: tuple[str, ...] = ()  # keyword arguments of calls, beside those that all layers take
     fewest_iterations = 1
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
-    route: Callable[..., Any]  # what a subclass defines
-    route_options: tuple[str, ...] | None = None  # what it takes by name beside votes and activity; None: no route
+    route: Callable[..., Any]  # a subclass defines it
+    route_options: tuple[str, ...] | None = None  # its keyword arguments beside votes and activations; None: no route
+    route_takes_activity = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "route" in vars(cls):
             takes = inspect.signature(cls.route)
+            third = [*takes.parameters.values(), None, None, None][2]
+            lacks = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
             try:
-                bound = takes.bind_partial(None, None, None).arguments
+                bound = takes.bind_partial(None, None, *[None] * (not lacks)).arguments
             except TypeError:
                 got = ", ".join(takes.parameters)
-                raise TypeError(f"{cls.__name__}.route must take (self, votes, activity), got ({got})") from None
+                raise TypeError(f"{cls.__name__}.route must take (self, votes, activations), got ({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            cls.route_options = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            named = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
+            for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
+                if name in named:
+                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
+            cls.route_options, cls.route_takes_activity = named, not lacks
 
     def __init__(
         self,
@@ -199,7 +194,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         if in_capsules is None and kernel_size is not None:
-            raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
+            raise ValueError("in_capsules must be an int with a kernel_size, the number of child types, got None")
         self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
         self.out_capsules = None if out_capsules is None else check_count("out_capsules", out_capsules)
         self.in_dim, self.out_dim = check_count("in_dim", in_dim), check_count("out_dim", out_dim)
@@ -216,17 +211,16 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             )
         rows, columns, out_columns = self.pose_shape
         many = self.out_capsules or 1
-        self._place: dict[str, Any] = {"device": device, "dtype": dtype}  # of parameters that are still to come
+        self._place: dict[str, Any] = {"device": device, "dtype": dtype}  # for parameters that subclasses add
         self._drawn: list[str] = []  # what reset_parameters draws
         self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
         self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
-        if self.route_options is not None:  # whose class may have no constructor; one may draw its own parameters later
+        if self.route_options is not None:  # such a class need not have a constructor
             RoutingLayer.reset_parameters(self)
 
     def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
-        """Set the attributes of the window. A set's layer has no ``kernel_size``: torchinfo, which reads it, cannot
-        read None."""
+        """Set the window's attributes. A set layer has no ``kernel_size``: torchinfo reads it, and cannot read None."""
         self.whole_grid = isinstance(kernel_size, str) and kernel_size == "all"
         if isinstance(kernel_size, str) and not self.whole_grid:
             raise ValueError(f"kernel_size must be an int, a pair of ints, 'all' or None, got {kernel_size!r}")
@@ -235,7 +229,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         slides = kernel_size is not None and not self.whole_grid
         if not slides and (stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1))):
             raise ValueError(
-                "stride, padding and dilation need a kernel_size of numbers; "
+                "stride, padding and dilation need an int or a pair as kernel_size; "
                 + ("a window over all of a grid has none" if self.whole_grid else "kernel_size=None routes a set")
             )
         self.window = Window(kernel_size, stride, padding, dilation) if slides else None  # type: ignore[arg-type]
@@ -264,16 +258,12 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ) -> Full: ...
         @overload
         def __call__(
-            self,
-            children: Tensor,
-            *activity: Tensor | None,
-            return_coefficients: bool,
-            **options: Unpack[CallOptions],
+            self, children: Tensor, *activity: Tensor | None, return_coefficients: bool, **options: Unpack[CallOptions]
         ) -> Plain | Full: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def new_parameter(self, name: str, shape: tuple[int, ...], start: bool | str = True) -> None:
-        """Register a parameter that is not drawn yet (True or "learned"), a buffer ("random"), or None."""
+        """Register a parameter (True or "learned"), a buffer ("random"), or None; reset_parameters sets its values."""
         if start == "random":
             self.register_buffer(name, torch.empty(shape, **self._place))
         else:
@@ -282,11 +272,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             self._drawn += [name] * wanted
 
     def first_std(self) -> float:
-        """The standard deviation of the matrices at the start."""
+        """Return the standard deviation of the initial matrices."""
         return math.sqrt((self.out_capsules or 1) / (self.pose_shape[1] * self.children_per_position))
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew: the matrices from a normal distribution, all else 0.
+        """Initialise the parameters: matrices from a normal distribution, all else 0.
 
         Parameters that a subclass assigns itself keep their values; it may extend this method.
         """
@@ -299,19 +289,19 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     @property
     def children_per_position(self) -> int:
-        """I: the children that one position sees (of a whole grid: at each place; 1 where any number will do)."""
+        """I, the children in one window (for "all", at one position of the grid; 1 for any number of them)."""
         return (1 if self.window is None else self.window.positions) * (self.in_capsules or 1)
 
     @property
     def groups(self) -> int:
-        """G: how many children have matrices of their own; child i uses group i mod G."""
+        """G, the number of different sets of matrices; child i uses group i mod G."""
         if not self.share:
             return self.children_per_position
         return self.in_capsules or 1 if self.on_grid else 1
 
     @property
     def own_children(self) -> int:
-        """How many children have entries of their own in tables beside the weights: I, or 1 where they share."""
+        """Rows of the tables beside the weights: I, or 1 if the children share."""
         return 1 if self.share else self.children_per_position
 
     @property
@@ -320,8 +310,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return self.window is not None or self.whole_grid
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int] | None:
-        """The parents' grid (height, width) for children on a grid of ``size``; None where parents are a set, which has
-        no grid."""
+        """Return the parents' grid (height, width) for children on a grid of ``size``; None if parents are a set."""
         return None if self.window is None else self.window.output_size(*size)
 
     def forward(
@@ -333,27 +322,48 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         bias: Tensor | None = None,
         iterations: int | None = None,
         return_coefficients: bool = False,
-        **own: Any,
+        **options: Any,
     ) -> Any:
-        """Route, as the class says under *Calls*; ``own`` are the options that a layer has for itself."""
-        self.know(own)
+        """Return the parents, and whatever else the class lists under *Calls*.
+
+        Parameters
+        ----------
+        children : Tensor
+            Poses ``[B, I, d]`` of a set, ``[B, N, H, W, d]`` of a grid.
+        activations, scores : Tensor, optional
+            How active the children are, ``[B, I]`` or ``[B, N, H, W]``; None: all are active.
+        parents : Tensor, optional
+            The result of an earlier call, for another iteration.
+        out_capsules : int, optional
+            The number of parents, for a layer with ``out_capsules=None``.
+        bias : Tensor, optional
+            ``[I or 1, M or 1, C, E]``, added to the votes in addition to the layer's bias.
+        iterations : int, optional
+            Number of iterations of this call, instead of the layer's.
+        return_coefficients : bool
+            Also return the coefficients.
+        """
+        self.know(options)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
-        return self.finish(self.run(call, count, return_coefficients, **own))
+        return self.with_flat_poses(self.run(call, count, return_coefficients, **options))
 
-    def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **own: Any) -> Any:
-        """Route a checked call: by ``route``, over the votes."""
+    def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **options: Any) -> Any:
+        """Return the result of ``route`` for a checked call."""
         takes = self.route_options
         if takes is None:
-            raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activity)")
-        given = {"iterations": iterations, "return_coefficients": return_coefficients}
+            raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activations)")
+        given = dict(zip(_OF_ROUTE, (iterations, return_coefficients), strict=True))
         usual = {"iterations": self.iterations, "return_coefficients": False}
+        activity = (call.activity,) if self.route_takes_activity else ()
+        if call.activity is not None and not activity:
+            raise TypeError(f"{self.activity_name} must be left out: {type(self).__name__}.route does not take them")
         for name, value in given.items():
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
-        found = self.route(votes, call.activity, **{k: x for k, x in given.items() if k in takes}, **own)
+        found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **options)
         poses = found[0] if isinstance(found, (tuple, list)) and found else found
         if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
             what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
@@ -370,7 +380,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         )
 
     def know(self, options: Mapping[str, Any]) -> None:
-        """Raise unless a call of this layer takes these arguments by name."""
+        """Raise TypeError for a keyword argument that calls of this layer do not take."""
         if options:
             common = ("children", self.activity_name, "out_capsules", "bias", "iterations", "return_coefficients")
             known = dict.fromkeys((*common, *self.call_options, *(self.route_options or ())))
@@ -384,12 +394,12 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     def prepare(
         self, children: Tensor, activity: Tensor | None, out_capsules: int | None = None, bias: Tensor | None = None
     ) -> LayerCall:
-        """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
-        parents that this layer was built for. A grid is flattened where the layer reads a set."""
+        """Return a checked call: flat poses of the right length, and as many children and parents as the layer was
+        built for. A set layer flattens a grid."""
         whole: object = children
         if isinstance(whole, tuple):
             raise TypeError(
-                f"children must be a tensor, got a tuple of {len(whole)}: hand its parts on one by one, "
+                f"children must be a tensor, got a tuple of {len(whole)}: pass its parts one by one, "
                 f"layer(poses, {self.activity_name}); nn.Sequential does not, fastcaps.CapsNet does"
             )
         require_tensor(children, "children")
@@ -401,7 +411,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
-            also = "" if self.on_grid else " as a set (kernel_size routes grids; other images need another image_size)"
+            also = "" if self.on_grid else " as a set (kernel_size routes grids; another image size needs a new layer)"
             raise ValueError(
                 f"children must hold the {self.in_capsules} {what} that this layer was built for, "
                 f"got {children.shape[1]} in {shape_text(given)}{also}"
@@ -410,7 +420,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             raise ValueError(f"children must be a grid of at least one position, got {shape_text(children)}")
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
         weight: Tensor | None = self.weight
-        own: Tensor | None = self.bias
+        layer_bias: Tensor | None = self.bias
         if self.out_capsules is not None:
             many = self.out_capsules
             if out_capsules is not None and out_capsules != many:
@@ -422,14 +432,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             if self.bias_step is not None:
                 places = torch.linspace(-1, 1, many, device=self.bias_step.device, dtype=self.bias_step.dtype)
                 steps = self.bias_step * places[:, None, None]
-                own = steps if own is None else own + steps
-        if own is not None:
-            bias = own if bias is None else own + bias
+                layer_bias = steps if layer_bias is None else layer_bias + steps
+        if layer_bias is not None:
+            bias = layer_bias if bias is None else layer_bias + bias
         poses = children.unflatten(-1, self.pose_shape[:2])
         return LayerCall(poses, activity, weight, bias, many, window)
 
-    def finish(self, found: Any) -> Any:
-        """Return what ``run`` found, poses or a tuple, in flat poses; a whole grid's single position goes."""
+    def with_flat_poses(self, found: Any) -> Any:
+        """Return what ``run`` returned with flat poses, and without the single position of a whole grid."""
         if isinstance(found, Tensor):
             return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)
         names = getattr(found, "_fields", ["poses", *["more"] * (len(found) - 1)])
@@ -441,8 +451,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return type(found)(*results) if hasattr(found, "_fields") else tuple(results)
 
     def smallest_inputs(self) -> list[Tensor]:
-        """Children, and parents to go on from, of the smallest call that this layer takes: a batch of 1, on a grid a
-        single position of parents."""
+        """Return children, and parents if the layer takes them, of its smallest call: batch 1, one position."""
         grid = [1, 1] if self.whole_grid else []
         if self.window is not None:
             every = zip(self.window.spec[:2], self.window.spec[4:6], self.window.spec[6:], strict=True)

@@ -1,7 +1,7 @@
-"""Flat poses, as modules speak them, and the ``C x D`` poses of the functional API.
+"""The flat poses of modules and the ``C x D`` poses of the functional API.
 
-A module sees ``[B, I, d]`` or ``[B, N, H, W, d]``; the votes need ``C x D`` matrices. Splitting the last dimension is
-a view for any strides, so going back and forth costs nothing.
+A module takes ``[B, I, d]`` or ``[B, N, H, W, d]``; the votes need ``C x D`` matrices. Splitting the last dimension is
+always a view, so it costs nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_finite, is_tracing
-
-
-def probability(value: float, name: str) -> float:
-    """Return ``value`` as a float if it lies in [0, 1); raise ValueError naming ``name`` otherwise."""
-    value = check_finite(name, value)
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must lie in [0, 1), got {value}")
-    return value
+from fastcaps.checks import check_count, is_tracing
 
 
 def arguments(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
-    """Return the arguments of a class by name; with those of its base where it passes ``**options`` on to it."""
+    """Return the arguments of a class by name, and those of its base if it passes ``**options`` on to it."""
     own = inspect.signature(kind).parameters
     named = {name: each for name, each in own.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     base = kind.__base__
@@ -35,10 +27,9 @@ def arguments(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
 
 
 def arguments_repr(module: nn.Module) -> str:
-    """Show a module's arguments, which are its attributes: those by position, and those by name that differ from their
-    defaults.
+    """Return a module's arguments as text: the positional ones, and the keyword ones that differ from their defaults.
 
-    An option that is on or off may be kept as a parameter or submodule, which is then there or None.
+    An argument is read from the attribute of its name. A bool may be stored as a parameter or submodule, or None.
     """
     shown = []
     for name, argument in arguments(type(module)).items():
@@ -58,8 +49,8 @@ def arguments_repr(module: nn.Module) -> str:
 def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, int]:
     """Return (C, D, E): a child's pose is ``C x D``, a parent's ``C x E``, and so a vote is a product with ``D x E``.
 
-    ``pose`` is the number of rows C; "matrix" stands for ``sqrt(in_dim)``, "vector" for 1. ``D = in_dim / C``,
-    ``E = out_dim / C``. A ``pose`` that is unknown or does not divide both raises ValueError.
+    ``pose`` is the number of rows C; "matrix" means ``sqrt(in_dim)``, "vector" means 1. ``D = in_dim / C``,
+    ``E = out_dim / C``. An unknown ``pose``, or one that does not divide both, raises ValueError.
 
     Examples
     --------
@@ -86,8 +77,7 @@ def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, in
 
 
 def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """LayerNorm over the last dimension of a set ``[B, M, d]`` or a grid ``[B, M, H, W, d]``, keeping a grid's memory
-    order."""
+    """Return LayerNorm over the last dimension of ``[B, M, d]`` or ``[B, M, H, W, d]``, in the same memory order."""
     grid = poses.dim() == 5  # normalised as it lies in memory: F.layer_norm would copy it into logical order
     stored = poses.permute(0, 2, 3, 1, 4) if grid else poses
     if grid and is_tracing():  # Inductor fails if free sizes end in a permutation: the affine map comes after it
@@ -98,7 +88,7 @@ def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 
 def channels_last(features: Tensor) -> Tensor:
-    """Return features ``[B, C, H, W]`` with the numbers of each position together in memory."""
+    """Return features ``[B, C, H, W]`` with the values of each position together in memory."""
     if is_tracing():  # Inductor cannot order the strides that movedim().contiguous() makes
         return features.contiguous(memory_format=torch.channels_last)
     return features.movedim(1, -1).contiguous().movedim(-1, 1)  # a form that vmap supports

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_finite, check_map, shape_text
+from fastcaps.checks import check_choice, check_count, check_finite, check_map, known_arguments, shape_text
 from fastcaps.nn.layer import Pair
 from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses
 from fastcaps.results import Capsules
@@ -16,13 +16,12 @@ from fastcaps.votes import Window
 
 
 class PrimaryCapsules(nn.Module):
-    r"""Turn a feature map into a grid of capsules: convolution, then LayerNorm over each pose's numbers, or a squash.
+    r"""Make a grid of capsules of a feature map: a convolution, then LayerNorm or squash of each pose.
 
     .. math:: P_{n} = \mathrm{LayerNorm}\big((\mathrm{conv}\,F)_{nd \ldots (n+1)d}\big)
 
-    The result lies in memory as ``[B, H, W, N, d]``, a position's capsules together, as the routing layers want them.
-    That is how a channels_last convolution writes its channels, so features that are channels_last already are not
-    copied on the way.
+    In memory the result is ``[B, H, W, N, d]``, the order that the routing layers read fastest. A channels_last
+    convolution writes it, so features that are channels_last are never copied.
 
     Parameters
     ----------
@@ -31,25 +30,24 @@ class PrimaryCapsules(nn.Module):
     capsules : int
         Capsule types N at every position.
     dim : int
-        Numbers in a pose, d; the convolution has ``N * d`` output channels.
+        Values in a pose, d; the convolution has ``N * d`` output channels.
     kernel_size, stride, padding, dilation : int or pair
-        The convolution's. ``kernel_size=None``: there is none, the features' channels are the poses' numbers, ``N * d``
-        of them, and ``N`` more for the activations if there are any.
+        Of the convolution. ``kernel_size=None`` uses no convolution: the features' ``N * d`` channels are the poses,
+        followed by ``N`` channels of activations if ``activations``.
     bias : bool
         Whether the convolution has a bias.
     normalize : "layer_norm", "squash" or None
-        LayerNorm over the pose, its affine shared by all capsules (skipped where d = 1); or squashed poses, of lengths
-        below 1, as dynamic routing wants them (:func:`fastcaps.vectors.squash`); or poses as they are.
+        LayerNorm over each pose, with one affine map for all capsules (skipped if d = 1); or squash
+        (:func:`fastcaps.vectors.squash`), to lengths below 1, for dynamic routing; or neither.
     activations : bool
-        Also give every capsule an activation, the sigmoid of one more channel of a convolution of the same window (as
-        Table 6 of Tsai et al. does for EM routing).
+        Also return an activation of every capsule: the sigmoid of another convolution with the same window (as in
+        Table 6 of Tsai et al. for EM routing).
     scores : bool
-        Leave the activations as they are, without the sigmoid: scores, as Heinsen's routing wants them. For
-        ``activations=True``.
+        With ``activations=True``: return scores for Heinsen routing, the activations without the sigmoid.
     batch_norm : bool
         BatchNorm of the features before each convolution (Heinsen, 2019, Figure 3d).
     eps : float, optional
-        LayerNorm's, 1e-5 by default, or the squash's, 0 by default.
+        Of LayerNorm, by default 1e-5, or of squash, by default 0.
 
     Examples
     --------
@@ -62,6 +60,7 @@ class PrimaryCapsules(nn.Module):
     True
     """
 
+    @known_arguments
     def __init__(
         self,
         in_channels: int,
@@ -91,7 +90,7 @@ class PrimaryCapsules(nn.Module):
         self.activations = bool(activations)
         self.scores = bool(scores)
         if self.scores and not self.activations:
-            raise ValueError("scores must be False with activations=False: there are none")
+            raise ValueError("scores must be False with activations=False, got True")
         self.eps = eps if eps is None else check_finite("eps", eps, 0.0)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.window = None if kernel_size is None else Window(kernel_size, stride, padding, dilation)
@@ -124,16 +123,16 @@ class PrimaryCapsules(nn.Module):
         return nn.Conv2d(self.in_channels, channels, bias=bias, **window, **place)
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """The grid (height, width) of capsules for a feature map of ``size``."""
+        """Return the grid (height, width) of capsules for a feature map of ``size``."""
         return size if self.window is None else self.window.output_size(*size)
 
     def forward(self, features: Tensor) -> Tensor | Capsules:
-        """Make capsules of ``features``.
+        """Return the capsules of ``features``.
 
         Parameters
         ----------
@@ -161,7 +160,7 @@ class PrimaryCapsules(nn.Module):
         return Capsules(poses, active if self.scores else torch.sigmoid(active))
 
     def _convolve(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the poses' numbers ``[B, N * d, Ho, Wo]`` and the scores ``[B, N, Ho, Wo]`` if there are any."""
+        """Return the poses' channels ``[B, N * d, Ho, Wo]`` and the scores ``[B, N, Ho, Wo]`` or None."""
         if self.conv is None:
             numbers = self.capsules * self.dim
             return features[:, :numbers], features[:, numbers:] if self.activations else None

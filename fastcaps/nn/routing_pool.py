@@ -1,4 +1,4 @@
-"""Routing as pooling: a layer of capsules, and a layer in the place of a pooling layer."""
+"""Routing as pooling: a layer of capsules, and a drop-in for pooling layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_count, check_finite, check_map, shape_text
+from fastcaps.checks import check_count, check_finite, check_map, known_arguments, shape_text
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import arguments_repr, channels_last
@@ -32,15 +32,14 @@ class RoutingPool(RoutingLayer[Tensor, Routed]):
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
 break_symmetry, iterations, device, dtype
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; ``iterations`` find the coefficients, at least 0, and one
-        more sum is taken with them.
+        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; ``iterations`` may be 0, and one more sum follows them.
     sharpness, activation, detach
         As :func:`fastcaps.functional.routing_pool` has them.
 
     Calls
     -----
-    ``activations``, not negative, say how much a child counts in the softmax: 0 for one that is not there. A call may
-    also give another ``sharpness``.
+    ``activations``, not negative, are the children's weights in the softmax: 0 for one that does not exist. A call also
+    takes another ``sharpness``.
 
     Examples
     --------
@@ -70,7 +69,7 @@ break_symmetry, iterations, device, dtype
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         self.sharpness = check_finite("sharpness", sharpness, 0.0)
-        activation_function(activation)  # raises where it is wrong
+        activation_function(activation)  # raises if it is invalid
         self.activation, self.detach = activation, bool(detach)
         self.reset_parameters()
 
@@ -81,7 +80,7 @@ break_symmetry, iterations, device, dtype
     def run(
         self, call: LayerCall, iterations: int, return_coefficients: bool, *, sharpness: float | None = None
     ) -> Tensor | Routed:
-        """Route a checked call."""
+        """Return the routing of a checked call."""
         return functional.routing_pool(
             call.children,
             weight=call.weight,
@@ -98,31 +97,31 @@ break_symmetry, iterations, device, dtype
 
 
 class RoutingPool2d(nn.Module):
-    r"""Pool a feature map by routing (Zhao & Huang, 2019, Algorithm 1), in the place of average pooling.
+    r"""Pool a feature map by routing (Zhao & Huang, 2019, Algorithm 1), instead of averaging.
 
-    Every ``dim`` consecutive channels of a place are a capsule. Those that agree with the others weigh more: λ = 0 is
-    average pooling, a large λ nearly takes one of them. A drop-in for ``nn.AdaptiveAvgPool2d(1)`` or, with a
+    Every ``dim`` consecutive channels at one position are a capsule. Capsules that agree with the others weigh more:
+    λ = 0 is average pooling, a large λ nearly selects one capsule. A drop-in for ``nn.AdaptiveAvgPool2d(1)`` or, with a
     ``kernel_size``, for ``nn.AvgPool2d(kernel_size, stride, padding, count_include_pad=False)``: it has no parameters
-    (unless there are several parents) and gives as many channels. With λ = 0 it runs these very functions.
+    (except with several parents) and keeps the number of channels. With λ = 0 it calls these functions.
 
     Parameters
     ----------
     dim : int
-        Channels of a capsule; divides the channels of the map.
+        Channels of a capsule; must divide the channels of the map.
     sharpness : float
         :math:`\lambda`. The paper has 0.5 after a small network, 5 in residual networks. May be set later.
     iterations : int
-        How often the coefficients are found; one more sum is taken with them.
+        Number of times the coefficients are computed; one more sum follows.
     kernel_size : int, pair or None
         None pools the whole map, otherwise a window of that size.
     stride : int, pair or None
         ``kernel_size`` by default.
     padding : int or pair
-        Padded places hold no capsules.
+        Padded positions hold no capsules.
     parents : int or None
-        None: each group of channels has a parent of its own, which pools over places alone. 1: all capsules of a window
-        go to one parent, of ``dim`` channels. More: that many parents, told apart by learned matrices, one for each
-        group of channels and parent; then the result has ``parents * out_dim`` channels.
+        None: each group of channels has its own parent, which pools over positions only. 1: all capsules of a window
+        go to one parent, of ``dim`` channels. More: that many parents, with one learned matrix for each group of
+        channels and parent; then the result has ``parents * out_dim`` channels.
     activation, detach
         As :func:`fastcaps.functional.routing_pool` has them.
     in_channels, out_dim : int, optional
@@ -150,6 +149,7 @@ class RoutingPool2d(nn.Module):
     compete = "children"
     weight: nn.Parameter | None
 
+    @known_arguments
     def __init__(
         self,
         dim: int = 16,
@@ -184,7 +184,7 @@ class RoutingPool2d(nn.Module):
         if kernel_size is not None:  # torchinfo reads it, and cannot read None
             self.kernel_size = kernel_size
         self.parents = None if parents is None else check_count("parents", parents)
-        activation_function(activation)  # raises where it is wrong
+        activation_function(activation)  # raises if it is invalid
         self.activation = activation
         self.detach = bool(detach)
         self.in_channels = None if in_channels is None else check_count("in_channels", in_channels)
@@ -202,7 +202,7 @@ class RoutingPool2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, where there are any."""
+        """Initialise the parameters, if there are any."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.dim))
 
@@ -241,7 +241,7 @@ class RoutingPool2d(nn.Module):
         sharpness: float | None = None,
         return_coefficients: bool = False,
     ) -> Tensor | Routed:
-        """Pool.
+        """Return the pooled feature map.
 
         Parameters
         ----------
@@ -250,9 +250,9 @@ class RoutingPool2d(nn.Module):
         iterations, sharpness : int and float, optional
             Others for this call.
         return_coefficients : bool
-            Also return the shares r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw, groups]`` where each
-            group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest. Of a whole
-            map, Ho = Wo = 1 and kh, kw = H, W: ``r[b, 0, 0, :, m].view(H, W)`` is a picture of where parent m looks.
+            Also return the coefficients r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw, groups]`` if each
+            group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest. For a whole
+            map, Ho = Wo = 1 and kh, kw = H, W: ``r[b, 0, 0, :, m].view(H, W)`` shows where parent m looks.
 
         Returns
         -------
@@ -263,7 +263,7 @@ class RoutingPool2d(nn.Module):
         Raises
         ------
         ValueError, TypeError
-            Naming the argument whose shape, dtype or device does not fit.
+            For an argument of a wrong shape, dtype or device; the message names it.
         """
         check_map("features", features, self.in_channels)
         groups = self._groups(features.shape[1])
@@ -303,7 +303,7 @@ class RoutingPool2d(nn.Module):
 
     def _pool(self, features: Tensor, groups: int, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Pool ``[B, groups * dim, H, W]`` into ``[B, M, Ho, Wo, out_dim]``."""
-        # Every iteration reads all capsules: several times as fast with the numbers of each together as across a map.
+        # Every iteration reads all capsules, which is several times as fast if each lies together in memory.
         capsules = channels_last(features).unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         window = self.window or Window((features.shape[2], features.shape[3]))
         result = functional.routing_pool(capsules.unsqueeze(-2), weight=self.weight, window=window, **options)

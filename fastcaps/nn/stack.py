@@ -1,4 +1,4 @@
-"""Several routing layers on top of each other, routed concurrently or one after the other."""
+"""A stack of routing layers, routed concurrently or sequentially."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
 from fastcaps.nn.poses import arguments_repr
@@ -17,30 +17,30 @@ from fastcaps.results import Capsules, Gaussians, Routed
 
 Parents = Tensor | Capsules | Gaussians
 Read = tuple[Tensor, Tensor | None]
-"""Poses, and what is known of each: activations or scores."""
+"""Poses, and their activations or scores."""
 Parts = tuple[Tensor, Tensor | None, bool]
-"""The same, and whether those are scores."""
+"""The same, and whether the second are scores."""
 
 
 @dataclass(frozen=True)
 class CapsuleSpec:
-    """A layer to be built, without the numbers that follow from the layer below it.
+    """The arguments of a layer to build, except the sizes that follow from the layer below it.
 
     Attributes
     ----------
     capsules : int
         Parents of a set; parent types at one position of a grid.
     dim : int, optional
-        Numbers in a parent's pose; as many as the children have if None.
+        Values in a parent's pose; None: as many as in a child's.
     kernel_size : int, pair or "all", optional
         None makes a set layer, which reads a grid below it as one set.
     stride, padding, dilation, share
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
     types : int, optional
-        For ``kernel_size="all"`` above a layer whose parents are a set: read them as so many types, slowest, at as many
-        places as that makes. The places of a type share its matrices.
+        For ``kernel_size="all"`` above a layer whose parents are a set: read the set as this many types, slowest, in a
+        row of positions. The capsules of a type share its matrices.
     layer : type of RoutingLayer, optional
-        Its class; None is what :meth:`RoutingStack.build` is told for all.
+        Its class; None: the ``layer`` of :meth:`RoutingStack.build`.
     options : mapping
         Further arguments of this layer.
     """
@@ -58,17 +58,16 @@ class CapsuleSpec:
 
 
 class RoutingTrace(NamedTuple):
-    """Everything a :class:`RoutingStack` ended with.
+    """The last state of every layer of a :class:`RoutingStack`.
 
     Attributes
     ----------
     poses : tuple of Tensor
         ``poses[0]`` are the stack's children, ``poses[k]`` the parents of layer k - 1.
     activations : tuple of (Tensor or None)
-        Likewise; scores where a layer has scores.
+        The same for activations, or scores if a layer has scores.
     coefficients : tuple of Tensor
-        ``coefficients[k]``: how layer k's children spread over its parents in the last iteration, ``[B, I, M]`` or
-        ``[B, Ho, Wo, I, M]``; without gradient.
+        ``coefficients[k]``, of layer k in the last iteration, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``; without gradient.
     """
 
     poses: tuple[Tensor, ...]
@@ -77,22 +76,22 @@ class RoutingTrace(NamedTuple):
 
 
 class RoutingStack(nn.Module):
-    """Run routing layers for t iterations (Tsai et al., 2020, Procedure 2).
+    """Route capsules through several layers, for t iterations (Tsai et al., 2020, Procedure 2).
 
-    The first iteration goes through the layers in order. Then, *concurrent* routing lets every layer read, in each of
-    the iterations 2..t, the previous iteration's values of the layer below and of itself: all layers move at once.
-    *Sequential* routing, the paper's ablation B, has each layer finish its t iterations before the next one starts.
+    The first iteration goes through the layers in order. In *concurrent* routing, each of the iterations 2..t updates
+    all layers at once: every layer reads the previous iteration's values of itself and of the layer below.
+    In *sequential* routing, the paper's ablation B, each layer finishes its t iterations before the next one starts.
 
-    Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest. Above a set, a layer
-    of ``kernel_size="all"`` reads it the other way round, as ``in_capsules`` types at one place or several in a row.
+    Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest. A layer of
+    ``kernel_size="all"`` above a set reads it as ``in_capsules`` types at one position, or at several in a row.
 
-    In concurrent routing the last layer's value after t iterations depends on the layer k below it only up to
-    iteration t - k, so later updates of that layer cannot reach the result. They are left out unless ``return_trace``
-    asks for every layer's last state; the result, and every gradient, is the same.
+    In concurrent routing the last layer's result after t iterations depends on the layer k below it only up to
+    iteration t - k. Later updates of that layer are skipped unless ``return_trace`` asks for every layer's last state;
+    the result and all gradients are the same.
 
-    Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) make all their own
-    iterations whenever what they read has changed; t counts those of the others. Activations pass from layer to layer,
-    and so do scores: where one kind is given and the other wanted, a score is the logit of an activation.
+    Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) run all their own
+    iterations whenever their input has changed; t counts those of the others. Activations and scores pass from layer
+    to layer; if a layer needs the other kind, they are converted: a score is the logit of an activation.
 
     Parameters
     ----------
@@ -121,6 +120,7 @@ class RoutingStack(nn.Module):
     [(1, 4, 4, 72, 16), (1, 256, 10)]
     """
 
+    @known_arguments
     def __init__(
         self, layers: Iterable[RoutingLayer[Any, Any]], *, iterations: int = 2, routing: str = "concurrent"
     ) -> None:
@@ -152,25 +152,25 @@ class RoutingStack(nn.Module):
         layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
         **options: Any,
     ) -> RoutingStack:
-        """Build the layers of ``specs``, computing every number of children.
+        """Return a stack of the layers of ``specs``; every number of children is computed.
 
         Parameters
         ----------
         specs : sequence of CapsuleSpec
             Lowest first.
         in_capsules, in_dim : int
-            The stack's children: how many (types of them, on a grid) and the numbers in a pose.
+            Number of the stack's children (on a grid, of child types), and of values in a pose.
         size : (int, int), optional
             Height and width of the children's grid; None if they are a set.
         layer : type of RoutingLayer
-            The class of the layers whose spec names none.
+            The class of layers whose spec names none.
         **options
-            Further arguments of every layer: pose, bias, device, dtype, and what all of their classes know.
+            Further arguments of every layer: pose, bias, device, dtype, and others that all their classes take.
 
         Raises
         ------
         ValueError
-            If a window is larger than its grid, or a grid layer is to follow a set layer.
+            If a window is larger than its grid, or a grid layer follows a set layer.
         """
         layers = []
         for index, spec in enumerate(specs):
@@ -179,7 +179,7 @@ class RoutingStack(nn.Module):
                 in_capsules, size = in_capsules * size[0] * size[1], None
             elif spec.kernel_size is not None and size is None:
                 if spec.kernel_size != "all" or spec.types is None:
-                    raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
+                    raise ValueError(f"{where} needs a grid of children, but the layer below it returns a set")
                 if in_capsules % check_count("types", spec.types):
                     raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
                 in_capsules = spec.types
@@ -232,16 +232,16 @@ class RoutingStack(nn.Module):
         iterations: int | None = None,
         return_trace: bool = False,
     ) -> Parents | tuple[Parents, RoutingTrace]:
-        """Route ``children`` up through all layers.
+        """Return the last layer's parents.
 
         Parameters
         ----------
         children : Tensor
             The lowest layer's children: ``[B, I, d]`` or ``[B, N, H, W, d]``.
         activations : Tensor, optional
-            Their activations, or scores if the lowest layer reads scores: ``[B, I]`` or ``[B, N, H, W]``.
+            Their activations, or scores if the lowest layer takes scores: ``[B, I]`` or ``[B, N, H, W]``.
         iterations : int, optional
-            Another t for this call; for layers that make all their own iterations, another number of those.
+            t of this call, also for the layers that run all their own iterations.
         return_trace : bool
             Also return a :class:`RoutingTrace`: every layer's last poses, activations and coefficients.
 
@@ -260,9 +260,9 @@ class RoutingStack(nn.Module):
         return found[-1], RoutingTrace(poses, activity, tuple(coefficients))
 
     def _run(self, start: Parts, count: int, own: int | None, trace: bool) -> tuple[list[Parents], list[Tensor]]:
-        """Return what every layer found last, and its coefficients for a trace.
+        """Return every layer's last result, and its coefficients for a trace.
 
-        ``own`` is the number of iterations of layers that make all of theirs in one call, if it is not their own.
+        ``own``, if given, replaces the number of iterations of layers that run all of theirs in one call.
         """
         size = len(self.layers)
         rounds, each = (count, 1) if self.routing == "concurrent" else (1, count)
@@ -274,10 +274,10 @@ class RoutingStack(nn.Module):
             found, spread = self._step(index, inputs[index], None, trace and rounds == 1, own, each)
             results.append(found)
             coefficients += spread
-        routed = list(inputs)  # what each layer's result was made of
+        routed = list(inputs)  # what each layer read for its last result
         for iteration in range(2, rounds + 1):
             last = iteration == rounds
-            # what lies below cannot reach the result any more
+            # layers below this one can no longer change the result
             first = 0 if trace else max(0, size - 1 - (rounds - iteration))
             before, read = list(results), list(inputs)
             for index in range(first, size):
@@ -293,8 +293,7 @@ class RoutingStack(nn.Module):
         return results, coefficients
 
     def _read(self, index: int, poses: Tensor, activity: Tensor | None, scores: bool) -> Read:
-        """What layer ``index`` reads of the layer below it. Flattening copies a grid's poses, so it is done once a
-        result and not once a pass."""
+        """Return what layer ``index`` reads of the layer below it. Called once per result, since it copies poses."""
         layer = self.layers[index]
         activity = converted(activity, scores, layer.activity_name == "scores")
         if not layer.on_grid and poses.dim() == 5:
@@ -321,14 +320,14 @@ class RoutingStack(nn.Module):
 
 
 def parts_of(found: Parents) -> Parts:
-    """Return the poses of what a layer found, its activations or scores, and whether they are scores."""
+    """Return the poses of a layer's result, its activations or scores, and whether they are scores."""
     if isinstance(found, Tensor):
         return found, None, False
     return found[0], found[1], isinstance(found, Gaussians)
 
 
 def as_scores(activations: Tensor) -> Tensor:
-    """Return the logits of activations, minus and plus infinity for those of 0 and 1, whose gradient is 0."""
+    """Return the logits of activations; for 0 and 1, minus and plus infinity with gradient 0."""
     inside = (activations > 0) & (activations < 1)
     edges = torch.where(activations > 0, torch.inf, -torch.inf).to(activations.dtype)
     return activations.where(inside, 0.5).logit().where(inside, edges)
@@ -342,7 +341,7 @@ def converted(activity: Tensor | None, scores: bool, wanted: bool) -> Tensor | N
 
 
 def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
-    """Raise where something is no routing layer, or cannot read the one below it."""
+    """Raise if an element is not a routing layer, or does not fit the one below it."""
     for index, layer in enumerate(layers):
         where, below = f"layers[{index}]", layers[index - 1]
         if not isinstance(layer, RoutingLayer):
@@ -361,7 +360,7 @@ def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
                     )
                 continue
             raise ValueError(
-                f"{where} routes a grid (kernel_size {layer.kernel_size}), but the layer below it makes a set"
+                f"{where} routes a grid (kernel_size {layer.kernel_size}), but the layer below it returns a set"
             )
         if None in (layer.in_capsules, below.out_capsules) or (layer.share and not layer.on_grid):
             continue

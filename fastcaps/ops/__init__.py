@@ -1,42 +1,35 @@
 """The border: routings as ops of PyTorch, each with its backward.
 
-``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` make T >= 1 iterations; a pass is a routing of one
-iteration. Their leading arguments are the votes (:class:`fastcaps.votes.VoteInputs`), in op layout; what each takes
-besides, and what one iteration computes, is said by the function of the same name in :mod:`fastcaps.reference`.
-Whoever calls them comes through :class:`~fastcaps.ops.routing.Routing`; the raw ops are
-``torch.ops.fastcaps.attention_routing`` and so on.
+``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` run T >= 1 iterations; a pass is a routing of one
+iteration. Their first arguments are the votes (:class:`fastcaps.votes.VoteInputs`), in op layout; the function of the
+same name in :mod:`fastcaps.reference` documents the others, and what an iteration computes. Callers use
+:class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fastcaps.attention_routing`` and so on.
 
 Workspace
 ---------
-With "parents" short for the B * L * M * C * E numbers of one parents tensor, results hold the parents and the history:
-one parents an iteration for attention, the same and a number for each parent for pooling, two of each for Gaussians.
-Coefficients, if asked for, are B * L * I * M numbers (twice that while they are made); some 4 MB of votes are used
-to make them. Besides, the CPU kernels use
+"1 P" means a tensor of the parents' size, B * L * M * C * E values, "1 M" a value for each parent. The results hold the
+parents and, for each iteration, 1 P for attention, 1 P and 1 M for pooling, 2 P and 2 M for Gaussians. Coefficients, if
+asked for, take B * L * I * M values (twice that during their computation), and about 4 MB of votes.
 
-``attention_routing``: partial sums where positions are too few to keep the threads busy, all together a 64th of what
-the votes would take (but 1 to 32 MiB), and 0.5 to 1.5 MiB for each thread (the parents and votes of one block, or the
-children of a row where they stay for all iterations; with very many parents, the parents of 16 positions a few times).
-``pooling_routing`` and ``gaussian_routing``: the same; what a range of children leaves is one parents and two numbers
-for each parent, or two parents and as many numbers.
+CPU kernels, forward: partial sums if there are too few positions to keep the threads busy, of a 64th of the votes' size
+in all (within 1 and 32 MiB): 1 P for each range of children, with 2 M for pooling, or 2 P and 2 M for Gaussians. 0.5 to
+1.5 MiB for each thread: the parents and votes of one block, or the children of a row if they stay for all iterations;
+with very many parents, several times the parents of 16 positions.
 
-``attention_routing_backward``: two parents an iteration (the query and dL/dS, turned to lanes), one parents more for
-each range of children and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (kept small
-by ``csrc/cpu``), and about 1 MiB for each thread. Pooling has two parents and two numbers for each parent, Gaussians
-five and three.
+CPU kernels, backward: for each iteration 2 P for attention (the query and dL/dS, transposed to lanes), 2 P and 2 M for
+pooling, 5 P and 3 M for Gaussians; 1 P for each range of children; one ``dweight`` and ``dbias`` for each group of
+samples into which the call is split (``csrc/cpu`` keeps them few); about 1 MiB for each thread. A backward of several
+iterations also computes every iteration's query (for Gaussians the variances) and stores the gradients of every
+iteration's parents: 2 P per iteration, 3 P for Gaussians, and 2 P more while these are stacked.
 
-A backward of several iterations also makes the query of every iteration again (for Gaussians the variances) and keeps
-the gradients of every iteration's parents until the end: two parents an iteration, three for Gaussians and, while those
-are put together, two more.
+CUDA kernels, forward: 1 P for each range of at least 8 children, if there are too few positions to fill the device; if
+the parents do not fit into one block, 2 * B * L * I values for each block of them, in parts of at most 64 MiB; a copy
+of weights that are rounded to TF32. Backward: 1 P, with 1 or 2 M for pooling and Gaussians, also for each of several
+ranges of children; for blocks of parents as in the forward, with 3 values instead of 2; eight ``dbias`` if all children
+share it; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of each if larger, and
+as much of ``dchildren`` if the parents do not fit into one block. A routing in one launch uses no workspace.
 
-The CUDA kernels use: one parents for each range of children, where positions are too few to fill the device (each range
-has at least 8 children); where the parents do not fit into one block, 2 * B * L * I numbers for each block of them, or
-fewer times that within 64 MiB; the weights once more where they are rounded to TF32. Backwards: one parents (pooling
-and Gaussians: and a number or two for each parent), one for each range of children if there are several, the same for
-blocks of parents with 3 numbers for 2; eight of ``dbias`` where all children share it; in the deterministic mode about
-64 MiB of parts of ``dweight`` and ``dbias``, or four of them if they are larger, and as much of ``dchildren``
-where the parents do not fit into one block. A routing of one launch: its results alone.
-
-Nothing grows with children times parents, but in the reference: some numbers for each pair, and a block of votes.
+Nothing grows with children times parents, except in the reference: some values for each pair, and a block of votes.
 """
 
 from __future__ import annotations
@@ -47,14 +40,8 @@ from fastcaps.ops.pooling import Pooling, pooling_routing
 from fastcaps.ops.routing import Routing
 
 __all__ = [
-    "ROUTINGS",
-    "Attention",
-    "Gaussian",
-    "Pooling",
-    "Routing",
-    "attention_routing",
-    "gaussian_routing",
+    "ROUTINGS", "Attention", "Gaussian", "Pooling", "Routing", "attention_routing", "gaussian_routing",
     "pooling_routing",
-]
+]  # fmt: skip
 
 ROUTINGS: tuple[Routing, ...] = (attention_routing, pooling_routing, gaussian_routing)

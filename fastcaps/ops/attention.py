@@ -53,8 +53,8 @@ class AttentionRouting(QueryRouting):
     constant = frozenset(("query",))
 
     def __call__(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
-        """Run the op, but for a first iteration that the library's own product serves."""
-        if own.query is not None or self.adds(own) or not uniform.library_serves(votes):
+        """Run the op, except a first iteration that torch's convolution or matmul computes."""
+        if own.query is not None or self.adds(own) or not uniform.torch_runs_first_iteration(votes):
             return self.route(votes, own)
         if not is_tracing():
             if (hears := listener.get()) is not None:
@@ -95,7 +95,7 @@ class AttentionRouting(QueryRouting):
             return None if given["sums"] is None else (given["sums"].shape[-2] * given["sums"].shape[-1],)
         return super().gradient_shape(name, given)
 
-    def left(self, own: Attention, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    def steps_of(self, own: Attention, sums: Tensor, dtype: torch.dtype) -> Tensor:
         norm_weight, norm_bias = widen(dtype, own.norm_weight, own.norm_bias)
         return parents_of(sums, norm_weight, norm_bias, own.eps, own.rule).to(dtype)
 

@@ -1,4 +1,4 @@
-"""How an op is defined: its schema written from typed records, its kernels registered, and the native ones declared."""
+"""Definition of an op: its schema, from typed records, its kernels, and the declarations of native ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastcaps import libraries
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
-"""Where the ops of the native libraries are declared: backend -> library."""
+"""The libraries of the native ops' declarations, by backend."""
 
 _TYPES = {
     "Tensor": "Tensor",
@@ -32,7 +32,7 @@ def _kind(annotation: Any) -> str:
 
 
 def written(fields: Mapping[str, Any]) -> str:
-    """Return a schema's arguments from names and their types, as a typed record has them."""
+    """Return a schema's arguments from the names and types of a typed record."""
     return ", ".join(f"{_kind(annotation)} {name}" for name, annotation in fields.items())
 
 
@@ -50,10 +50,10 @@ def define(
     flops: Callable[..., int],
     native: tuple[str, str] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Define an op; return it, and the ops of the same name that the native libraries implement, by backend.
+    """Define an op; return it, and the native libraries' ops of the same name, by backend.
 
-    ``takes`` and ``returns`` are its schema, ``native`` that of the native ops if it is another; ``run`` is its kernel
-    for every device, ``fake`` makes empty tensors, ``flops`` counts operations.
+    ``takes`` and ``returns`` are its schema, ``native`` that of the native ops if it differs. ``run`` is the kernel for
+    every device, ``fake`` returns empty tensors, ``flops`` counts operations.
     """
     LIBRARY.define(f"{name}({takes}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -75,14 +75,14 @@ def make_differentiable(
     formula: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
-    """Register an op's way back, and the formula in plain PyTorch that an ONNX export takes."""
+    """Register an op's backward, and its formula in plain PyTorch, which an ONNX export uses."""
     torch.library.register_autograd(op.name(), backward, setup_context=save, lib=LIBRARY)
     register_decomposition(op)(formula)
     register_decomposition(op, type="meta")(fake)  # else fakes of free sizes would run the formulas
 
 
 def interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Run a kernel of the CPU library, which gives way to a signal; raise what that signal's handler raised."""
+    """Run a kernel of the CPU library, which a signal may stop; then raise the exception of the signal's handler."""
     try:
         return kernel(*arguments)
     except RuntimeError:
@@ -91,10 +91,10 @@ def interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any
 
 
 def let_inductor_call(op: Any) -> None:
-    """Have Inductor, if it is what compiles, call an op as it is.
+    """Allow Inductor, if it is compiling, to call an op.
 
-    Where the variable CI is set it refuses an op that has a decomposition, as ours have for ONNX: a check that torch
-    means for its own ops.
+    If the variable CI is set, it refuses ops with a decomposition, which ours have for ONNX; the check is meant for
+    torch's own ops.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is not None:

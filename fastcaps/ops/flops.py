@@ -1,4 +1,4 @@
-"""How many operations a call makes, for torch's FLOP counter: tensors come as their shapes."""
+"""The numbers of operations of calls, for torch's FLOP counter; tensors are given by their shapes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fastcaps.votes import output_size
 def forward_flops(routing: Signature, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the multiplications and additions of a call.
 
-    An iteration makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a
-    first one without a state is linear in the children where there is one moment: it is one product.
+    An iteration computes the votes, one sum over them for the agreement, and ``moments`` sums for the results. A first
+    iteration without a state is a single product if there is one moment, as it is linear in the children.
     """
     own = routing.given(shapes)[1]
     votes, one = _votes_and_sum(shapes)
@@ -24,14 +24,14 @@ def forward_flops(routing: Signature, *shapes: Any, out_shape: Any = None, **_: 
 
 
 def backward_flops(routing: Signature, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
+    """Return those of a backward: votes, agreement, gain, and the two terms of dV, but not dQ."""
     votes, one = _votes_and_sum(shapes[len(routing.heads) :])
     count, needs = next(head for head in shapes[: len(routing.heads)] if head is not None)[0], shapes[-1]
     return count * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
 
 
 def _votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
-    """Return the operations of making all votes once, and of one sum over all of them."""
+    """Return the operations of computing all votes, and of one sum over them."""
     (batch, *grid, types, rows, depth), weight, _, _, parents, window = shapes[:6]
     ho, wo = output_size(window, *(grid or (1, 1)))
     pairs = batch * ho * wo * window[0] * window[1] * types * parents

@@ -1,4 +1,4 @@
-"""The ops of routings whose parents are Gaussians: EM routing, and Heinsen's."""
+"""The ops of routings whose parents are Gaussians: EM and Heinsen routing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = ("mean", "variance", "log_weight")
 
 
 class Gaussian(NamedTuple):
-    """What the op takes after the votes; see :func:`fastcaps.reference.gaussian_routing` for one iteration."""
+    """The op's arguments after the votes; :func:`fastcaps.reference.gaussian_routing` describes one iteration."""
 
     mean: Tensor | None = None
     variance: Tensor | None = None
@@ -37,7 +37,7 @@ class Gaussian(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What its backward takes after the votes."""
+    """The backward's arguments after the votes."""
 
     mean: Tensor | None
     variance: Tensor | None
@@ -80,7 +80,7 @@ class GaussianRouting(Routing):
         return reference.gaussian_routing, reference.gaussian_routing_backward
 
     def check(self, votes: VoteInputs, own: Gaussian) -> None:
-        shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.numbers}
+        shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.parent_values_shape}
         check_like(votes, own, shapes, wide=True)
         if own.rule not in (Rule.EM, Rule.HEINSEN, Rule.KMEANS):
             raise ValueError(f"rule must be 4, 5 or 6, got {own.rule}")
@@ -94,8 +94,11 @@ class GaussianRouting(Routing):
 
     def fakes(self, votes: VoteInputs, own: Gaussian) -> Results:
         count, dtype = len(own.temperatures), accumulation_dtype(votes.children.dtype)
-        shapes: list[Any] = [votes.numbers, votes.poses, votes.poses]
-        shapes += [(count, *shape) for shape in (votes.numbers, votes.poses, votes.poses, votes.numbers)]
+        shapes: list[Any] = [votes.parent_values_shape, votes.poses, votes.poses]
+        shapes += [
+            (count, *shape)
+            for shape in (votes.parent_values_shape, votes.poses, votes.poses, votes.parent_values_shape)
+        ]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
     def coefficients(self, votes: VoteInputs, own: Gaussian, results: Results) -> Tensor:
@@ -118,11 +121,11 @@ class GaussianRouting(Routing):
         rest = Backward(mean, variance, log_weight, *betas, counts, means, narrow, own.eps)
         d_score, d_mean, d_variance = grads
         if not em and d_score is None and count > 1:
-            d_score = torch.zeros_like(scores[-1])  # the betas count for the iterations before
+            d_score = torch.zeros_like(scores[-1])  # the betas matter in earlier iterations
         made = {"beta_use", "beta_ignore"} if em or d_score is None else set()
         reverse.summed = reverse.needs - made - {*STATE}
 
-        heads: list[tuple[Tensor | None, ...]] = []  # the gradients of the results, from the iteration asked on
+        heads: list[tuple[Tensor | None, ...]] = []  # the gradients of the results, from the current iteration on
         heats: list[Tensor | None] = []
         d_log_sigma: Tensor | None = None
         found: dict[str, Tensor] = {}
@@ -155,7 +158,7 @@ class GaussianRouting(Routing):
 
 
 def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:
-    """Return what all iterations start from: the first one's own, if it has any, then what the others left to them."""
+    """Return the states of all iterations: the first one's, if any, then those that earlier iterations left."""
     if left is None:
         return None
     every = left[:-1] if first is None else torch.cat((first[None], left[:-1]))
@@ -163,14 +166,13 @@ def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of what there is."""
     if one is None or other is None:
         return other if one is None else one
     return one + other
 
 
 def _stacked(each: Sequence[Tensor | None]) -> Tensor | None:
-    """Return a gradient of all iterations, 0 in those that have none; None if none has it."""
+    """Return a gradient of all iterations, 0 in those without it; None if all are without it."""
     like = next((x for x in each if x is not None), None)
     return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in each])
 

@@ -1,4 +1,4 @@
-"""The ops of routings whose children compete: vector-normed pooling, and dynamic routing the other way round."""
+"""The ops of routings whose children compete: vector-normed pooling, and dynamic routing of that kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastcaps.votes import POSE, VoteInputs
 
 
 class Pooling(NamedTuple):
-    """What the op takes after the votes; see :func:`fastcaps.reference.pooling_routing` for one iteration."""
+    """The op's arguments after the votes; :func:`fastcaps.reference.pooling_routing` describes one iteration."""
 
     query: Tensor | None = None
     scale: float = 1.0
@@ -30,7 +30,7 @@ class Pooling(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What its backward takes after the votes."""
+    """The backward's arguments after the votes."""
 
     query: Tensor | None
     sums: Tensor
@@ -49,7 +49,7 @@ class PoolingRouting(QueryRouting):
     competing = False
 
     def step(self, own: Pooling, results: Results) -> Tensor:
-        return results[0] if own.rule == Rule.SQUASH else self.left(own, results[0], results[0].dtype)
+        return results[0] if own.rule == Rule.SQUASH else self.steps_of(own, results[0], results[0].dtype)
 
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.pooling_routing, reference.pooling_routing_backward
@@ -61,10 +61,10 @@ class PoolingRouting(QueryRouting):
 
     def fakes(self, votes: VoteInputs, own: Pooling) -> Results:
         children, count = votes.children, own.iterations
-        logsumexp = children.new_empty((count, *votes.numbers), dtype=accumulation_dtype(children.dtype))
+        logsumexp = children.new_empty((count, *votes.parent_values_shape), dtype=accumulation_dtype(children.dtype))
         return children.new_empty(votes.poses), children.new_empty((count, *votes.poses)), logsumexp
 
-    def left(self, own: Pooling, sums: Tensor, dtype: torch.dtype) -> Tensor:
+    def steps_of(self, own: Pooling, sums: Tensor, dtype: torch.dtype) -> Tensor:
         wide = sums.to(accumulation_dtype(dtype))
         return (squash(wide, POSE) if own.rule == Rule.SQUASH else unit(wide, POSE)).to(dtype)
 

@@ -1,4 +1,4 @@
-"""What attention and pooling share: the parents' state is a query, which iterations replace or add to."""
+"""The base of attention and pooling: the parents' state is a query, which iterations replace or add to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastcaps.votes import POSE, VoteInputs
 
 
 class QueryRouting(Routing):
-    """A routing whose iterations ask with a query: the last parents, or the sum of what all so far have left."""
+    """A routing with a query: the last parents, or the sum of the steps of all iterations so far."""
 
     state = ("query",)
     finals = ("parents",)
@@ -27,57 +27,57 @@ class QueryRouting(Routing):
 
     @abstractmethod
     def rest(self, own: Any, queries: Tensor | None, history: Results) -> Any:
-        """Return what the backward takes after the votes."""
+        """Return the backward's arguments after the votes."""
 
     @abstractmethod
-    def left(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what iterations leave to the next from their S, rounded to ``dtype``, the children's."""
+    def steps_of(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the steps of iterations from their S, rounded to ``dtype``, the children's."""
 
     def adds(self, own: Any) -> bool:
-        """Return whether what an iteration leaves is added to the query, or takes its place."""
+        """Return whether an iteration's step is added to the query, or replaces it."""
         return own.rule in (Rule.SQUASH, Rule.UNIT)
 
     def step(self, own: Any, results: Results) -> Tensor:
-        """Return what an iteration leaves to the next."""
+        """Return an iteration's step."""
         return results[0]
 
     def advance(self, own: Any, results: Results) -> State:
         step = self.step(own, results)
         return {"query": own.query + step if own.query is not None and self.adds(own) else step}
 
-    def queries(self, own: Any, left: Sequence[Tensor]) -> Tensor | None:
-        """Return the queries of all iterations, stacked, without the first one's if that has none.
+    def queries(self, own: Any, steps: Sequence[Tensor]) -> Tensor | None:
+        """Return the queries of all iterations, stacked, without the first iteration's if it has none.
 
-        ``left`` is what each iteration but the last leaves to the next.
+        ``steps`` are those of all iterations but the last.
         """
         queries = [] if own.query is None else [own.query]
-        for step in left:
+        for step in steps:
             queries.append(queries[-1] + step if self.adds(own) and queries else step)
         if len(queries) < 2:
             return queries[0].unsqueeze(0) if queries else None
         return torch.stack(queries)
 
     def last_query(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the query of the last iteration, from the S of all."""
-        queries = self.queries(own, self.left(own, sums[:-1], dtype).unbind())
+        """Return the query of the last iteration, from the S of all iterations."""
+        queries = self.queries(own, self.steps_of(own, sums[:-1], dtype).unbind())
         return None if queries is None else queries[-1]
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
         (grad,), sums, count = grads, history[0], own.iterations
         dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), own.rule == Rule.SQUASH
         steps = Steps(sums.to(wide), squashes) if self.adds(own) and (squashes or count > 1) else None
-        left: Sequence[Tensor] = ()
+        before: Sequence[Tensor] = ()
         if count > 1:
-            left = (self.left(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
-        rest = self.rest(own, self.queries(own, left), history)
-        each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the iteration that is asked on
+            before = (self.steps_of(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
+        rest = self.rest(own, self.queries(own, before), history)
+        each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the current iteration on
         query = {"query"} & reverse.needs
         reverse.summed = reverse.needs - (self.constant if own.detach else query)
 
         def reach(k: int, gradient: Tensor) -> None:
-            if steps is not None and (squashes or k != -1):  # else S itself is the result
+            if steps is not None and (squashes or k != -1):  # else S is the result
                 gradient = steps.backward(gradient.to(wide), k)
-            each.insert(0, gradient.to(wide).contiguous())  # parents' would be rounded to the children's dtype
+            each.insert(0, gradient.to(wide).contiguous())  # the parents' dtype, the children's, would round it
 
         assert grad is not None
         reach(-1, grad)
@@ -102,7 +102,7 @@ class QueryRouting(Routing):
 
 
 class Steps:
-    """What an iteration adds to the query, ``squash(S)`` or ``S / |S|``, and the way back; of all iterations at once.
+    """The steps of all iterations, ``squash(S)`` or ``S / |S|``, and their backward.
 
     Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
     ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
@@ -110,18 +110,18 @@ class Steps:
     """
 
     def __init__(self, sums: Tensor, squashes: bool) -> None:
-        tiny = torch.finfo(sums.dtype).tiny  # under what a zero vector is divided by
+        tiny = torch.finfo(sums.dtype).tiny  # the divisor of a zero vector
         largest = sums.abs().amax(POSE, keepdim=True).clamp(min=tiny)
-        shrunk = sums / largest  # whose squares neither overflow nor vanish
+        shrunk = sums / largest  # so that squares neither overflow nor underflow
         ratio = shrunk.square().sum(POSE, keepdim=True).sqrt()
         size, self.vectors = ratio * largest, shrunk / ratio.clamp(min=tiny)
         self.directions = self.vectors.unbind()
         self.bends: Sequence[Tensor | float] = [-1.0] * len(sums)
         inverse = size.reciprocal()
-        # 1 / f: where that is infinite, nothing is left
+        # 1 / f; if it is infinite, the gradient is 0
         self.divisors = (size + inverse if squashes else size.masked_fill(size == 0, torch.inf)).unbind()
         if squashes:
-            length = (1 + inverse.square()).reciprocal()  # n^2 / (1 + n^2), for an infinite n too
+            length = (1 + inverse.square()).reciprocal()  # n^2 / (1 + n^2), also for infinite n
             self.bends = (1 - 2 * length).unbind()
             self.vectors = self.vectors * length
 
@@ -133,9 +133,9 @@ class Steps:
 
 
 def check_like(votes: VoteInputs, own: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
-    """Raise unless those arguments that are given have their shapes, and the call's device and dtype.
+    """Raise unless all arguments but None have their shapes, and the call's device and dtype.
 
-    ``wide``: the dtype in which sums over the children are kept.
+    ``wide``: the accumulation dtype instead of the children's.
     """
     children = votes.children
     dtype = accumulation_dtype(children.dtype) if wide else children.dtype

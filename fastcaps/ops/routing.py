@@ -1,8 +1,8 @@
-"""The border: what makes a routing an op of PyTorch, and the one place where it is decided what runs.
+"""The border: the base of the routings' ops, which decides what runs.
 
-A :class:`Routing` is two ops, the routing and its backward, each with one schema from which those of the native
-libraries follow. Above it are the public functions; below it backends that know nothing of autograd, autocast,
-compilers or coefficients.
+A :class:`Routing` is two ops, the routing and its backward, each with a schema from which those of the native libraries
+follow. Above it are the public functions; below it are backends, which need not handle autograd, autocast, compilers
+and coefficients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched,
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
-    """An eager call with a graph. It does what the op's registered autograd does, in a sixth of the time."""
+    """An eager call with a graph, equal to the op's registered autograd but in a sixth of the time."""
 
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 
@@ -44,24 +44,24 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
 
 
 class Routing(Signature, ABC):
-    """A routing as PyTorch and the backends have to know it: its two ops, and what lies between two iterations."""
+    """A routing for PyTorch and the backends: its two ops, and the step between two iterations."""
 
     sharded: Callable[..., tuple[Any, ...]]
-    """What routes DTensors. The package sets it, so that nothing here knows of :mod:`fastcaps.distributed`."""
+    """Routes DTensors; the package sets it, so that this module need not import :mod:`fastcaps.distributed`."""
 
-    # ---- what a routing says of itself -------------------------------------------------------------------------------
+    # ---- defined by each routing -------------------------------------------------------------------------------------
 
     def single(self, own: Any, k: int) -> Any:
-        """Return what an op of iteration k alone takes, but for the state."""
+        """Return the arguments of an op of iteration k alone, except the state."""
         return own._replace(iterations=1)
 
     @abstractmethod
     def advance(self, own: Any, results: Results) -> State:
-        """Return the state that the next iteration starts from, from what one took and its results."""
+        """Return the next iteration's state, from an iteration's arguments and results."""
 
     @abstractmethod
     def fakes(self, votes: VoteInputs, own: Any) -> Results:
-        """Return empty tensors as the op would, without the coefficients."""
+        """Return empty tensors of the op's results, without the coefficients."""
 
     @abstractmethod
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -69,19 +69,19 @@ class Routing(Signature, ABC):
 
     @abstractmethod
     def coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor:
-        """Return the coefficients that the last iteration used, from the results of all."""
+        """Return the coefficients of the last iteration, from the results of all iterations."""
 
     @abstractmethod
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
-        """Have ``reverse`` make the gradients of a call, from those of its final results."""
+        """Compute the gradients of a call by ``reverse``, from those of its final results."""
 
     def tables(self, own: Any) -> tuple[Tensor | None, ...]:
-        """Return the tables, one number for each child and parent, of which a backward makes gradients."""
+        """Return the tables, of a value for each child and parent, of which a backward returns gradients."""
         return ()
 
     @abstractmethod
     def check(self, votes: VoteInputs, own: Any) -> None:
-        """Raise unless what the op takes besides its votes fits them: kernels in Python would broadcast in silence."""
+        """Raise if the op's other arguments do not fit the votes, as kernels in Python would broadcast."""
 
     # ---- the ops -----------------------------------------------------------------------------------------------------
 
@@ -97,11 +97,13 @@ class Routing(Signature, ABC):
             LIBRARY.impl(self.name, self._autocast_kernel(key), key)
 
     def route(self, votes: VoteInputs, own: Any) -> Any:
-        """Run the op by a backend, in the way that those who watch need."""
+        """Run the op by a backend, in the way that its watchers need (:mod:`fastcaps.watchers`)."""
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
             if not torch.compiler.is_compiling() and (hears := listener.get()) is not None:
-                hears.other(backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.shares)} pairs", MADE)
+                hears.other(
+                    backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
+                )
             results = self._joined(self.iterate(self._reference, votes, own))
             return _complete((*results, self._coefficients(votes, own, results)), votes.children)
         if torch.compiler.is_compiling():
@@ -122,16 +124,15 @@ class Routing(Signature, ABC):
         return self.compute(votes, own)
 
     __call__ = route
-    """The entrance that functions use."""
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a call: the op's kernel. Coefficients that nobody wants are an empty tensor."""
+        """Run the op's kernel; coefficients that are not asked for are an empty tensor."""
         return _complete(self.compute(*self.given(arguments)), arguments[0])
 
     def compute(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
-        """Run a call by the backend that is forced, or comes first among those that can."""
+        """Run a call by the chosen backend."""
         if backends.on_cpu(self.stem, votes.children):
             results: Results = interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
             return (*results, self._coefficients(votes, own, results))
@@ -155,10 +156,7 @@ class Routing(Signature, ABC):
         return (*results, self._coefficients(votes, own, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a backward by the backend that is forced, or comes first among those that can.
-
-        All backends keep the same, so one may differentiate what another computed.
-        """
+        """Run a backward by the chosen backend. All backends store the same, so it may differ from the forward's."""
         votes = self.given_backward(arguments)[1]
         if backends.on_cpu(self.stem, votes.children):
             return tuple(interruptibly(self.native_backward["cpu"], (*arguments, 0)))
@@ -186,7 +184,6 @@ class Routing(Signature, ABC):
         )
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
-        """Run the reference's routing of one iteration."""
         given = own._asdict()
         del given["coefficients"]
         found: Results = self.reference()[0](votes, **given)
@@ -209,7 +206,7 @@ class Routing(Signature, ABC):
         return total
 
     def _on_grid(self, votes: VoteInputs, own: Any) -> tuple[VoteInputs, Any]:
-        """Return a call on a set as on a grid of one position: kernels in Python know no other."""
+        """Return a call on a set as one on a grid of one position, for kernels in Python."""
         if not votes.is_set:
             return votes, own
         if tuple(votes.window) != SET_WINDOW:
@@ -218,15 +215,15 @@ class Routing(Signature, ABC):
         return votes.on_grid(), own._replace(**{name: as_grid(x) if x.dim() > 1 else x for name, x in state.items()})
 
     def _on_grids(self, kernel: Callable[..., Results], votes: VoteInputs, own: Any) -> Results:
-        """Run a call by a kernel of one iteration that knows grids alone."""
+        """Run a call by a kernel of one iteration over grids."""
         placed = self._on_grid(votes, own)
         self.check(*placed)
         results = self._joined(self.iterate(kernel, *placed))
-        leading = [1] * len(self.finals) + [2] * len(self.history)  # where iterations lead
+        leading = [1] * len(self.finals) + [2] * len(self.history)  # the first dimension is the iteration
         return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)] if votes.is_set else results
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a call by the reference, one iteration after another: differentiable code."""
+        """Run a call by the reference, one iteration after another, in differentiable code."""
         votes, own = self.given(arguments)
         results = self._on_grids(self._reference, votes, own)
         return _complete((*results, self._coefficients(votes, own, results)), votes.children)
@@ -238,28 +235,28 @@ class Routing(Signature, ABC):
         own: Any,
         advance: Callable[[Any, Results], State] | None = None,
     ) -> list[Results]:
-        """Return the results of every iteration, each a call of its own: ``run(votes, own of that iteration)``.
+        """Return the results of every iteration, each by a separate ``run(votes, arguments of that iteration)``.
 
-        ``advance`` is what lies between two, :meth:`advance` by default. Where coefficients are constants, what comes
-        before the last iteration has no gradient.
+        ``advance`` returns the next state, by default :meth:`advance`. With constant coefficients, iterations before
+        the last have no gradient.
         """
         every: list[Results] = []
         state: State = {}
         count, detach = self.iterations(own), "detach" in own._fields and own.detach
         if count < 1:
-            raise ValueError(f"there must be an iteration at least, got {count}")
-        steps = [*range(count)]  # numbers to a compiler too, for which the count may be free
+            raise ValueError(f"iterations must be >= 1, got {count}")
+        steps = [*range(count)]  # ints for a compiler, too, where the count may be symbolic
         for k in steps:
             last = k == steps[-1]
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not detach)):
                 one = self.single(own, k)._replace(**state, coefficients=own.coefficients and last)
                 every.append(run(votes, one))
                 if not last:
-                    state = (advance or self.advance)(one, every[-1])
+                    # no `or`: the compiler of torch 2.10 takes no function for a truth value
+                    state = (self.advance if advance is None else advance)(one, every[-1])
         return every
 
     def _joined(self, every: list[Results]) -> Results:
-        """Return the results of one call from those of its iterations."""
         if len(every) == 1:
             return every[0]
         final = len(self.finals)
@@ -267,7 +264,6 @@ class Routing(Signature, ABC):
         return (*every[-1][:final], *history)
 
     def _coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor | None:
-        """Return the coefficients, if they are wanted."""
         if not own.coefficients:
             return None
         with torch.no_grad():
@@ -276,20 +272,20 @@ class Routing(Signature, ABC):
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors as the op would, and tell who listens of the call."""
+        """Return empty tensors of the op's results, and tell a listener about the call."""
         votes, own = self.given(arguments)
         for name, tensor in zip(self.tensors, self.tensors_of(arguments), strict=True):
-            if tensor is not None and tensor.device != votes.children.device:  # one without memory brings a call here
+            if tensor is not None and tensor.device != votes.children.device:  # such as a meta tensor among others
                 raise ValueError(f"{name} must be on {votes.children.device}, got {tensor.device}")
         if (hears := listener.get()) is not None:
             hears.routing(self, votes, own)
         let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
-        shares = votes.children.new_empty(votes.shares if own.coefficients else (0,), dtype=wide)
+        shares = votes.children.new_empty(votes.coefficients_shape if own.coefficients else (0,), dtype=wide)
         return (*self.fakes(votes, own), shares)
 
     def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors as the backward would."""
+        """Return empty tensors of the backward's results."""
         given = dict(zip(self.backward_names, arguments, strict=True))
         children, results = given["children"], []
         for k, name in enumerate(self.tensors):
@@ -300,8 +296,8 @@ class Routing(Signature, ABC):
         return tuple(results)
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-        """Keep in an autograd context what the backward will ask for."""
-        arguments, results, count = inputs, output, len(self.finals)  # torch calls them by name
+        """Store the backward's inputs in an autograd context."""
+        arguments, results, count = inputs, output, len(self.finals)  # torch passes them by name
         ctx.routing, ctx.blocks = self, backends.settings()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results[count:] if x is not None))
@@ -317,15 +313,15 @@ class Routing(Signature, ABC):
         return tuple(gradients.get(k) for k in range(len(self.names)))
 
     def differentiate(self, ctx: Any, needed: Sequence[bool], grads: Gradients) -> Gradients:
-        """Return the gradients of the op's tensors, of which ``needed`` are wanted, from those of its results."""
-        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        """Return the ``needed`` gradients of the op's tensors, from those of its results."""
+        saved = ctx.saved_tensors  # read once: a checkpoint allows no second read
         arguments = ctx.others.copy()
         for k, tensor in zip(self.places, saved, strict=False):
             arguments[k] = tensor
         finals = grads[: len(self.finals)]
         if not any(grad is not None for grad in finals):
             return [None] * len(self.tensors)
-        if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
+        if torch.is_grad_enabled():  # a second derivative: through the reference, which is ordinary code
             return self._through_reference(arguments, finals, needed)
         votes, own = self.given(arguments)
         watched = is_watched() or not are_plain(arguments[:1])
@@ -340,7 +336,7 @@ class Routing(Signature, ABC):
         wanted = [k for k, want in zip(self.places, needed, strict=True) if want]
         gradients: dict[int, Tensor] = {}
         with torch.enable_grad(), without_autocast(arguments[0].device.type):
-            # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
+            # new nodes, so that the derivative stops at the arguments (one may depend on another)
             inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
             inputs[-1] = False  # no coefficients
             results = self.by_reference(*inputs)[: len(self.finals)]
@@ -365,6 +361,6 @@ class Routing(Signature, ABC):
 
 
 def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:
-    """Return what an op has to return: an empty tensor in place of coefficients that nobody wants."""
+    """Return an op's results with an empty tensor instead of None for the coefficients."""
     *results, shares = found
     return (*results, children.new_empty(0, dtype=accumulation_dtype(children.dtype)) if shares is None else shares)

@@ -1,7 +1,7 @@
-"""The ops in shards: what an axis of a call cuts of each tensor, and the rules that PyTorch's own registry takes.
+"""Sharded ops: which dimension of each tensor an axis cuts, and the rules for PyTorch's registry.
 
-A rule tells how the tensors of one op may lie on the processes of a mesh. What takes more than one op, and a message
-between two iterations, is in :mod:`fastcaps.distributed`. Importing this module registers the rules.
+A rule lists the placements of one op's tensors on a mesh. Calls that need several ops and communication between two
+iterations are in :mod:`fastcaps.distributed`. Importing this module registers the rules.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fastcaps.rules import Rule
 
 AXES = ("batch", "children", "parents")
 Placements = list[Placement | None]
-"""How each tensor lies along one dimension of a mesh; None where there is none."""
+"""The placement of each tensor along one dimension of a mesh; None for other arguments."""
 
 
 def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int]:
-    """Return which dimension of each argument of an op, or of its backward, an axis cuts; the others stay whole."""
+    """Return the dimension of each argument of an op or its backward that an axis cuts, without uncut arguments."""
     shapes = {name: tuple(value.shape) for name, value in given.items() if hasattr(value, "shape")}
     place, rule = len(shapes["children"]) - 3, given.get("rule")
     heads = [name for name in shapes if name.startswith("grad")]
@@ -40,16 +40,16 @@ def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int
         cuts = dict.fromkeys(own, place) | {"weight": 1}
         cuts |= {name: 1 for name in tables if len(shapes[name]) > 1 and shapes[name][1] > 1}
         cuts |= {name: 0 for name in tables if rule == Rule.EM and len(shapes[name]) == 1}
-    if heads:  # a backward's have a leading dimension of iterations
+    if heads:  # in a backward, their first dimension is the iteration
         cuts |= {name: cuts[name] + 1 for name in own if name in routing.stacked or name in heads}
     return {name: dim for name, dim in cuts.items() if name in shapes}
 
 
 def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[Placements, Placements]]:
-    """Return how tensors may lie along one dimension of a mesh: an op's (or its backward's) results, and its arguments.
+    """Return possible placements along one dimension of a mesh, of an op's (or its backward's) results and arguments.
 
-    The batch always; the children where an iteration of attention is nothing but a sum over them. A rule cannot cut the
-    parents: it cannot change M, which is a number among the arguments.
+    The batch can always be cut, the children if an iteration of attention is only a sum over them. A rule cannot cut
+    the parents, as it cannot change the argument M.
     """
     names = routing.backward_names if backward else routing.names
     given = dict(zip(names, arguments, strict=True))
@@ -70,22 +70,21 @@ def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[
 
 
 def lying(dim: int | None) -> Placement:
-    """Return how a tensor lies that is cut in a dimension; None is one that is whole."""
+    """Return the placement of a tensor that is cut in a dimension, or whole (None)."""
     return Replicate() if dim is None else Shard(dim)
 
 
 def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Placements:
-    """Return how an op's results lie."""
     place, finals, history = len(given["children"].shape) - 3, len(routing.finals), len(routing.history)
     shares = lying({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
     if axis == "children":
         return [*[Partial()] * (finals + history), shares]
-    batch, later = (None, None) if axis is None else (0, 1)  # in the history, iterations lead
+    batch, later = (None, None) if axis is None else (0, 1)  # in the history, the first dimension is the iteration
     return [*[lying(batch)] * finals, *[lying(later)] * history, shares]
 
 
 def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> Placements:
-    """Return how a backward's results lie; what is absent or not wanted is an empty tensor."""
+    """Return the placements of a backward's results; absent or unneeded ones are empty tensors."""
     found: Placements = []
     for k, name in enumerate(routing.tensors):
         absent = routing.gradient_shape(name, given) is None
@@ -98,10 +97,6 @@ def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: 
     return found
 
 
-def _register() -> None:
-    for routing in ROUTINGS:
-        for op, backward in ((routing.op, False), (routing.backward_op, True)):
-            register_sharding(op)(partial(acceptable, routing, backward))
-
-
-_register()
+for _routing in ROUTINGS:
+    register_sharding(_routing.op)(partial(acceptable, _routing, False))
+    register_sharding(_routing.backward_op)(partial(acceptable, _routing, True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.votes import VoteInputs, windows
+from fastcaps.votes import VoteInputs, pose_of, positions_of, seen_of, windows
 
 LIBRARY = ("torch", "where children share matrices or have none, the library's products make no votes")
 """What runs, and why, for an explanation."""
@@ -20,11 +20,11 @@ LIBRARY = ("torch", "where children share matrices or have none, the library's p
 def serves(votes: VoteInputs) -> bool:
     """Return whether the library's products are less work than votes (G <= I / 2), copy no child more than once
     (windows that do not overlap), and make at most four numbers for each child and parent (G M C D of a place)."""
+    # no properties of the named tuple: the compiler of torch 2.10 reads none
     kh, kw, sh, sw, ph, pw, _, _ = votes.window
-    ho, wo = votes.grid
-    apart = votes.is_set or ((kh <= sh or ho == 1) and (kw <= sw or wo == 1))
-    rows, depth, _ = votes.pose
-    few = votes.weight is None or votes.groups * max(2, rows * depth / 4) <= votes.seen
+    (_, *places), (rows, depth, _) = positions_of(votes), pose_of(votes)
+    apart = not places or ((kh <= sh or places[0] == 1) and (kw <= sw or places[1] == 1))
+    few = votes.weight is None or votes.weight.shape[0] * max(2, rows * depth / 4) <= seen_of(votes)
     return apart and few and not (ph or pw)
 
 
@@ -73,7 +73,7 @@ def _seen(votes: VoteInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the poses that positions see ``[*places, I, C * D]``, weight and bias, in the accumulation dtype."""
     children, weight, bias = widen(votes.children.dtype, *votes[:3])
     assert children is not None
-    return (children if votes.is_set else windows(children, votes.window)).flatten(-2), weight, bias
+    return (children if children.dim() == 4 else windows(children, votes.window)).flatten(-2), weight, bias
 
 
 def _by_group(values: Tensor, weight: Tensor) -> Tensor:

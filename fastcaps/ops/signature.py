@@ -1,4 +1,4 @@
-"""What a routing's op and its backward take and return, by name: read from the typed records of the routing."""
+"""The arguments and results of a routing's op and its backward, by name, from typed records."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class Signature:
     Attributes
     ----------
     stem
-        The name of the routing's files, everywhere; ``stem + "_routing"`` is the op.
+        The name of the routing's files; ``stem + "_routing"`` is the op.
     Own
-        What the op takes after the votes: a typed named tuple, from which the schema is written. It ends in flags that
-        no kernel's forward takes: ``detach`` reaches the reference, and a backward as a bit of ``needs``;
-        ``coefficients`` are made above the backends.
+        The op's arguments after the votes, a typed named tuple, from which the schema is written. Its last fields are
+        flags that native kernels do not take: ``detach``, which the reference takes, and a backward as a bit of
+        ``needs``; ``coefficients``, which are computed above the backends.
     Rest
-        The same of the backward, which takes ``heads`` before the votes, and last ``needs``, the gradients that are
-        wanted as bits. It returns the gradients of the op's tensors, in their order.
+        The same for the backward, which takes ``heads`` before the votes, and as the last argument ``needs``, the bits
+        of the gradients to compute. It returns the gradients of the op's tensors, in their order.
     state
-        The tensors among ``Own`` that belong to parents: what the first iteration starts from.
+        The tensors of ``Own`` that belong to parents: the first iteration's state.
     finals, history
-        The results that have gradients; and the others (but for the coefficients), in which iterations lead.
+        The results that have gradients; and the others except the coefficients, whose first dimension is the iteration.
     heads
-        What the backward takes first, and the types of it.
+        The first arguments of the backward, with their types.
     moments
-        How many sums over the votes an iteration leaves.
+        The number of an iteration's sums over the votes.
     wide
-        Whether the tensors of ``Own`` are in the accumulation dtype of the children.
+        Whether the tensors of ``Own`` have the children's accumulation dtype.
     constant
-        The tensors that have no gradient where coefficients are detached.
+        The tensors that have no gradient with detached coefficients.
     competing
-        Whether parents compete for a child, or else children for a parent.
+        Whether parents compete for a child (or children for a parent).
     """
 
     stem: str
@@ -84,7 +84,7 @@ class Signature:
         self.native_backward_schema = f"{written(given)}, int needs, int options", f"({gradients})"
 
     def iterations(self, own: Any) -> int:
-        """Return how many iterations a call makes."""
+        """Return the number of iterations of a call."""
         count: int = own.iterations
         return count
 
@@ -93,13 +93,13 @@ class Signature:
         return VoteInputs(*arguments[:COUNT]), self.Own(*arguments[COUNT:])
 
     def given_backward(self, arguments: Sequence[Any]) -> tuple[Gradients, VoteInputs, Any, int]:
-        """Return the backward's arguments as records: heads, votes, the rest, and the bits of what is needed."""
+        """Return the backward's arguments as records: heads, votes, the rest, and the bits of needed gradients."""
         *taken, needs = arguments
         first, count = len(self.heads), len(self.heads) + COUNT
         return taken[:first], VoteInputs(*taken[first:count]), self.Rest(*taken[count:]), needs
 
     def cast(self, arguments: Sequence[Any]) -> list[Any]:
-        """Return the op's arguments in the dtypes of the autocast that is on, if any; float64 left alone."""
+        """Return the op's arguments in autocast's dtypes, if it is on; float64 does not change."""
         given, dtype = list(arguments), autocast_dtype(arguments[0].device.type)
         if dtype is None:
             return given
@@ -109,13 +109,13 @@ class Signature:
         return given
 
     def bits(self, names: Iterable[str]) -> int:
-        """Return the gradients of some tensors as the backward op is asked for them."""
+        """Return the bits of some tensors' gradients for the backward op."""
         return sum(1 << self.tensors.index(name) for name in names)
 
     def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
-        """Return what iteration k, counted from the last, has of what the backward takes after the votes.
+        """Return iteration k's part, counted from the last, of the backward's arguments after the votes.
 
-        None where a stack has no part of it, as that of the queries where the first iteration had none.
+        It is None for a first iteration without a query.
         """
         return [
             x if name not in self.stacked else None if x is None or len(x) < -k else x[k : k + 1 or None]
@@ -123,7 +123,7 @@ class Signature:
         ]
 
     def gradient_shape(self, name: str, given: Mapping[str, Any]) -> Sequence[int] | None:
-        """Return the shape of a gradient that the backward returns; None where there is no such input."""
+        """Return the shape of a gradient that the backward returns; None without that input."""
         tensor = given.get(name)
         if tensor is None:
             return None

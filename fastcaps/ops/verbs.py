@@ -56,7 +56,7 @@ def _check(name: str, votes: VoteInputs, rest: Sequence[Any]) -> None:
     for key, value in zip(_NAMES[name], rest, strict=False):
         if value is not None:
             check_tensor(key, value, like, False)
-            check_shape(key, value, votes.shares if key == "coefficients" else votes.poses, "...")
+            check_shape(key, value, votes.coefficients_shape if key == "coefficients" else votes.poses, "...")
 
 
 def _runner(name: str) -> Callable[..., Any]:
@@ -96,12 +96,12 @@ def _faker(name: str) -> Callable[..., Any]:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
         let_inductor_call(ops[name])
         if (hears := listener.get()) is not None:
-            hears.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.shares)} pairs")
+            hears.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.coefficients_shape)} pairs")
         children, wide = votes.children, accumulation_dtype(votes.children.dtype)
         if name == "vote_pull":
             parts = (x if rest[-1] >> k & 1 else None for k, x in enumerate(votes[:3]))
             return tuple(children.new_empty((0,) if x is None else x.shape) for x in parts)
-        return children.new_empty(votes.shares if name == "vote_scores" else votes.poses, dtype=wide)
+        return children.new_empty(votes.coefficients_shape if name == "vote_scores" else votes.poses, dtype=wide)
 
     return fake
 
@@ -285,7 +285,7 @@ def even_sums(votes: VoteInputs, coefficient: float, coefficients: Tensor) -> Te
     """Return the sums of votes whose coefficients are all the same: linear in the children, they are a matmul or
     convolution of the library's (:mod:`fastcaps.ops.uniform`), unless a kernel is faster."""
     others = isinstance(votes, MadeVotes) or is_tracing()  # sizes that a compiler leaves free decide nothing
-    if not others and uniform.library_serves(prepared := _prepared(votes)):
+    if not others and uniform.torch_runs_first_iteration(prepared := _prepared(votes)):
         wide: Any = [*widen(votes.children.dtype, *prepared[:3]), *prepared[3:]]
 
         def formula(votes: VoteInputs) -> Tensor:
@@ -313,7 +313,7 @@ def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest
     if not is_tracing():
         call = backends.Call.of(STEM, votes)
         if (hears := listener.get()) is not None:
-            hears.other(call, f"{name} of {list(votes.shares)} pairs", MADE if made else shared.LIBRARY)
+            hears.other(call, f"{name} of {list(votes.coefficients_shape)} pairs", MADE if made else shared.LIBRARY)
         elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
             backends.choose(call)
     with nullcontext() if made else without_autocast(votes.children.device.type):

@@ -1,4 +1,4 @@
-"""The oracle of routings whose parents compete: inverted attention, and dynamic routing."""
+"""The reference of routings whose parents compete: inverted attention, and dynamic routing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attention_routing(
     iterations: int = 1,
     detach: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Route once: the parents compete for every child (Tsai et al. 2020; Sabour et al. 2017).
+    """Return one iteration in which the parents compete for every child (Tsai et al. 2020; Sabour et al. 2017).
 
     ``a_im = scale <Q_m, V_im>``, ``r_im = softmax_m a_im`` (1/M without a query), ``S_m = sum_i g_i r_im V_im``.
 
@@ -39,7 +39,7 @@ def attention_routing(
     rule : int
         ``LAYER_NORM``, ``PLAIN`` or ``SQUASH``, see :class:`Rule`.
     detach : bool
-        r is a constant to the gradient.
+        Treat r as a constant in the gradient.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def attention_routing(
 
 
 def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, rule: int) -> Tensor:
-    """Return the parents that S makes by a rule; the affine of LayerNorm is in the dtype of S."""
+    """Return the parents of S by a rule; the affine of LayerNorm has the dtype of S."""
     if rule == Rule.SQUASH:
         return squash(sums, POSE)
     return layer_norm(sums, norm_weight, norm_bias, eps) if rule == Rule.LAYER_NORM else sums
@@ -72,20 +72,11 @@ def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | Non
 def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:
     """Return LayerNorm over the last two dimensions, ``norm_weight * (S - mean) / sqrt(variance + eps) + norm_bias``.
 
-    Written out, since torch 2.13's layer_norm has wrong derivatives from the third on.
-
-    Parameters
-    ----------
-    sums : Tensor
-        S, ``[..., C, E]``.
-    norm_weight, norm_bias : Tensor, optional
-        ``[C * E]``, in the dtype of S.
-    eps : float
-        Added to the variance.
+    S is ``[..., C, E]``, the affine ``[C * E]`` in its dtype. Torch 2.13's layer_norm has wrong third derivatives.
     """
     flat = sums.flatten(-2)
     centred = flat - flat.mean(-1, keepdim=True)
-    centred = centred - centred.mean(-1, keepdim=True)  # a mean of 0 to the last place of the differences, not of S
+    centred = centred - centred.mean(-1, keepdim=True)  # a mean of 0 to the precision of the differences, not of S
     parents = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     if norm_weight is not None:
         parents = parents * norm_weight
@@ -104,13 +95,13 @@ def attention_routing_backward(
     eps: float,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of one iteration; ``grad`` is that of LayerNorm(S), without sums that of S.
+    """Return the gradients of one iteration; ``grad`` is that of LayerNorm(S), or of S if ``sums`` is None.
 
-    It is in the accumulation dtype, as what comes to S through squash must not be rounded on its way.
+    It is in the accumulation dtype, as the gradient of squash must not be rounded.
     """
     pose = votes.pose[0] * votes.pose[2]
     affine: tuple[Tensor | None, Tensor | None] = (None, None)
-    if sums is not None:  # the backward is not told of norm_bias, whose gradient does not depend on it
+    if sums is not None:  # norm_bias is no argument, as no gradient depends on it
         affine = (votes.children.new_ones(pose) if norm_weight is None else norm_weight, votes.children.new_zeros(pose))
 
     rule = Rule.PLAIN if sums is None else Rule.LAYER_NORM
@@ -126,9 +117,9 @@ def attention_routing_backward(
 
 @torch.no_grad()
 def attention_coefficients(votes: VoteInputs | VoteBlocks, query: Tensor | None, scale: float) -> Tensor:
-    """Return the routing coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
+    """Return the coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
+    ``r[b, l, i]`` sums to 1 over the parents for any gate of the child; it is 0 for an absent (padded) child.
     """
     seen = blocks_of(votes)
     (query,) = widen(seen.dtype, query)

@@ -1,4 +1,4 @@
-"""What the routings of the reference share: inverses and logarithms that stay finite, and derivatives by autograd."""
+"""Shared by the reference's routings: inverses and logarithms that stay finite, and derivatives by autograd."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 def inverse_or_zero(numbers: Tensor) -> Tensor:
-    """Return 1 / x, and 0 with gradient 0 where x is 0: a parent that no child chose has no mean."""
+    """Return 1 / x, or 0 with gradient 0 if x is 0: a parent without children has no mean."""
     nothing = numbers == 0
     return numbers.masked_fill(nothing, 1.0).reciprocal().masked_fill(nothing, 0.0)
 
 
 def log_or_zero(numbers: Tensor) -> Tensor:
-    """Return ln x, and 0 with gradient 0 where x is 0: a parent that no child chose has no spread either."""
+    """Return ln x, or 0 with gradient 0 if x is 0: a parent without children has no spread either."""
     return numbers.masked_fill(numbers == 0, 1.0).log()
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Record a graph, within an op's kernel too: there the dispatcher leaves autograd out, and results need no
-    gradient whatever ``torch.enable_grad`` says."""
+    """Record a graph, also inside an op's kernel, where the dispatcher excludes autograd despite
+    ``torch.enable_grad``."""
     left_out = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
@@ -35,9 +35,9 @@ def recording() -> Iterator[None]:
 def differentiate(
     run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], heads: Sequence[Tensor | None], needs: int
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of ``run(*tensors)``'s results, of which ``heads`` are those of the loss, by autograd.
+    """Return by autograd the gradients of ``tensors`` from ``heads``, those of the results of ``run(*tensors)``.
 
-    Of a tensor that is None, or whose bit in ``needs`` is not set (``1 << k`` for the k-th), it is empty.
+    A gradient is empty if its tensor is None, or its bit in ``needs`` is not set (``1 << k`` for the k-th).
     """
     children = tensors[0]
     assert children is not None
@@ -50,7 +50,7 @@ def differentiate(
         asked = [(x, head) for x, head in zip(run(*leaves), heads, strict=True) if head is not None and x.requires_grad]
     if asked:
         results, grads = zip(*asked, strict=True)
-        with recording():  # blocks of votes are made again
+        with recording():  # for the recomputation of blocks of votes
             made = torch.autograd.grad(results, [leaves[k] for k in wanted], grads, materialize_grads=True)
     else:
         made = tuple(torch.zeros_like(leaves[k]) for k in wanted)

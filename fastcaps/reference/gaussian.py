@@ -1,4 +1,4 @@
-"""The oracle of routings whose parents are Gaussians: EM routing, and Heinsen's."""
+"""The reference of routings whose parents are Gaussians: EM and Heinsen routing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fastcaps.votes import POSE, VoteInputs
 
 
 def precisions_of(variance: Tensor | None) -> Tensor | None:
-    """Return what multiplies squared differences from the mean: ``1 / (2 variance)``; None, for 1, without a variance.
+    """Return the factor of squared differences from the mean, ``1 / (2 variance)``; None, for 1, without a variance.
 
-    It is 0 where the variance is, which happens without eps alone: a parent that no child chose says nothing.
+    It is 0 for a variance of 0, which only occurs without eps, for a parent without children.
     """
     return None if variance is None else 0.5 * inverse_or_zero(variance)
 
@@ -34,18 +34,18 @@ def logits_of(seen: VoteBlocks, mean: Tensor | None, variance: Tensor | None, lo
 
 
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
-    """Return what the next iteration adds to its logits: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
+    """Return the next iteration's ``log_weight``: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
     log_weight = F.logsigmoid(scores)
     return log_weight if rule == Rule.KMEANS else log_weight - log_sigmas(variances)
 
 
 def log_sigmas(variances: Tensor) -> Tensor:
-    """Return ``sum_ce ln sigma_m``, in which numbers without a variance are left out."""
+    """Return ``sum_ce ln sigma_m``, over values with a variance above 0."""
     return 0.5 * log_or_zero(variances).sum(POSE)
 
 
 def benefits(counts: Tensor, variances: Tensor, beta_u: Tensor, beta_a: Tensor) -> Tensor:
-    """Return EM's benefit of each parent less its cost, ``beta_a - sum_ce (beta_u + ln sigma_m) n_m``."""
+    """Return EM's benefit of each parent minus its cost, ``beta_a - sum_ce (beta_u + ln sigma_m) n_m``."""
     numbers = variances.shape[-2] * variances.shape[-1]
     return beta_a - (numbers * beta_u + log_sigmas(variances)) * counts
 
@@ -61,7 +61,7 @@ def gaussian_routing(
     rule: int,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Explain once: parents are Gaussians, children go to those that make their votes likely (Hinton et al. 2018).
+    """Return one iteration in which parents are Gaussians that explain the children's votes (Hinton et al. 2018).
 
     ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)``, ``r_im = softmax_m a_im``,
     ``w_im = g_i r_im``, ``n_m = sum_i w_im``, ``means_m = sum_i w_im V_im / (n_m + eps)``,
@@ -69,17 +69,17 @@ def gaussian_routing(
     ``score_m = temperature (beta_a_m - sum_ce (beta_u_m + ln sigma_m) n_m)``, or Heinsen's
     ``score_m = sum_i beta_use_im w_im - sum_i beta_ignore_im (g_i - w_im)``.
 
-    Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first iteration. A
-    mean without a variance makes it k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. Where ``n + eps`` is
-    0, means and narrow variances are 0, with gradient 0. Numbers of a parent whose variance is 0 have no part in the
-    distance and in ``sum ln sigma``.
+    Without a mean the distances are 0, and a log-weight of None is 0: with neither, r = 1 / M, the first iteration. A
+    mean without a variance is k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. If ``n + eps`` is 0, means
+    and narrow variances are 0, with gradient 0. Values of a parent with variance 0 are skipped in the distance and in
+    ``sum ln sigma``.
 
     Parameters
     ----------
     mean, variance, log_weight : Tensor, optional
         ``[B, Ho, Wo, M, C, E]``, twice, and ``[B, Ho, Wo, M]``.
     beta_use, beta_ignore : Tensor
-        ``[I or 1, M or 1]``; of EM beta_u and beta_a, ``[M]``.
+        ``[I or 1, M or 1]``; for EM beta_u and beta_a, ``[M]``.
     temperatures : sequence of float
         EM's inverse temperature of the iteration.
     rule : int
@@ -88,7 +88,7 @@ def gaussian_routing(
     Returns
     -------
     scores, means, variances : Tensor
-        ``[B, Ho, Wo, M]`` and ``[B, Ho, Wo, M, C, E]``, twice, like all results in the accumulation dtype.
+        ``[B, Ho, Wo, M]`` and ``[B, Ho, Wo, M, C, E]``, twice; all results have the accumulation dtype.
     all_counts, all_means, all_variances, all_scores : Tensor
         n, the means, the narrow variances and the scores, with a leading 1.
     """
@@ -101,7 +101,7 @@ def gaussian_routing(
     counts = gated.sum(-2)
     inverse = inverse_or_zero(counts + eps)[..., None, None]
     means = (seen.sums(gated) * inverse).contiguous()
-    # about the new mean itself, never as a difference of mean squares: that would lose all digits to a common offset
+    # around the new mean, not as a difference of mean squares, which would lose all digits to a common offset
     narrow = (seen.sums(gated, means, power=2) * inverse).contiguous()
     variances = narrow + eps
     assert beta_use is not None and beta_ignore is not None
@@ -133,7 +133,7 @@ def gaussian_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one iteration, from those of its counts, means, variances without eps, and evidence.
 
-    ``counts``, ``means`` and ``variances`` are what the iteration left; they are made again here.
+    ``counts``, ``means`` and ``variances`` are the iteration's results; they are computed again here.
     """
     betas = (None, None) if grad_evidence is None else (beta_use, beta_ignore)
     nothing = votes.children.new_zeros((1, 1), dtype=counts.dtype)
@@ -153,9 +153,9 @@ def gaussian_routing_backward(
 def gaussian_coefficients(
     votes: VoteInputs | VoteBlocks, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
 ) -> Tensor:
-    """Return the responsibilities r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
+    """Return the coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0.
+    ``r[b, l, i]`` sums to 1 over the parents for any gate of the child; it is 0 for an absent (padded) child.
     """
     seen = blocks_of(votes)
     mean, variance, log_weight = widen(seen.dtype, mean, variance, log_weight)

@@ -1,4 +1,4 @@
-"""The oracle of routings whose children compete: vector-normed pooling, and dynamic routing the other way round."""
+"""The reference of routings whose children compete: vector-normed pooling, and dynamic routing of that kind."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, VoteInputs
 
 
-def _unit(made: Tensor) -> Tensor:
-    return unit(made, POSE)
-
-
 def _logits(seen: VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return ``a_im = scale <Q_m, K_im>`` ``[*places, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""
     if query is None:
         return seen.zeros()
-    return scale * (seen.mapped(_unit) if normalize else seen).scores(query)
+    return scale * (seen.mapped(lambda made: unit(made, POSE)) if normalize else seen).scores(query)
 
 
 def _top(logits: Tensor, gate: Tensor | None) -> Tensor:
-    """Return the largest logit among children that count, ``[..., 1, M]``; 0 where that is not finite."""
+    """Return the largest logit among children with a gate, ``[..., 1, M]``; 0 if it is not finite."""
     if gate is not None:
         logits = logits.masked_fill(gate[..., None] == 0, -torch.inf)
     top = logits.detach().amax(-2, keepdim=True)
@@ -39,11 +35,11 @@ def _exponentials(
 ) -> tuple[VoteBlocks, Tensor, Tensor]:
     """Return the children without the broken ones, g exp(logits - shift), and the shift.
 
-    The shift ``[B, Ho, Wo, 1, M]`` is ``logsumexp`` ``[B, Ho, Wo, M]`` where that is known, else the largest logit.
+    The shift ``[B, Ho, Wo, 1, M]`` is ``logsumexp`` ``[B, Ho, Wo, M]`` if given, else the largest logit.
     """
     whole = blocks_of(votes)
     shift = None
-    if logsumexp is not None:  # -inf is nobody there: shares are 0 by their gates, so that any finite shift will do
+    if logsumexp is not None:  # -inf: no child exists, and coefficients are 0 with any finite shift
         shift = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0).unsqueeze(-2)
 
     def numbers() -> Tensor:
@@ -68,14 +64,14 @@ def pooling_routing(
     iterations: int = 1,
     detach: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pool once by attention: the children compete for every parent (Zhao & Huang 2019).
+    """Return one iteration in which the children compete for every parent (Zhao & Huang 2019).
 
-    ``a_im = scale <Q_m, K_im>`` with the keys ``K = V``, or ``V / |V|`` over the C * E numbers if ``normalize``,
-    ``r_im = g_i exp(a_im) / sum_j g_j exp(a_jm)``, ``S_m = sum_i r_im V_im``. Without a query all a are 0: the average
-    of the votes, weighed by their gates.
+    ``a_im = scale <Q_m, K_im>`` with the keys ``K = V``, or ``V / |V|`` over the C * E values if ``normalize``,
+    ``r_im = g_i exp(a_im) / sum_j g_j exp(a_jm)``, ``S_m = sum_i r_im V_im``. Without a query all a are 0: S is the
+    average of the votes, weighted by their gates.
 
-    Gates stand inside the softmax, so that shares add up to 1 and a gate of 0 is a child that is not there (as is a
-    padded one). They must not be negative. Where no child is there, parents are 0 and the log-sum-exp is -infinity.
+    Gates, which must not be negative, act inside the softmax, so coefficients add up to 1, and a gate of 0 removes a
+    child, as padding does. If no child exists, parents are 0 and the log-sum-exp is -infinity.
 
     Parameters
     ----------
@@ -84,7 +80,7 @@ def pooling_routing(
     rule : int
         ``UNIT`` (parents are S) or ``SQUASH``, see :class:`Rule`.
     detach : bool
-        r (and the log-sum-exp) is a constant to the gradient, which so reaches neither query nor gate.
+        Treat r and the log-sum-exp as constants in the gradient, which then reaches neither query nor gate.
 
     Returns
     -------
@@ -121,9 +117,9 @@ def pooling_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one iteration; ``grad`` is that of S, in the accumulation dtype.
 
-    S and the log-sum-exp may be those of more children than these are (:mod:`fastcaps.distributed`). So what is
-    differentiated is ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with both as constants: its derivatives are
-    those of S.
+    S and the log-sum-exp may be those of more children than the votes have (:mod:`fastcaps.distributed`). So it
+    differentiates ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with both as constants, which has the derivatives
+    of S.
     """
     empty = (logsumexp == -torch.inf).unsqueeze(-2)
 
@@ -139,14 +135,14 @@ def pooling_routing_backward(
 
 @torch.no_grad()
 def pooling_coefficients(votes: VoteInputs | VoteBlocks, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
-    """Return the shares r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
+    """Return the coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
-    ``r[b, l, :, m]`` sums to 1 over the children; those that are not there have 0.
+    ``r[b, l, :, m]`` sums to 1 over the children; it is 0 for those that do not exist.
     """
     seen = blocks_of(votes)
     (query,) = widen(seen.dtype, query)
     logits = _logits(seen, query, scale, normalize)
-    shares = (logits - _top(logits, seen.gate)).exp_()  # from here on in place: they may be large
+    shares = (logits - _top(logits, seen.gate)).exp_()  # in place from here on, as they may be large
     if seen.gate is not None:
         shares.masked_fill_(seen.gate[..., None] == 0, 0.0).mul_(seen.gate[..., None])
     return shares.mul_(inverse_or_zero(shares.sum(-2, keepdim=True)))

@@ -1,7 +1,7 @@
-"""Votes a block of children at a time, and what routings ask of them: scores and sums, in plain differentiable PyTorch.
+"""The reference of the four verbs: scores and sums of votes, a block of children at a time, in differentiable PyTorch.
 
-This is the reference of the four verbs. A block's votes are made, used and dropped; on the way back they are made
-again. So the largest things in memory are one block, and one number for each child and parent.
+A block's votes are computed, used and freed, and computed again in the backward. So the largest tensors are the votes
+of one block, and one value for each child and parent.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class VoteBlocks:
-    """The votes of a call, which ``make`` makes a block of children at a time.
+    """The votes of a call, which ``make`` computes a block of children at a time.
 
-    "places" means B, on grids B, Ho, Wo; all results are in the accumulation dtype.
+    "places" means B, for grids B, Ho, Wo; all results have the accumulation dtype.
 
     Attributes
     ----------
     make
         ``make(first, last, absent)`` returns the votes of children first to last - 1,
-        ``[*places, last - first, M, C, E]``; those of absent children may be anything.
+        ``[*places, last - first, M, C, E]``; those of absent children are arbitrary.
     blocks
         The ranges of children.
     shape
         Of the coefficients, ``[*places, I, M]``.
     like
-        A tensor of the votes' device, and of the dtype to which parents are rounded.
+        A tensor with the votes' device, and the dtype to which parents are rounded.
     absent
-        Which children have no votes, ``[*places or 1, I]``; None: there are none.
+        Which children have no votes, ``[*places or 1, I]``, or None.
     gate
-        The gates of the children, ``[*places or 1, I]``, 0 where a child is absent; None where all are 1.
+        The children's gates, ``[*places or 1, I]``, 0 for absent children; None if all are 1.
     """
 
     make: Callable[[int, int, Tensor | None], Tensor]
@@ -60,7 +60,7 @@ class VoteBlocks:
         return self.like.dtype
 
     def present(self, coefficients: Tensor) -> Tensor:
-        """Return coefficients with those of absent children 0, in place where nothing is mapped."""
+        """Return coefficients with 0 for absent children, in place unless under torch.func."""
         if self.absent is None:
             return coefficients
         fill = coefficients.masked_fill if is_transformed() else coefficients.masked_fill_
@@ -71,13 +71,13 @@ class VoteBlocks:
         return self.like.new_zeros(self.shape, dtype=accumulation_dtype(self.dtype))
 
     def uniform(self) -> Tensor:
-        """Return coefficients that go to all parents alike: 1 / M, and 0 of an absent child."""
+        """Return coefficients 1 / M, and 0 for absent children."""
         return self.present(self.zeros().fill_(1.0 / self.shape[-1]))
 
     def scores(self, targets: Tensor, precisions: Tensor | None = None, squared: bool = False) -> Tensor:
         """Return ``<Y_m, V_im>``, or if ``squared`` ``sum_ce p_m (V_im - Y_m)^2``, as ``[*places, I, M]``.
 
-        Y, the targets, and p are ``[*places, M, C, E]``. Absent children have 0.
+        Y, the targets, and p are ``[*places, M, C, E]``. Scores of absent children are 0.
         """
 
         def block(made: Tensor, _: Range) -> Tensor:
@@ -101,12 +101,12 @@ class VoteBlocks:
         return first
 
     def made(self, first: int, last: int, means: Tensor | None = None) -> Tensor:
-        """Return the votes of a block, less the means; 0 of absent children."""
+        """Return the votes of a block minus the means; 0 for absent children."""
         absent = None if self.absent is None else self.absent[..., first:last]
         made = self.make(first, last, absent)
         if means is not None:
             made = made - means.unsqueeze(-4)
-        # not a product: a bias or a weight of infinity would become NaN
+        # not by a product, which would turn infinity in a bias or weight into NaN
         return made if absent is None else made.masked_fill(absent[..., None, None, None], 0.0)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> VoteBlocks:
@@ -118,12 +118,11 @@ class VoteBlocks:
         return coefficients if self.gate is None else coefficients * self.gate[..., None]
 
     def without_broken(self, numbers: Callable[[], Tensor] | None = None, squared: bool = False) -> VoteBlocks:
-        """Return the votes without *broken* children: those behind a gate of 0 whose votes are not finite.
+        """Return the votes without *broken* children, which have a gate of 0 and votes that are not finite.
 
-        A gate of 0 is a child that is not there, whatever its pose is. As long as its votes are finite it still gets
-        the derivative that the formulas give it; a broken one gets, and gives, no gradient at all. ``numbers`` returns
-        what else has to be finite, ``[*places, I, M]``. With ``squared`` the squared distances between votes have to
-        be finite too.
+        A gate of 0 means that a child does not exist, whatever its pose. If its votes are finite it still gets its
+        ordinary gradient; a broken child gets no gradient, and has no effect on others'. ``numbers`` returns other
+        values that must be finite, ``[*places, I, M]``. With ``squared`` squared distances between votes must be, too.
         """
         if self.gate is None:
             return self
@@ -142,9 +141,9 @@ class VoteBlocks:
     def each(
         self, function: Callable[[Tensor, Range], Tensor], means: Tensor | None = None, *used: Tensor | None
     ) -> list[Tensor]:
-        """Return ``function(votes - means, range)`` of every block; the votes are made again on the way back.
+        """Return ``function(votes - means, range)`` of every block; the backward computes the votes again.
 
-        Autograd then raises if one of the tensors that the function ``used``, or means, changed in place.
+        Autograd raises if means or a tensor in ``used``, those that the function reads, changed in place before.
         """
 
         def run(first: int, last: int, *_: Tensor | None) -> Tensor:
@@ -152,7 +151,7 @@ class VoteBlocks:
             with without_autocast(made.device.type):
                 return function(made, (first, last))
 
-        # one block may as well stay; neither torch.func nor a trace knows checkpoints
+        # no checkpoints for a single block, nor under torch.func or a trace, which do not support them
         if len(self.blocks) == 1 or not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
             return [run(*block) for block in self.blocks]
         again: Any = checkpoint
@@ -161,19 +160,21 @@ class VoteBlocks:
 
 
 def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
-    """Return the votes of a call in blocks: all in one if that is small, else each of one position under the window."""
+    """Return the votes of a call in blocks: one if it is small, else separate ones for each position of the window."""
     if isinstance(votes, VoteBlocks):
         return votes
     if isinstance(votes, MadeVotes):
         (gate,) = widen(votes.children.dtype, votes.gate)
         maker = votes.maker
-        return VoteBlocks(lambda i, j, _: maker(i, j), maker.blocks, votes.shares, votes.children, None, gate)
+        return VoteBlocks(
+            lambda i, j, _: maker(i, j), maker.blocks, votes.coefficients_shape, votes.children, None, gate
+        )
     children, weight, bias, gate = widen(votes.children.dtype, *votes[:4])
     assert children is not None
     many, count, types = votes.parents, votes.seen, children.shape[-3]
     rows, depth, columns = votes.pose
-    shape = votes.shares
-    step = max(1, BLOCK // (max(prod(shape[:-2]) * rows, depth) * many * columns))  # by their votes, or their matrices
+    shape = votes.coefficients_shape
+    step = max(1, BLOCK // (max(prod(shape[:-2]) * rows, depth) * many * columns))  # by the size of votes or matrices
     blocks = [(0, count)]
     if step < count:
         starts = [(place, first) for place in range(0, count, types) for first in range(0, types, step)]
@@ -187,7 +188,7 @@ def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
         else:
             (row, column), start = divmod(first // types, votes.window[1]), first % types
             some = window_views(children, votes.window)[:, :, :, row, column, start : start + last - first]
-        if absent is not None:  # NaN in a child would be NaN in the gradient of its matrix
+        if absent is not None:  # NaN in a child would give NaN in the gradient of its matrix
             some = some.masked_fill(absent[..., None, None], 0.0)
         return make_votes(some, weight, bias, many, first, count)
 
@@ -203,7 +204,7 @@ def make_votes(
 ) -> Tensor:
     """Return the votes ``[*places, i, M, C, E]`` of children ``[*places, i, C, D]``: ``P W`` or P, and the bias.
 
-    They are the children from ``first`` on, of ``count`` (0: they are all).
+    The children start at ``first`` among ``count`` (0: they are all).
     """
     size = children.shape[-3]
     if weight is None:
@@ -217,7 +218,7 @@ def make_votes(
 
 
 def present(votes: VoteInputs) -> Tensor | None:
-    """Return which children exist, ``[1, Ho, Wo, I]`` of 0 and 1; None where no window reaches into the padding."""
+    """Return which children exist, ``[1, Ho, Wo, I]`` of 0 and 1; None without padding."""
     if not (votes.window[4] or votes.window[5]):
         return None
     shape = (1, *votes.children.shape[1:4])
@@ -238,12 +239,7 @@ def vote_sums(votes: VoteInputs, coefficients: Tensor, means: Tensor | None, pow
 
 
 def vote_pull(
-    votes: VoteInputs,
-    coefficients: Tensor,
-    targets: Tensor,
-    precisions: Tensor | None,
-    squared: bool,
-    needs: int,
+    votes: VoteInputs, coefficients: Tensor, targets: Tensor, precisions: Tensor | None, squared: bool, needs: int
 ) -> tuple[Tensor, ...]:
     """Return the gradients of ``sum_im r_im score_im`` in children, weight and bias."""
 

@@ -1,9 +1,9 @@
 """Training: recipes, losses, optimisers, schedules, and the trainer that runs them.
 
-One stem each: ``fields`` (settings as data), ``config`` (all of them), ``loss``, ``metric``, ``optimizer``,
-``schedule``, ``data``, ``module`` (Lightning's view of a network), ``callbacks``, ``folder`` (of a run), ``run``,
-``files`` and ``recipes``; ``tables``, ``reproduce`` and ``figures`` make the papers' tables.
-What needs Lightning is imported on first use, so that recipes can be read without it.
+Modules: ``fields`` (settings as data), ``config`` (all settings), ``loss``, ``metric``, ``optimizer``, ``schedule``,
+``data``, ``module`` (the LightningModule), ``callbacks``, ``folder`` (of a run), ``run``, ``files`` and ``recipes``;
+``tables``, ``reproduce`` and ``figures`` for the papers' tables. Modules that need Lightning are imported on first use,
+so that recipes can be read without it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,12 @@ if TYPE_CHECKING:
     from fastcaps.training.run import SeedsResult, TrainResult, build_network, quiet, train, train_seeds
 
 __all__ = [
-    "CapsuleClassifier",
-    "Data",
-    "ImageData",
-    "Network",
-    "Recipe",
-    "RunError",
-    "SeedsResult",
-    "SettingError",
-    "TrainConfig",
-    "TrainResult",
-    "build_network",
-    "quiet",
-    "recipe",
-    "train",
-    "train_seeds",
-    "versions",
-]
+    "CapsuleClassifier", "Data", "ImageData", "Network", "Recipe", "RunError", "SeedsResult", "SettingError",
+    "TrainConfig", "TrainResult", "build_network", "quiet", "recipe", "train", "train_seeds", "versions",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # what is left of them needs Lightning
+    if name in __all__:  # the others need Lightning
         return getattr(import_module("fastcaps.training.run"), name)
     raise AttributeError(f"module 'fastcaps.training' has no attribute {name!r}")

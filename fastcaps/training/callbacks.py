@@ -1,4 +1,4 @@
-"""What a training run writes and says while it runs, beside Lightning's own loggers: checkpoints, a table, a report."""
+"""Callbacks of a training run: checkpoints, a table of metrics, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.console import Console
 
 COLUMNS = (
     *("epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"),
-    *("validation_loss", "validation_accuracy"),  # where training images were held out
+    *("validation_loss", "validation_accuracy"),  # if there are validation images
 )
 
 
 @contextmanager
 def replacing(path: Path, first: bool = True) -> Iterator[Path]:
-    """Write a new file beside ``path`` and put it in its place once it is whole.
+    """Write to a temporary file beside ``path``, which replaces it at the end of the ``with`` block.
 
-    A kill, or a full disk, leaves the old file. Of several processes only the ``first`` one replaces it.
+    If the process is killed or the disk is full, the old file stays. Of several processes only the ``first`` replaces.
     """
     fresh = path.with_name(f"{path.name}.writing")
     try:
@@ -32,18 +32,18 @@ def replacing(path: Path, first: bool = True) -> Iterator[Path]:
         if first:
             os.replace(fresh, path)
     except BaseException:
-        with suppress(OSError):  # part of a file would keep a full disk full
+        with suppress(OSError):  # delete the partial file, which may fill the disk
             if first:
                 fresh.unlink()
         raise
 
 
 class Checkpoints(Checkpoint):
-    """Write ``last.ckpt`` every so many steps and after every epoch, and the weights of the best epoch.
+    """Write ``last.ckpt`` after every ``every`` steps and every epoch, and the weights of the best epoch.
 
-    ``best.ckpt`` is of the epoch that is best on the held-out images, of equally good ones the first. Unlike
-    Lightning's ModelCheckpoint, a run whose folder was moved still knows its best epoch, and a kill while a file is
-    written leaves the old one even where the system's folder for temporary files is on another disk.
+    ``best.ckpt`` is of the first epoch with the best validation accuracy. Unlike with Lightning's ModelCheckpoint, a
+    run whose folder moved still knows its best epoch, and killing it during a write keeps the old file even if the
+    system's temporary folder is on another disk.
     """
 
     def __init__(self, out: Path, every: int) -> None:
@@ -62,7 +62,7 @@ class Checkpoints(Checkpoint):
         trainer.strategy.barrier(name)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # the last batch is left to the end of the epoch, when the test set has been seen as well
+        # after the last batch, on_train_epoch_end writes instead, after the test
         if trainer.global_step % self.every == 0 and not trainer.is_last_batch:
             self._write(trainer, "last.ckpt")
 
@@ -75,7 +75,7 @@ class Checkpoints(Checkpoint):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.csv``; none if there is no such file."""
+    """Return the rows of a ``metrics.csv``; none if there is no such file."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -83,17 +83,17 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 class MetricsWriter(Timer):
-    """A CSV row per epoch. The rows travel in the checkpoint, so a run that resumes neither loses nor repeats one.
+    """Write a CSV row per epoch. The checkpoint holds the rows, so a resumed run neither loses nor repeats one.
 
-    (Lightning's CSVLogger writes two rows an epoch, and deletes a table that it finds.) Columns are ``COLUMNS``;
-    ``seconds`` is training and testing of that epoch.
+    (Lightning's CSVLogger writes two rows per epoch, and deletes an existing table.) Columns are ``COLUMNS``;
+    ``seconds`` counts training and testing of the epoch.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.rows: list[dict[str, float]] = []
-        self.started = False  # whether training has begun, or gone on
+        self.started = False  # whether training has started or resumed
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rows": self.rows}
@@ -109,7 +109,7 @@ class MetricsWriter(Timer):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the epoch's row."""
-        # Lightning calls callbacks before the module, which has not logged the training means yet
+        # Lightning calls callbacks before the module has logged the training means
         found: dict[str, Any] = {
             **trainer.callback_metrics,
             **pl_module.figures("train"),  # type: ignore[operator]
@@ -129,7 +129,7 @@ class MetricsWriter(Timer):
 
 
 class Report(RichProgressBar):
-    """Lightning's progress bar on a terminal; elsewhere (a log, a pipe) a plain line per epoch; nothing if quiet."""
+    """Show Lightning's progress bar on a terminal, a line per epoch in a log or pipe, nothing if quiet."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console()
@@ -144,7 +144,7 @@ class Report(RichProgressBar):
             self.console.print(text, highlight=False, soft_wrap=True)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """What the bar shows."""
+        """Return the metrics that the bar shows."""
         found = super().get_metrics(trainer, pl_module)
         return {name: found[name] for name in ("loss", "test_accuracy") if name in found}
 

@@ -1,4 +1,4 @@
-"""Every setting of a run."""
+"""The settings of a run."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ WHERE = (
     *("out", "recipe", "data.dir", "data.options.transformer"),
     *("devices", "accelerator", "strategy", "workers", "checkpoint_every"),
 )
-"""Settings that say where and how fast a run computes. They may change when it goes on; all others must not."""
+"""Settings of where and how fast a run computes. Only these may change when a run resumes."""
 
 FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "layers", "embedding")
 """Arguments of :func:`fastcaps.models.create` that follow from other settings or from the data."""
-MOST_SEED = 2**32 - 1  # NumPy takes no more
-MOST_ITERATIONS = 10_000  # of routing: memory and time grow with them, and no paper makes more than tens
-MOST_PIXELS = 4096  # of a padding, or a side of a resized image
+MOST_SEED = 2**32 - 1  # NumPy's maximum
+MOST_ITERATIONS = 10_000  # of routing; papers use at most tens
+MOST_PIXELS = 4096  # of padding, or a side of a resized image
 
 
 @dataclass(frozen=True, config=STRICT)
 class Network(Settings):
-    """Which network; channels, image size and number of classes are taken from the data."""
+    """The network; its channels, image size and number of classes follow from the data."""
 
     name: str  # of fastcaps.models.names()
-    options: Mapping[str, Any] = field(default_factory=dict)  # passed on to fastcaps.models.create
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of fastcaps.models.create
 
     def __post_init__(self) -> None:
         if self.name not in models.names():
@@ -58,7 +58,7 @@ class Network(Settings):
             raise ValueError(f"name: got {self.name!r}{hint}, want a network of fastcaps train --list")
         for name in FOLLOW:
             if name in self.options:
-                raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the rest")
+                raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the data")
         iterations = self.options.get("iterations")
         if isinstance(iterations, int) and iterations > MOST_ITERATIONS:
             raise ValueError(f"options.iterations: got {iterations}, want {MOST_ITERATIONS} or fewer")
@@ -66,61 +66,61 @@ class Network(Settings):
 
 @dataclass(frozen=True, config=STRICT)
 class Data(Settings):
-    """Which data, and what is done to them.
+    """The data, and their augmentation.
 
-    By default CIFAR is cropped and flipped at random and nothing else is; ``pad`` and ``resize`` (one of the two) take
-    the place of ``augment``. Without ``crop``, crops have the images' own size, and test images are left as they are,
-    but for ``multi_crop``: with it the class probabilities of the corners and the middle of the resized images, and
-    with ``flip`` of their mirror images, are averaged.
+    By default only CIFAR and smallNORB are augmented; ``pad`` or ``resize`` (one of the two) replaces ``augment``.
+    Without ``crop``, crops have the images' original size, and test images are not changed, except by ``multi_crop``,
+    which averages the class probabilities of crops of the corners and the middle of the resized test images and, with
+    ``flip``, of their mirror images.
     """
 
     name: str  # of fastcaps.data.names()
-    dir: str | None = None  # where its files lie
-    augment: Flag | None = None  # as fastcaps.data.load takes it, and flip
+    dir: str | None = None  # the folder of its files
+    augment: Flag | None = None  # as in fastcaps.data.load, and flip
     flip: Flag | None = None
-    pad: Annotated[Index, Field(le=MOST_PIXELS)] | None = None  # by so many pixels, and crop at random
-    resize: Annotated[Count, Field(le=MOST_PIXELS)] | None = None  # to so many pixels, and crop at random
-    crop: Count | None = None  # the size of these crops, and of the middle of test images, which are then resized too
+    pad: Annotated[Index, Field(le=MOST_PIXELS)] | None = None  # pad by so many pixels, and crop randomly
+    resize: Annotated[Count, Field(le=MOST_PIXELS)] | None = None  # resize to so many pixels, and crop randomly
+    crop: Count | None = None  # the size of these crops, and of the middle of test images, which are resized, too
     multi_crop: Flag = False
-    jitter: Flag = False  # disturb the colours of training images
+    jitter: Flag = False  # change the colours of training images
     mixup: NotNegative = 0.0  # the Beta distribution's parameter for blending images (or embeddings) and targets
-    validation: Index = 0  # how many training images are held out; the best epoch is chosen by them
+    validation: Index = 0  # number of training images held out to choose the best epoch
     limit: Count | None = None  # use only the first training images, for a quick try
     options: Mapping[str, Any] = field(default_factory=dict)  # of fastcaps.data.load: image_size, transformer
 
     def __post_init__(self) -> None:
         if self.pad is not None and self.resize is not None:
-            raise ValueError(f"resize: got {self.resize} beside pad {self.pad}, want one of them")
+            raise ValueError(f"resize: got {self.resize} and pad {self.pad}, want one of them")
         if self.crop is not None and not self.crop <= (self.resize or 0):
             raise ValueError(
                 f"crop: got {self.crop} with resize {self.resize}, want a resize to as many pixels or more"
             )
         if self.multi_crop and self.resize is None:
-            raise ValueError("multi_crop: got true without resize, want the size of the images that crops are cut from")
+            raise ValueError("multi_crop: got true without resize, want the size to which images are resized")
 
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig(Settings):
-    """Every setting of a run; :meth:`of` also takes names, or mappings, for declarations."""
+    """All settings of a run; :meth:`of` also takes names, or mappings, for declarations."""
 
     network: Annotated[Network, SHORT]
     data: Annotated[Data, SHORT]
     loss: AnyLoss = CrossEntropy()
-    metric: Literal["accuracy", "exact-match", "top-2"] = "accuracy"  # how right answers are counted
+    metric: Literal["accuracy", "exact-match", "top-2"] = "accuracy"
     optimizer: AnyOptimizer = Adam(lr=3e-3)
     schedule: AnySchedule = OneCycle()
     epochs: Count = 2
     batch_size: Count = 64  # images a step, on all devices together
-    seed: Index = 0  # decides initial weights, order of images and augmentation
-    runs: Count = 1  # how many: the first with seed, the next with the seed after it, and so on
+    seed: Index = 0  # of initial weights, order of images and augmentation
+    runs: Count = 1  # number of runs, with seed, seed + 1 and so on
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"  # mixed: autocast
-    accelerator: str = "auto"  # as Lightning takes it, as do devices and strategy
+    accelerator: str = "auto"  # as in Lightning, and devices and strategy
     devices: str = "1"
     strategy: str = "auto"
-    workers: Index = 0  # processes that gather batches, one a core at most; data lie in memory: 0 is fastest on a CPU
+    workers: Index = 0  # processes that gather batches, at most one per core; 0 is fastest on a CPU
     checkpoint_every: Count = 200  # steps
-    out: str = ""  # the folder that receives everything; runs/NETWORK-DATA if empty
-    recipe: str = ""  # where the settings came from
+    out: str = ""  # the folder of all results; runs/NETWORK-DATA if empty
+    recipe: str = ""  # the source of the settings
 
     def __post_init__(self) -> None:
         if self.seed + self.runs - 1 > MOST_SEED:
@@ -128,7 +128,7 @@ class TrainConfig(Settings):
 
     @classmethod
     def of(cls, **settings: Any) -> TrainConfig:
-        """Read settings: declarations, names or mappings, as a recipe has them; ValueError in one line.
+        """Return settings read from declarations, names or mappings, as in a recipe; SettingError in one line.
 
         >>> config = TrainConfig.of(network="digits", data="digits", optimizer={"name": "sgd", "lr": 0.1})
         >>> config.optimizer.momentum
@@ -137,23 +137,23 @@ class TrainConfig(Settings):
         return read(cls, settings)
 
     def changed(self, changes: Mapping[str, Any]) -> TrainConfig:
-        """A copy with other values, given by paths: ``config.changed({"optimizer.lr": 0.01})``."""
+        """Return a copy with other values, given by paths: ``config.changed({"optimizer.lr": 0.01})``."""
         return read(TrainConfig, changed(as_data(self), changes))
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """The folder of the run."""
         return Path(self.out or f"runs/{Path(self.recipe).stem or f'{self.network.name}-{self.data.name}'}")
 
 
 def defaults() -> dict[str, Any]:
-    """The settings that have defaults, as data."""
+    """Return the settings that have defaults, as data."""
     every = as_data(TrainConfig(Network("digits"), Data("digits")))
     return {name: value for name, value in every.items() if name not in ("network", "data")}
 
 
 def runs_of(config: TrainConfig) -> list[TrainConfig]:
-    """The runs that a configuration stands for: one a seed, several in folders ``seed-0`` and so on."""
+    """Return a configuration's runs, one per seed; several get folders ``seed-0`` and so on."""
     seeds = range(config.seed, config.seed + config.runs)
     folder = config.folder
     several = [replace(config, seed=seed, runs=1, out=str(folder / f"seed-{seed}")) for seed in seeds]
@@ -161,7 +161,7 @@ def runs_of(config: TrainConfig) -> list[TrainConfig]:
 
 
 def kept(folder: Path) -> TrainConfig:
-    """The settings of the run in a folder, from its ``config.json``; SettingError if it cannot be read."""
+    """Return the settings of the run in a folder, from its ``config.json``; SettingError if it cannot be read."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -169,19 +169,19 @@ def kept(folder: Path) -> TrainConfig:
             settings.pop("versions", None)
         return read(TrainConfig, settings)
     except (OSError, RecursionError, ValueError) as error:
-        raise SettingError(f"{path} cannot be read ({error}); begin the run anew with --overwrite") from error
+        raise SettingError(f"{path} cannot be read ({error}); restart the run with --overwrite") from error
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The settings in which two runs differ, by paths, with both values; those of :data:`WHERE` are left out."""
+    """Return the settings in which two runs differ, by paths, with both values, except those of :data:`WHERE`."""
     old, new = flat(as_data(before)), flat(as_data(after))
-    # names first: others differ for their sake
+    # names first, since they change others
     names = sorted({*old, *new} - {*WHERE}, key=lambda name: (not name.endswith(".name"), name))
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
 def check_same(folder: Path, before: TrainConfig, after: TrainConfig) -> None:
-    """Raise RunError if the run in a folder has other settings than one that would go on with it."""
+    """Raise RunError if the run in a folder has other settings than the one that would resume it."""
     differ = differences(before, after)
     if differ:
         name, (there, wanted) = next(iter(differ.items()))

@@ -1,7 +1,7 @@
 """Memory and time of a training step of a whole network: ``python -m fastcaps.training.cost FOLDER [eager]``.
 
-It runs in a process of its own, so that nothing else has taken memory before. ``eager`` measures the same network in
-ordinary differentiable PyTorch, whose autograd keeps the votes of every turn, as it does in the published codes.
+It runs in a fresh process, so that nothing else has used memory before. ``eager`` measures the same network in ordinary
+differentiable PyTorch, whose autograd stores the votes of every iteration, as in the published implementations.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from fastcaps.training.config import TrainConfig, kept
 def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -> dict[str, Any]:
     """Measure steps of a network, sized as in the paper, on random images.
 
-    ``eager`` is in plain PyTorch, which keeps the votes; it also leaves out what cannot reach the result, and makes no
-    votes in the first turn, which is linear: the published codes need more.
+    ``eager`` is plain PyTorch, which stores the votes. It skips updates that cannot change the result, and computes no
+    votes in the first iteration, which is linear; the published implementations need more.
 
-    Returns ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about so
-    many seconds), ``parameters``, ``seed``.
+    Returns ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about
+    ``seconds``), ``parameters``, ``seed``.
     """
     torch.manual_seed(config.seed)
     network: Any = models.create(config.network.name, **config.network.options)
     if eager:
-        replace_all_batch_norm_modules_(network)  # torch.func cannot have them count
+        replace_all_batch_norm_modules_(network)  # torch.func does not allow them to update statistics
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     images = torch.randn(config.batch_size, network.in_channels, *network.image_size)
 
     def step(some: Tensor) -> None:
-        if eager:  # torch.func takes the reference's formulas, which are ordinary PyTorch
+        if eager:  # torch.func runs the reference's formulas, which are ordinary PyTorch
             grad(lambda given: functional_call(network, given, (some,)).logsumexp(1).sum())(weights)
             return
         network(some).logsumexp(1).sum().backward()
         network.zero_grad()
 
-    step(images[:1])  # threads, code and caches are made once, and are not part of a step's memory
+    step(images[:1])  # creates threads, code and caches, which are not part of a step's memory
     grown = peak_growth(lambda: step(images))
     milliseconds = median_ms(lambda: step(images), seconds)
     parameters = sum(weight.numel() for weight in weights.values())

@@ -1,4 +1,4 @@
-"""The data of a run as Lightning wants them: in an order that can be taken up again, on any number of devices."""
+"""The LightningDataModule of a run: batches in an order that can resume, on any number of devices."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from fastcaps.data.transforms import resized
 from fastcaps.training.config import Data, TrainConfig
 
 SPLIT_SEED = 0
-"""Decides which images are held out: the same ones in every run, whatever its own seed."""
+"""The seed of the choice of validation images, which are the same in every run."""
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
-    """The middle of resized test images, ``[n, c, size, size]``, or several crops ``[n, 5 or 10, c, size, size]``."""
+    """Return the middle of resized test images, ``[n, c, size, size]``, or crops ``[n, 5 or 10, c, size, size]``."""
     assert data.resize is not None
     made = crops(resized(images, data.resize), size, flip=data.multi_crop and bool(data.flip))
     return made if data.multi_crop else made[:, 4]
 
 
 def read_data(data: Data) -> Splits:
-    """Read a data set and set up its augmentation; DataError or ValueError if it is missing, wrong, or does not fit."""
+    """Return a data set with its augmentation; DataError or ValueError if it is missing, wrong, or does not fit."""
     if data.name not in fastcaps.data.names():
         raise MissingDataError(
             f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
@@ -60,7 +60,7 @@ def read_data(data: Data) -> Splits:
     given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
     try:
         splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
-    except TypeError as error:  # an option that load does not have
+    except TypeError as error:  # an unknown option
         raise ValueError(f"data.options: got {dict(data.options)}: {error}") from error
     train = splits.train
     if not isinstance(train, ImageDataset):
@@ -109,10 +109,10 @@ def check_parts(splits: Splits) -> None:
 
 
 class Subset(Dataset[Any]):
-    """A data set, or part of one: its items at some indices. A loader gathers, the device that trains finishes.
+    """A data set, or its items at some indices. A loader gathers, the training device finishes.
 
-    A torch data set of pairs, an image and its class, has nothing to finish. ``parts`` are of overlapping digits: the
-    single digits that they are made of belong to a batch too, for the reconstruction loss.
+    A torch data set of pairs, an image and its class, has nothing to finish. With ``parts``, batches of overlapping
+    digits also hold the single digits, for the reconstruction loss.
     """
 
     def __init__(self, dataset: Any, indices: Sequence[int] | None = None, *, parts: bool = False) -> None:
@@ -129,7 +129,7 @@ class Subset(Dataset[Any]):
         return tuple(default_collate([self.dataset[index] for index in indices]))
 
     def finish(self, gathered: tuple[Tensor, ...]) -> Any:
-        """The batch of what was gathered, on its device; parts are pixels from 0 to 1, ``[n, 2, h, w]``, and labels."""
+        """Return a gathered batch, finished on its device; parts are pixels in [0, 1], ``[n, 2, h, w]``, and labels."""
         if not hasattr(self.dataset, "finish"):
             return gathered
         made = self.dataset.finish(gathered)
@@ -140,9 +140,9 @@ class Subset(Dataset[Any]):
 
 
 def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = False) -> tuple[Subset, Subset | None]:
-    """Split training images into those to train with and those held out, alike for every seed of a run.
+    """Split training images into training and validation images, equally for every seed.
 
-    Held-out images get the transform of test images, if any, in the place of augmentation and mixup.
+    Validation images get the transform of test images, if any, instead of augmentation and mixup.
     """
     if not count:
         return Subset(train, parts=parts), None
@@ -157,27 +157,27 @@ def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = Fal
 
 
 class EpochBatches(ShuffledBatches):
-    """Shuffled batches that tell the data set which epoch it is, so that one with a seed makes other images in each."""
+    """Shuffled batches that set the data set's epoch, so that one with a seed changes its images in each."""
 
     source: Any = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        # here, and not when the first batch is drawn: workers, which copy the data set, are started in between
+        # now, not with the first batch, since workers copy the data set in between
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
         return super().__iter__()
 
 
 class ImageData(pl.LightningDataModule):
-    """A data set as Lightning wants it, which can go on in the middle of an epoch.
+    """A LightningDataModule that can resume inside an epoch.
 
-    Batches go to the device that trains as bytes or tokens, and are finished there. ``validation`` images are held out;
-    it is 0 where the data set has a validation part. Of overlapping digits, batches may hold the single ones too.
+    Batches move to the training device as bytes or tokens, and are finished there. ``validation`` images are held out,
+    unless the data set has a validation part. Batches of overlapping digits may also hold the single digits.
     """
 
     def __init__(self, splits: Splits, config: TrainConfig) -> None:
         super().__init__()
-        # the single digits that images are made of are drawn one by one
+        # the reconstruction loss needs the single digits of an image
         parts = isinstance(splits.train, OverlappingDigits) and getattr(config.loss, "reconstruction", 0) > 0
         tested_as = getattr(splits.test, "augment", None)
         self.train, self.validation = hold_out(splits.train, config.data.validation, tested_as, parts=parts)
@@ -194,17 +194,15 @@ class ImageData(pl.LightningDataModule):
         return DataLoader(
             dataset,
             batch_sampler=batches,
-            collate_fn=default_convert,  # a batch is gathered whole: there is nothing to collate
+            collate_fn=default_convert,  # batches are gathered whole, with nothing to collate
             num_workers=self.workers,
-            # a data set with a seed must hear of each epoch, and workers that stay would not
+            # persistent workers would miss set_epoch, which a data set with a seed needs
             persistent_workers=self.workers > 0 and getattr(self.source, "seed", None) is None,
-            # a loader draws a seed whenever iteration begins, once more in a run that resumes: not from the run's
-            # generator, whose numbers would then differ
+            # not the run's generator, from which a loader would draw once more in a resumed run
             generator=torch.Generator().manual_seed(self.seed),
         )
 
     def _batches(self) -> EpochBatches:
-        """The order of the training images on this rank."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
         batches = EpochBatches(len(self.train), self.batch_size // world_size, self.seed, **where)
@@ -212,14 +210,14 @@ class ImageData(pl.LightningDataModule):
         return batches
 
     def steps_per_epoch(self) -> int:
-        """Training batches of each rank in one epoch."""
+        """Return the number of training batches per rank and epoch."""
         return len(self._batches())
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train, self._batches())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        """The test images, and those that were held out."""
+        """Return loaders of the test images and the validation images."""
         assert self.trainer is not None
         loaders, size = [], max(self.batch_size // self.trainer.world_size, 128)
         size = max(size // self.crops, 1)
@@ -230,7 +228,7 @@ class ImageData(pl.LightningDataModule):
         return loaders
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Finish a batch on the device that trains."""
+        """Return a batch finished on the training device."""
         assert self.trainer is not None
         source = self.train if self.trainer.training else (self.test, self.validation)[dataloader_idx]
         assert source is not None
@@ -244,8 +242,7 @@ class ImageData(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["steps_per_epoch"] != self.steps_per_epoch():
             raise ValueError(
-                f"the checkpoint has {state_dict['steps_per_epoch']} steps an epoch and this run "
-                f"{self.steps_per_epoch()}; "
-                "resume with the data, batch size and number of devices that the run began with"
+                f"the checkpoint has {state_dict['steps_per_epoch']} steps per epoch and this run "
+                f"{self.steps_per_epoch()}; resume with the same data, batch size and number of devices"
             )
         self._epoch, self._start = state_dict["epoch"], state_dict["start"]

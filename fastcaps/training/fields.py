@@ -1,7 +1,7 @@
-"""Settings as data: mappings read into pydantic's dataclasses and back, with errors of one line.
+"""Settings as data: mappings read into pydantic's dataclasses and back.
 
-A setting that is wrong raises :class:`SettingError`: its path, what came, and what is wanted (``epochs: got 0, want
-greater than or equal to 1``).
+A wrong setting raises :class:`SettingError` with one line: its path, what came, and what is wanted (``epochs: got 0,
+want greater than or equal to 1``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fastcaps.checks import did_you_mean
 
 Kind = TypeVar("Kind")
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-"""How pydantic reads all settings."""
+"""Pydantic's configuration for all settings."""
 MOST_COUNT = 2**31 - 1
-"""The most epochs, images a step, runs or steps between checkpoints: more is a slip, which torch would not take."""
+"""The maximum of epochs, images per step, runs and steps between checkpoints."""
 
 
 class SettingError(ValueError):
@@ -37,7 +37,7 @@ class RunError(RuntimeError):
 
 
 def _fraction(value: Any) -> Any:
-    """Return the number that a text, such as ``1e-3`` or ``150/350``, stands for; pydantic refuses what is none."""
+    """Return the value of a text such as ``1e-3`` or ``150/350``, anything else as it is, for pydantic to check."""
     if isinstance(value, str):
         with suppress(ValueError, ZeroDivisionError):
             return reduce(truediv, map(float, value.split("/", 1)))
@@ -52,14 +52,14 @@ Count = Annotated[int, Strict(), Field(ge=1, le=MOST_COUNT)]
 Index = Annotated[int, Strict(), Field(ge=0)]
 Flag = Annotated[bool, Strict()]
 SHORT = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-"""Of declarations that have a name: it alone will do."""
+"""For declarations that may be given by their name alone."""
 CHOICE = Field(discriminator="name")
-"""Of several kinds of declaration, the name decides."""
+"""For several kinds of declaration, chosen by name."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    """The base of declarations: a field that one does not have is told with those that it has."""
+    """The base of declarations; an unknown field raises an error with the known ones."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,25 +76,24 @@ class Settings:
 
 
 def read(kind: type[Kind], value: Any) -> Kind:
-    """Return a mapping as a dataclass; SettingError tells of the first field that is wrong."""
+    """Return a mapping as a dataclass; SettingError for the first wrong field."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise _told(value, error) from error
+        raise _first_error(value, error) from error
 
 
 def wrong(path: str, got: Any, want: str) -> SettingError:
-    """An error that says of a setting what came, cut if it is long, and what is wanted."""
+    """Return an error with a setting's path, what came, cut if it is long, and what is wanted."""
     shown = repr(got)
     return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
 
 
-def _told(value: Any, error: ValidationError) -> SettingError:
-    """What is first wrong with a value, in a line."""
+def _first_error(value: Any, error: ValidationError) -> SettingError:
     found, path, here = error.errors(include_url=False)[0], "", value
     for part in found["loc"]:
         if part == (here.get("name") if isinstance(here, Mapping) else here):
-            continue  # not a field: pydantic says which kind of declaration it is
+            continue  # not a field, but the kind of declaration
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
         with suppress(LookupError, TypeError):
             here = here[part]
@@ -104,24 +103,24 @@ def _told(value: Any, error: ValidationError) -> SettingError:
     if kind in ("missing", "union_tag_not_found"):
         name = path if kind == "missing" else f"{path}.name"
         return SettingError(f"{name}: got nothing, want a value, as it has no default")
-    if kind == "value_error":  # what a dataclass itself checks begins with the field's name
+    if kind == "value_error":  # a dataclass's own checks begin with the field's name
         return SettingError(f"{path}.{found['ctx']['error']}".removeprefix("."))
     return wrong(path or "settings", found["input"], found["msg"].removeprefix("Input should be "))
 
 
 def as_data(value: Any) -> Any:
-    """Return a value as mappings, lists and plain values, which :func:`read` turns back into it."""
+    """Return a value as mappings, lists and plain values, from which :func:`read` restores it."""
     return to_jsonable_python(value, fallback=lambda other: other)
 
 
 def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of settings with other values for fields, by their paths: ``{"optimizer.lr": 0.01}``.
 
-    A mapping changes a field's own fields. Where a ``name`` changes, the fields beside it begin from the new one's
-    defaults. Whether there are such fields, :func:`read` checks.
+    A mapping changes a field's own fields. If a ``name`` changes, the fields beside it start from the new one's
+    defaults. :func:`read` checks whether the fields exist.
     """
     made: Any = copy.deepcopy(dict(settings))
-    # a name first: it clears what belonged to the old one
+    # names first, since they reset the fields beside them
     for path in sorted(changes, key=lambda path: (not path.endswith(".name"), path.count("."))):
         change = copy.deepcopy(changes[path])
         for name in reversed(path.split(".")):

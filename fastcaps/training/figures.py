@@ -1,6 +1,6 @@
 """The papers' figures of trained networks, drawn from finished runs.
 
-For each figure one function computes and another draws; :data:`FIGURES` has those that draw, by the name in a table's
+Each figure has a function that computes and one that draws; :data:`FIGURES` holds the latter, by the name in a table's
 ``draw``.
 """
 
@@ -31,20 +31,20 @@ class Trained:
     """A network from a run."""
 
     label: str
-    network: Any  # with its trained weights, in evaluation mode
-    fresh: Any  # with those that it began with
+    network: Any  # with trained weights, in evaluation mode
+    fresh: Any  # with initial weights
     splits: Splits
 
     def images(self, count: int) -> tuple[Tensor, Tensor]:
-        """The first test images ``[count, channels, H, W]``, and their labels ``[count]``."""
+        """Return the first test images ``[count, channels, H, W]``, and their labels ``[count]``."""
         images, labels = self.splits.test.batch(slice(0, count))
         return images, labels
 
 
 def load(config: TrainConfig, label: str = "") -> Trained:
-    """The network of a finished run, after its best epoch if images were held out, else after its last.
+    """Return the network of a finished run, of its best epoch if it had validation images, else of its last.
 
-    If the configuration names no folder of data, the run's own is taken.
+    A configuration without a folder of data uses the run's.
     """
     before = kept(config.folder)
     splits = read_data(replace(before.data, dir=config.data.dir or before.data.dir))
@@ -55,18 +55,18 @@ def load(config: TrainConfig, label: str = "") -> Trained:
 
 
 def class_poses(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
-    """The poses ``[B, d]`` of the capsules of the images' classes."""
+    """Return the poses ``[B, d]`` of the images' class capsules."""
     poses = network(images, return_trace=True)[1].poses[-1]
     return poses[torch.arange(len(labels)), labels]
 
 
 def some_classes(trained: Trained) -> list[int]:
-    """Four classes to show, spread over all of them."""
+    """Return four classes to show, evenly spaced."""
     return [index * len(trained.splits.classes) // 4 for index in range(4)]
 
 
 def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Path:
-    """A grid of images for each of four classes: a row for each number of the capsule, a column for each step."""
+    """Draw a grid of images for each of four classes: a row per value of the capsule, a column per step."""
     (each,) = trained
     images, labels = each.images(200)
     chosen = [int((labels == label).nonzero()[0]) for label in some_classes(each)]
@@ -75,9 +75,9 @@ def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Pa
 
 
 class Agreement(NamedTuple):
-    """How children agree with a parent, by the cosine between it and their votes, in bins.
+    """Histogram of the cosine between votes and a parent.
 
-    Of each bin its middle, the percent of the votes in it, and their mean length (NaN where there is none), ``[n]``.
+    Of each bin its middle, the percentage of votes in it, and their mean length (NaN for no votes), ``[n]``.
     """
 
     cosines: Tensor
@@ -87,8 +87,8 @@ class Agreement(NamedTuple):
 
 @torch.no_grad()
 def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) -> Agreement:
-    """Compare the votes of the last layer's children with the capsule of the image's class (Li et al. 2018, Figure 2),
-    in bins from a cosine of -1 to one of 1."""
+    """Return how the votes of the last layer's children agree with the image's class capsule, in bins of cosines from
+    -1 to 1 (Li et al. 2018, Figure 2)."""
     counts, lengths = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
     for some, target in zip(images.split(20), labels.split(20), strict=True):
         trace, _, votes = last_votes(network, some)
@@ -103,7 +103,7 @@ def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) 
 
 
 def draw_agreement(trained: Sequence[Trained], path: Path, title: str) -> Path:
-    """Length and share of the votes against their cosine with the class capsule, before and after training."""
+    """Draw number and length of votes over their cosine with the class capsule, before and after training."""
     figure, plots = pyplot().subplots(
         len(trained), 2, figsize=(11, 1 + 3.4 * len(trained)), layout="constrained", squeeze=False
     )
@@ -122,28 +122,28 @@ def draw_agreement(trained: Sequence[Trained], path: Path, title: str) -> Path:
 
 
 def in_two_dimensions(points: Tensor) -> Tensor:
-    """Points ``[n, d]`` in the plane of their two largest principal components, ``[n, 2]``."""
+    """Return the first two principal components ``[n, 2]`` of points ``[n, d]``."""
     points = points.double()
     centred = points - points.mean(0)
     return centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
 
 
 def rotations(degrees: Sequence[float]) -> Tensor:
-    """Maps ``[steps, 2, 3]`` that turn an image to the left: from a place in the result to its place in the image."""
+    """Return maps ``[steps, 2, 3]`` that rotate an image to the left, from result to image coordinates."""
     both = [(math.cos(angle), math.sin(angle)) for angle in map(math.radians, degrees)]
     return torch.tensor([[[cosine, -sine, 0], [sine, cosine, 0]] for cosine, sine in both])
 
 
 def tilts(degrees: Sequence[float]) -> Tensor:
-    """Maps ``[steps, 2, 3]`` that lay an image back, seen from far: its height shrinks by the cosine of the angle."""
+    """Return maps ``[steps, 2, 3]`` that tilt an image back, which shrinks its height by the angle's cosine."""
     return torch.tensor([[[1, 0, 0], [0, 1 / math.cos(math.radians(each)), 0]] for each in degrees])
 
 
 @torch.no_grad()
 def moved(network: CapsNet, image: Tensor, label: int, maps: Tensor) -> Tensor:
-    """The pose of an image's class capsule as the image moves, as vectors ``[steps, C, D]`` (Heinsen 2019, Figure 4).
+    """Return the pose ``[steps, C, D]`` of a class capsule while the image moves (Heinsen 2019, Figure 4).
 
-    ``maps`` are ``[steps, 2, 3]``, as :func:`torch.nn.functional.affine_grid` takes them.
+    ``maps`` are ``[steps, 2, 3]``, as for :func:`torch.nn.functional.affine_grid`.
     """
     grid = F.affine_grid(maps, [len(maps), *image.shape], align_corners=False)
     images = F.grid_sample(image.expand(len(maps), -1, -1, -1), grid, padding_mode="border", align_corners=False)
@@ -152,9 +152,9 @@ def moved(network: CapsNet, image: Tensor, label: int, maps: Tensor) -> Tensor:
 
 
 def changes(poses: Tensor) -> dict[str, Tensor]:
-    """How far vectors ``[steps, ..., D]`` go from what they are at the first step (Heinsen 2019, Figures 6 and 7).
+    """Return how vectors ``[steps, ..., D]`` differ from the first step's (Heinsen 2019, Figures 6 and 7).
 
-    Their distance from the first and their length, as shares of the first's length, and their cosine with it.
+    Their distance from it and their length, relative to its length, and their cosine with it.
     """
     first, size = poses[:1], poses[:1].norm(dim=-1)
     return {
@@ -165,7 +165,7 @@ def changes(poses: Tensor) -> dict[str, Tensor]:
 
 
 def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
-    """Poses of the test images' class capsules, and of single images' as they turn."""
+    """Draw the poses of the test images' class capsules, and of single images' while they rotate."""
     (each,) = trained
     plt = pyplot()
     images, labels = each.images(1000)
@@ -184,7 +184,7 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
         image = images[int((labels == label).nonzero()[0])]
         paths = moved(each.network, image, label, rotations(degrees))  # [steps, C, D]
         flat = in_two_dimensions(paths.flatten(0, 1)).unflatten(0, paths.shape[:2])
-        if paths.shape[1] == 1:  # of one vector, join its places from step to step
+        if paths.shape[1] == 1:  # a single vector: connect its steps
             plot.plot(*flat[:, 0].T, color="#BBBBBB", linewidth=1, zorder=0)
         for step, vertices in enumerate(flat):
             plot.plot(*vertices.T, color=plt.get_cmap("viridis")(step / (len(degrees) - 1)), marker="o", linewidth=1)
@@ -194,7 +194,7 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
 
 
 def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
-    """How the class capsules' vectors change as images turn all the way round, and as they are laid back."""
+    """Draw how the class capsules' vectors change while images rotate by 360°, and while they tilt back."""
     (each,) = trained
     images, labels = each.images(60)
     ways = {"turned": (rotations, range(0, 341, 20)), "laid back": (tilts, [7.5 * step for step in range(9)])}
@@ -204,7 +204,7 @@ def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
         for plot, (name, lines) in zip(plots[:, column], changes(torch.cat(poses, 1)).items(), strict=True):
             plot.plot(degrees, lines, color="#BBBBBB", linewidth=0.5)
             plot.plot(degrees, lines.mean(1), color=BLUE, linewidth=2)
-            low, high = lines.flatten().quantile(torch.tensor([0.005, 0.995])).tolist()  # leave out a few far beyond
+            low, high = lines.flatten().quantile(torch.tensor([0.005, 0.995])).tolist()  # without outliers
             plot.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
             plot.set_ylabel("" if column else f"{name}, from the first view")
         plots[0, column].set_title(f"{len(images)} test images, {way}")
@@ -218,4 +218,4 @@ FIGURES: dict[str, Callable[[Sequence[Trained], Path, str], Path]] = {
     "poses": draw_poses,
     "changes": draw_changes,
 }
-"""What a table's ``draw`` may be, other than bars and lines."""
+"""The values of a table's ``draw``, besides bars and lines."""

@@ -1,4 +1,4 @@
-"""YAML files of experiments and tables: those of the papers, a file a paper, and of one's own, a file each."""
+"""YAML files of experiments and tables: one file per paper, and one per entry of the user's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fastcaps.checks import did_you_mean
 from fastcaps.training.fields import SettingError, changed, wrong
 
 TOLD = ("source", "reported", "reading")
-"""What a paper says, and what we say of it."""
+"""Fields of what a paper says, and our comments on it."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a field stands once."""
+    """YAML without repeated fields."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, want it once", problem_mark=node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{key} appears twice, want it once", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML; what is no YAML, or is nested beyond reason, raises SettingError in one line."""
+    """Return the content of YAML; SettingError in one line if it is invalid or nested too deeply."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -37,33 +37,33 @@ def read_yaml(text: str) -> Any:
         raise SettingError(f"{where}{' '.join(str(error.problem).split())}") from error
     except RecursionError as error:
         raise SettingError("brackets are nested too deeply") from error
-    except Exception as error:  # PyYAML raises whatever its constructors meet, of a 13th month for one
+    except Exception as error:  # PyYAML's constructors may raise anything, for example for a 13th month
         raise SettingError(" ".join(str(error).split())) from error
 
 
 class Shelf:
-    """The papers' entries in a folder's files, by name; ``kind`` and ``listing``, a command, are words for messages.
+    """The papers' entries in a folder's files, by name; messages use ``kind`` and ``listing``, a command.
 
-    An entry with a ``base``, another one's name, has that one's fields where it names none of its own. A field of a
-    field may be named by its path (``optimizer.lr``). Where a ``name`` changes, the fields beside it begin from their
-    defaults. ``also`` is added to the base's ``reading``.
+    An entry with a ``base``, another entry's name, inherits the fields that it does not give. A path names a field of a
+    field (``optimizer.lr``). If a ``name`` changes, the fields beside it start from their defaults. ``also`` is added
+    to the base's ``reading``.
     """
 
     def __init__(self, folder: Path, kind: str, listing: str) -> None:
         self.folder, self.kind, self.listing = folder, kind, listing
 
     def names(self) -> list[str]:
-        """The names of the papers' entries."""
+        """Return the names of the papers' entries."""
         return sorted(self.entries)
 
     @cached_property
     def entries(self) -> dict[str, dict[str, Any]]:
-        """The papers' entries, each with the fields that its file gives it."""
+        """The papers' entries, each with the fields in its file."""
         files = sorted(self.folder.glob("*.yaml"))
         return {name: given for path in files for name, given in read_yaml(path.read_text(encoding="utf-8")).items()}
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The fields of an entry, or of a file of one's own, those of its base among them; SettingError in one line."""
+        """Return the fields of an entry or of the user's file, with those of its base; SettingError in one line."""
         if not name.endswith((".yaml", ".yml")):
             if name in self.entries:
                 return self._based(self.entries[name])
@@ -72,7 +72,7 @@ class Shelf:
             raise SettingError(f"{self.kind}: got {name!r}{hint}, want {want}")
         path = Path(name).expanduser()
         if not path.is_file():
-            raise SettingError(f"{self.kind}: got {name!r}, and there is no such file")
+            raise SettingError(f"{self.kind}: got {name!r}, want an existing file")
         try:
             return self._based(read_yaml(path.read_text(encoding="utf-8")), own=True)
         except (SettingError, UnicodeDecodeError) as error:
@@ -81,16 +81,16 @@ class Shelf:
     def _based(self, given: Any, own: bool = False) -> dict[str, Any]:
         if not isinstance(given, Mapping):
             raise wrong(self.kind, given, "a mapping of fields")
-        made = {str(key): value for key, value in given.items()}  # YAML reads on, no, null and 1 as no text
+        made = {str(key): value for key, value in given.items()}  # YAML does not read on, no, null and 1 as text
         base, also = made.pop("base", None), made.pop("also", None)
         if base is None:
             if also is not None:
-                raise wrong("also", also, "a base beside it")
+                raise wrong("also", also, "a base as well")
             return made
         if not isinstance(base, str) or base not in self.entries:
             hint = did_you_mean(base, sorted(self.entries)) if isinstance(base, str) else ""
             raise wrong("base", base, f"a {self.kind} that fastcaps {self.listing} lists{hint}")
-        # what a paper says is not of one's own
+        # a user's entry does not inherit what the paper says
         below = {key: value for key, value in self.fields(base).items() if not own or key not in TOLD}
         made = changed(below, made)
         if also is not None:

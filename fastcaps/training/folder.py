@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its settings, and checkpoints that are read with suspicion."""
+"""The folder of a run: its lock, settings, results and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ WRITTEN = ("last.ckpt", "best.ckpt", "metrics.csv", "result.json")
 
 
 def _processor() -> str:
-    """The processor's name as its maker writes it, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -35,7 +34,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a figure depends on: versions of everything, and the machine."""
+    """Return the versions of all packages, and the machine."""
     return {
         "fastcaps": fastcaps.__version__,
         "torch": torch.__version__,
@@ -47,34 +46,31 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def only_run(out: Path) -> Iterator[None]:
-    """Lock a folder as long as the block lasts; RunError if another run has locked it.
-
-    The system releases the lock when the process dies.
-    """
+    """Lock a folder in a ``with`` block; RunError if another run has locked it. A dying process releases the lock."""
     try:
         held = FileLock(out / ".lock").acquire(blocking=False)
     except Timeout as error:
-        raise RunError(f"{out} is in use by a run that has not ended: wait for it, or take another") from error
+        raise RunError(f"{out} is in use by a run: wait for it, or use another folder") from error
     with held:
         yield
 
 
 @contextmanager
 def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Make the folder of a run and write its settings; keep other runs out during the block.
+    """Create and lock the folder of a run, and write its settings.
 
-    RunError if there is a run already and neither ``resume`` nor ``overwrite``, or the folder cannot be used.
+    RunError if it holds a run and neither ``resume`` nor ``overwrite`` is set, or the folder cannot be used.
     """
     out = config.folder
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
+        raise RunError(f"out: got {out}, which cannot be created ({error.strerror}); want a folder") from error
     with only_run(out):
         if not resume and (out / "config.json").exists():
             if not overwrite:
                 raise RunError(
-                    f"{out} holds a run already: go on with it (--resume), replace it (--overwrite) or take another"
+                    f"{out} already holds a run: continue it (--resume), replace it (--overwrite) or use another folder"
                 )
             clear(out)
         if not (resume and is_finished(config)):
@@ -83,7 +79,7 @@ def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[Non
 
 
 def clear(out: Path) -> None:
-    """Delete what a run left in its folder, but for its settings."""
+    """Delete the results of a run, but not its settings."""
     for name in WRITTEN:
         (out / name).unlink(missing_ok=True)
     for events in (out / "tensorboard").glob("events.out.tfevents.*"):
@@ -91,7 +87,7 @@ def clear(out: Path) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether the ``result.json`` of a run tells of all its epochs."""
+    """Return whether the ``result.json`` of a run covers all its epochs."""
     try:
         return bool(json.loads((config.folder / "result.json").read_text())["epochs"] == config.epochs)
     except (OSError, RecursionError, ValueError, LookupError, TypeError):
@@ -99,30 +95,30 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def check_sums(path: Path) -> None:
-    """Raise BadZipFile if a checkpoint's bytes are not those that were written: torch compares no checksums."""
-    if not zipfile.is_zipfile(path):  # torch.load says what it is instead
+    """Raise BadZipFile if a checkpoint's checksums do not match, as torch does not compare them."""
+    if not zipfile.is_zipfile(path):  # torch.load raises
         return
     try:
         with zipfile.ZipFile(path) as held:
             folders = [entry.filename for entry in held.infolist() if entry.external_attr & 16]
-            damaged = held.testzip() or next(iter(folders), None)  # of a folder torch reads nothing
-    except Exception as error:  # damaged entries raise whatever they look like
+            damaged = held.testzip() or next(iter(folders), None)  # torch would ignore a folder
+    except Exception as error:  # damaged entries may raise anything
         raise zipfile.BadZipFile(f"damaged ({error})") from error
     if damaged is not None:
-        raise zipfile.BadZipFile(f"damaged: {damaged} is not what was written")
+        raise zipfile.BadZipFile(f"damaged: {damaged} has changed since it was written")
 
 
 def read_checkpoint(path: Path) -> Any:
-    """What is in a checkpoint, on the CPU; RunError if it cannot be read."""
+    """Return the content of a checkpoint, on the CPU; RunError if it cannot be read."""
     try:
         check_sums(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever it meets
-        raise RunError(f"{path} cannot be read: {in_one_line(error, True)}; train anew with --overwrite") from error
+    except Exception as error:  # torch may raise anything
+        raise RunError(f"{path} cannot be read: {in_one_line(error, True)}; restart with --overwrite") from error
 
 
 def load_weights(network: nn.Module, out: Path) -> int:
-    """Load a run's weights, of its best epoch if images were held out, else of its last; returns the epoch, from 1."""
+    """Load a run's weights, of its best epoch if it had validation images, else of its last; return the epoch."""
     best = out / "best.ckpt"
     saved = read_checkpoint(best if best.is_file() else out / "last.ckpt")
     own = {name.removeprefix("network."): value for name, value in saved["state_dict"].items()}
@@ -131,7 +127,7 @@ def load_weights(network: nn.Module, out: Path) -> int:
 
 
 def in_one_line(error: Exception, named: bool = False) -> str:
-    """The text of an error that somebody else raised, after its name if asked for."""
+    """Return the text of another library's error, with the name of its class if ``named``."""
     return " ".join(f"{type(error).__name__ + ': ' if named else ''}{error}".split())
 
 
@@ -141,11 +137,11 @@ def write_settings(config: TrainConfig) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that takes the old one's place when it is whole."""
+    """Write a JSON file, which replaces the old one when it is complete."""
     write_whole(path, json.dumps(value, indent=2, default=repr) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that takes the old one's place when it is whole."""
+    """Write a text file, which replaces the old one when it is complete."""
     with replacing(path) as fresh:
         fresh.write_text(text, encoding="utf-8")

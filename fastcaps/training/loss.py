@@ -1,7 +1,7 @@
-"""What a network is trained on: losses by name, each a dataclass of its settings that computes itself.
+"""Losses by name: dataclasses of settings that compute the loss.
 
-A loss is called with the network, a :class:`Batch` and how much of the run is done, and gives the loss and the logits.
-The formulas are :mod:`fastcaps.losses` and torch's.
+A loss is called with the network, a :class:`Batch` and the fraction of the run that is done, and returns the loss and
+the logits. The formulas are in :mod:`fastcaps.losses` and torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, N
 
 
 class Batch(NamedTuple):
-    """What a step sees."""
+    """The data of a step."""
 
     inputs: tuple[Tensor, ...]  # of the network: images [B, channels, H, W], normalised; or embeddings and a mask
-    target: Tensor  # int64 [B]: a class each; bool [B, M]: those that are there; floats [B, M]: shares that sum to 1
-    mean: Tensor | None = None  # by which the images were normalised: [1, channels, 1, 1]
+    target: Tensor  # int64 [B]: classes; bool [B, M]: the classes in an image; floats [B, M]: probabilities
+    mean: Tensor | None = None  # of the normalisation, [1, channels, 1, 1]
     std: Tensor | None = None
-    parts: Tensor | None = None  # of images made of several: pixels [B, P, H, W] from 0 to 1
-    part_labels: Tensor | None = None  # int64 [B, P], −1 where there is none
+    parts: Tensor | None = None  # the digits of overlapping images: pixels [B, P, H, W] from 0 to 1
+    part_labels: Tensor | None = None  # int64 [B, P], −1 for none
 
     @property
     def pixels(self) -> Tensor:
@@ -41,35 +41,35 @@ class Batch(NamedTuple):
 class Loss(Settings, ABC):
     """The base of losses."""
 
-    threshold: ClassVar[float] = 0.0  # where several classes may be there: those whose logit is above it are
+    threshold: ClassVar[float] = 0.0  # with several classes per image, those with a logit above it are predicted
 
     @abstractmethod
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
-        """The loss of logits ``[B, M]``, a scalar."""
+        """Return the loss of logits ``[B, M]``, a scalar."""
 
     def average(self, logits: Tensor) -> Tensor:
-        """Of the logits ``[B, K, M]`` of K crops, the mean of the class probabilities; as logits again, ``[B, M]``.
+        """Return logits ``[B, M]`` of the mean class probabilities of K crops, from logits ``[B, K, M]``.
 
-        Here of lengths or activations, which are probabilities as they are.
+        Here the logits are lengths or activations, which are probabilities already.
         """
         return logits.mean(1)
 
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The loss of a batch and the network's logits, when this share of the run is done (0 to 1)."""
+        """Return the loss of a batch and the network's logits; ``done`` is the finished fraction of the run."""
         logits = network(*batch.inputs)
         return self.of(logits, batch.target, done), logits
 
 
 def _require_labels(loss: str, target: Tensor) -> None:
     if target.dim() != 1:
-        raise ValueError(f"loss: {loss} wants one class a sample, got targets {shape_text(target)} of {target.dtype}")
+        raise ValueError(f"loss: {loss} needs one class per sample, got {target.dtype} targets {shape_text(target)}")
 
 
 @dataclass(frozen=True, config=STRICT)
 class CrossEntropy(Loss):
-    """Softmax and cross-entropy, of labels or of shares of classes."""
+    """Softmax and cross-entropy, of labels or class probabilities."""
 
-    smoothing: Share = 0.0  # the share of each target that is spread over all classes
+    smoothing: Share = 0.0  # the fraction of each target that is spread over all classes
     name: Literal["cross-entropy"] = "cross-entropy"
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
@@ -84,9 +84,9 @@ class CrossEntropy(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class BinaryCrossEntropy(Loss):
-    """Binary cross-entropy of every class by itself, a mean over samples and classes."""
+    """Binary cross-entropy of each class, averaged over samples and classes."""
 
-    probabilities: Flag = False  # whether the network gives probabilities (lengths, activations) and not logits
+    probabilities: Flag = False  # whether the network returns probabilities (lengths, activations) and not logits
     name: Literal["bce"] = "bce"
 
     @property
@@ -98,8 +98,8 @@ class BinaryCrossEntropy(Loss):
         present = F.one_hot(target, logits.shape[1]) if target.dim() == 1 else target
         if not self.probabilities:
             return F.binary_cross_entropy_with_logits(logits, present.to(logits.dtype))
-        with torch.autocast(logits.device.type, enabled=False):  # which refuses this loss
-            certain = logits.to(accumulation_dtype(logits.dtype)).clamp(0, 1)  # a length may round to more than 1
+        with torch.autocast(logits.device.type, enabled=False):  # autocast refuses this loss
+            certain = logits.to(accumulation_dtype(logits.dtype)).clamp(0, 1)  # a length may round above 1
             return F.binary_cross_entropy(certain, present.to(certain.dtype))
 
     def average(self, logits: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ class BinaryCrossEntropy(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class Margin(Loss):
-    """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and of the images drawn from them.
+    """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and reconstruction loss.
 
-    The arguments are those of :func:`fastcaps.losses.margin_loss`, and the scale of
-    :func:`fastcaps.losses.reconstruction_loss`, which compares with raw pixels: 0.0005 in the paper, 0 for none.
+    The arguments are those of :func:`fastcaps.losses.margin_loss`, and ``reconstruction``, the scale of
+    :func:`fastcaps.losses.reconstruction_loss` on raw pixels: 0.0005 in the paper, 0 for none.
     """
 
     upper: NotNegative = 0.9
@@ -135,13 +135,13 @@ class Margin(Loss):
         return self.of(logits, batch.target, done) + missed, logits
 
     def _of_parts(self, network: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits, and the loss of each part drawn by itself (Sabour et al. 2017, section 6), summed up."""
+        """Return logits, and the sum of the reconstruction losses of all parts (Sabour et al. 2017, section 6)."""
         if batch.parts is None or batch.part_labels is None:
             raise ValueError(
-                "loss.reconstruction: images of several classes are drawn part by part, and these data do not have "
-                "their parts; want loss.reconstruction=0"
+                "loss.reconstruction: images of several classes are reconstructed part by part, and these data do not "
+                "have their parts; want loss.reconstruction=0"
             )
-        kept: list[Tensor] = []  # the class capsules' poses, which the head is given
+        kept: list[Tensor] = []  # the class capsules' poses, the head's input
         hook = network.head.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
         try:
             logits = network(*batch.inputs)
@@ -161,16 +161,16 @@ class Margin(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class Spread(Loss):
-    """Spread loss (Hinton et al. 2018) of the class capsules' activations, its margin growing in a straight line."""
+    """Spread loss (Hinton et al. 2018) of the class capsules' activations, with a linearly growing margin."""
 
     start: NotNegative = 0.2
     end: NotNegative = 0.9
-    over: Annotated[Number, Field(gt=0, le=1)] = 1.0  # the share of the run over which the margin grows
+    over: Annotated[Number, Field(gt=0, le=1)] = 1.0  # the fraction of the run over which the margin grows
     name: Literal["spread"] = "spread"
     threshold: ClassVar[float] = 0.5
 
     def margin(self, done: float) -> float:
-        """The margin when this share of the run is done."""
+        """Return the margin when this fraction of the run is done."""
         return self.start + min(done / self.over, 1.0) * (self.end - self.start)
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
@@ -180,7 +180,7 @@ class Spread(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class Feedback(Loss):
-    """The loss of a network with feedback units (Li et al. 2018): another one, and the divergences between layers."""
+    """The loss of a network with feedback units (Li et al. 2018): a base loss, and the divergences between layers."""
 
     base: Annotated[CrossEntropy | BinaryCrossEntropy | Margin | Spread, CHOICE, SHORT] = Margin()
     weight: NotNegative = 10.0  # of the sum of the divergences
@@ -192,7 +192,7 @@ class Feedback(Loss):
 
     @property
     def threshold(self) -> float:  # type: ignore[override]
-        """That of the other loss."""
+        """That of the base loss."""
         return self.base.threshold
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""How right answers are counted; tables and files call their share accuracy whichever metric it is."""
+"""The metrics; tables and files call their value accuracy."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fastcaps.checks import shape_text
 
 
 def right(metric: str, logits: Tensor, target: Tensor, threshold: float) -> Tensor:
-    """Return which samples are right, bool ``[B]``.
+    """Return which samples are classified correctly, bool ``[B]``.
 
-    - ``accuracy``: the highest logit is the sample's class (with mixup, its largest share).
-    - ``exact-match``: the classes whose logits are above ``threshold`` are exactly those that are there.
-    - ``top-2``: every class that is there is among the two highest logits.
+    - ``accuracy``: the highest logit is the sample's class (with mixup, its most probable one).
+    - ``exact-match``: the classes with logits above ``threshold`` are exactly those in the image.
+    - ``top-2``: every class in the image is among the two highest logits.
 
-    Logits are ``[B, M]``, the target is as a loss takes it.
+    Logits are ``[B, M]``, the target is as for a loss.
     """
     if metric == "accuracy":
         if target.dim() == 2 and not target.is_floating_point():
-            raise ValueError(f"metric: accuracy wants one class a sample, got targets {shape_text(target)}")
+            raise ValueError(f"metric: accuracy needs one class per sample, got targets {shape_text(target)}")
         return logits.argmax(1) == (target.argmax(1) if target.dim() == 2 else target)
     there = (F.one_hot(target, logits.shape[1]) if target.dim() == 1 else target) > 0
     if metric == "exact-match":

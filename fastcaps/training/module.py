@@ -1,4 +1,4 @@
-"""A network in training, as Lightning wants it: loss, accuracy, optimiser, schedule."""
+"""The LightningModule: loss, accuracy, optimiser, schedule."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STAGES = ("train", "test", "validation")
 
 
 class CapsuleClassifier(pl.LightningModule):
-    """A network of class logits, its loss, and accuracy over whole epochs.
+    """A network of class logits, with its loss and accuracy over whole epochs.
 
     Parameters
     ----------
     network : Module
     config : TrainConfig
     mean, std : Tensor, optional
-        What the images were normalised by, ``[1, channels, 1, 1]``: a loss that compares pixels undoes it.
+        Of the images' normalisation, ``[1, channels, 1, 1]``, for a loss that compares pixels.
     """
 
     means: Any
@@ -32,30 +32,25 @@ class CapsuleClassifier(pl.LightningModule):
     std: Tensor | None
 
     def __init__(
-        self,
-        network: nn.Module,
-        config: TrainConfig,
-        *,
-        mean: Tensor | None = None,
-        std: Tensor | None = None,
+        self, network: nn.Module, config: TrainConfig, *, mean: Tensor | None = None, std: Tensor | None = None
     ) -> None:
         super().__init__()
         self.network = network
         self.config = config
         names = [f"{stage}_{what}" for stage in STAGES for what in ("loss", "accuracy")]
         self.means = nn.ModuleDict({name: MeanMetric() for name in names})
-        # kept in the checkpoint, so that an epoch that was resumed reports the means over all of it
+        # in the checkpoint, so that a resumed epoch reports the means over all of it
         for name in ("train_loss", "train_accuracy"):
             self.means[name].persistent(True)
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Logits ``[B, classes]`` of images ``[B, channels, height, width]``."""
+        """Return logits ``[B, classes]`` of images ``[B, channels, height, width]``."""
         return self.network(*inputs)
 
     def batch(self, given: Any) -> Batch:
-        """A loader's batch, its floating-point inputs in the dtype of the weights."""
+        """Return a loader's batch, with floating-point inputs in the weights' dtype."""
         inputs, target, *parts = given
         several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         cast = tuple(each.to(self.dtype) if each.is_floating_point() else each for each in several)
@@ -89,11 +84,10 @@ class CapsuleClassifier(pl.LightningModule):
         self._step(given, STAGES[1 + dataloader_idx])
 
     def figures(self, stage: str) -> dict[str, Tensor]:
-        """Loss and accuracy of a stage's epoch so far."""
+        """Return loss and accuracy of a stage's epoch so far."""
         return {name: self.means[name].compute() for name in (f"{stage}_loss", f"{stage}_accuracy")}
 
     def _finish(self, stage: str) -> None:
-        """Log a stage's figures and begin anew."""
         figures = self.figures(stage)
         self.log_dict(figures, prog_bar=True)
         for name in figures:
@@ -119,6 +113,6 @@ class CapsuleClassifier(pl.LightningModule):
         checkpoint["random_state"] = torch.get_rng_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # only the first rank's state is saved; other ranks must not all draw the same augmentation
+        # the checkpoint has the first rank's state, with which all ranks would draw the same augmentation
         if self.trainer.world_size == 1:
             torch.set_rng_state(checkpoint["random_state"].cpu())

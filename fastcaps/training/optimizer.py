@@ -1,4 +1,4 @@
-"""Optimisers by name: their settings are arguments of torch's classes, with torch's meaning."""
+"""Optimisers by name: their settings are the arguments of torch's classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Optimizer(Settings):
     """The base of optimisers."""
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make torch's optimiser."""
+        """Return torch's optimiser."""
         settings = asdict(self)
         return TORCH[settings.pop("name")](parameters, **settings)
 

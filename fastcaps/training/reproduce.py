@@ -1,8 +1,8 @@
-"""A table or figure of a paper, trained and collected: what ``fastcaps reproduce`` does.
+"""``fastcaps reproduce``: train the runs of a paper's table or figure, and collect their results.
 
-The runs of a table lie in one folder: each row has a folder of its name there, and several seeds have ``seed-0`` and so
-on within it, as :func:`fastcaps.training.train_seeds` makes them. A finished run is not trained again, and a killed one
-goes on. If a folder holds a run with other settings, nothing is trained at all.
+Each row of a table has a folder of its name in the table's folder; several seeds have ``seed-0`` and so on inside, as
+:func:`fastcaps.training.train_seeds` creates them. Finished runs are not trained again, and interrupted ones resume.
+If a folder holds a run with other settings, nothing is trained.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 
 def has_run(config: TrainConfig) -> bool:
-    """Whether the folder of a configuration holds a run; RunError if that has other settings."""
+    """Return whether a configuration's folder holds a run; RunError if that has other settings."""
     if not (config.folder / "config.json").is_file():
         return False
     check_same(config.folder, kept(config.folder), config)
@@ -44,7 +44,7 @@ def has_run(config: TrainConfig) -> bool:
 
 
 class _Result(pydantic.BaseModel):
-    """What of a ``result.json`` is read: the accuracy of a run, or what a step was measured to cost."""
+    """The fields read of a ``result.json``: the accuracy of a run, or the cost of a step."""
 
     seed: Index
     parameters: Index
@@ -55,7 +55,7 @@ class _Result(pydantic.BaseModel):
 
 
 def read_result(config: TrainConfig) -> dict[str, Any] | None:
-    """The ``result.json`` of a run, None if there is none yet; RunError for other settings, or what cannot be read."""
+    """Return the ``result.json`` of a run, or None; RunError for other settings, or a file that cannot be read."""
     path = config.folder / "result.json"
     if not has_run(config) or not path.is_file():
         return None
@@ -63,14 +63,14 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         result: dict[str, Any] = json.loads(path.read_text())
         read(_Result, result)
         if not {"test_accuracy", "memory"} & result.keys():
-            raise ValueError("it tells no accuracy")
+            raise ValueError("it has no accuracy")
     except (OSError, RecursionError, TypeError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}; delete it, and the run is finished anew") from error
+        raise RunError(f"{path} cannot be read: {error}; delete it to finish the run again") from error
     return result
 
 
 def cells(line: Line) -> tuple[str, ...]:
-    """What is printed of a line: a cell for each column of ``HEADER``."""
+    """Return the printed cells of a line, one per column of ``HEADER``."""
     config, limit = line.config, line.config.data.limit
     images = "all" if limit is None else f"{limit - config.data.validation:,}"
     missing = config.runs - len(line.results)
@@ -87,7 +87,6 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def _measure_cost(line: Line, console: Console) -> None:
-    """Measure memory and time in a fresh process, and leave settings and result as a run does."""
     folder = line.config.folder
     with prepared(line.config, resume=True, overwrite=False):
         try:
@@ -103,17 +102,17 @@ def _number(value: float | None, spread: float | None) -> str:
 
 
 def collect(lines: Sequence[Line]) -> list[Line]:
-    """The lines of a table with the results of the runs that are finished; RunError if one has other settings."""
+    """Return the lines of a table with the results of finished runs; RunError if one has other settings."""
     for line in lines:
-        has_run(line.config)  # of several seeds the folder above theirs has settings too: they must agree
+        has_run(line.config)  # checks the settings in the folder above those of several seeds
     found = [[read_result(one) for one in runs_of(line.config)] for line in lines]
     return [replace(line, results=tuple(filter(None, each))) for line, each in zip(lines, found, strict=True)]
 
 
 def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console) -> bool:
-    """Train (or measure) the lines whose runs are not all finished, one after the other.
+    """Train (or measure) the lines with unfinished runs, one after the other; return whether this process prints.
 
-    ``chosen`` are labels or names of those to train, none for all. Returns whether this process should speak.
+    ``chosen`` are labels or names of the lines to train, none for all.
     """
     named = [{line.label, line.row.label, line.name} for line in lines]
     for text in chosen:
@@ -134,17 +133,17 @@ def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console
 
 
 def short_settings(table: Table, lines: Sequence[Line]) -> dict[str, tuple[Any, Any]]:
-    """The settings in which the short form differs, by paths: their value in the short form, and in full.
+    """Return the settings that differ in the short form, by paths: their value in the short form, and in full.
 
-    Those that the table names come first; another data set or optimiser, say, changes settings beside its name. The
-    latter value is None where rows differ in it.
+    Those in the table come first; others follow from them, for example from another data set or optimiser. The full
+    value is None if rows differ in it.
     """
     named = [path for line in lines for path in {**table.short, **line.row.short}]
     full = {line.name: line.config for line in table.lines(Path())}
     found: dict[str, list[tuple[Any, Any]]] = {path: [] for path in named}
     for line in lines:
         whole = full[line.name]
-        both = flat(as_data(whole)).keys() & flat(as_data(line.config)).keys()  # what only one has, its name tells
+        both = flat(as_data(whole)).keys() & flat(as_data(line.config)).keys()  # names imply fields that one has
         for path, values in differences(whole, line.config).items():
             if path in named or path in both:
                 found.setdefault(path, []).append(values)
@@ -156,12 +155,12 @@ def short_settings(table: Table, lines: Sequence[Line]) -> dict[str, tuple[Any, 
 
 
 def measure_text(table: Table) -> str:
-    """What a table measures, and which way is better."""
+    """Return what a table measures, and which direction is better, as text."""
     return f"{MEASURES[table.measure]}, {'higher' if table.measure == 'accuracy' else 'lower'} is better"
 
 
 def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[str, Any]) -> list[str]:
-    """The remarks below a table, a sentence or two a line."""
+    """Return the remarks below a table, one or two sentences each."""
     several = any(line.spread is not None for line in lines)
     found = [measure_text(table) + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")]
     if table.reading:
@@ -196,15 +195,16 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
 
 
 def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> str:
-    """The table as Markdown, with its remarks below."""
+    """Return the table as Markdown, with its remarks below."""
     rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *map(cells, lines)]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
     return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(remarks) + "\n"
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw a table's picture: its numbers beside the paper's, or a figure of the networks of its first seed."""
-    title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
+    """Draw a table's picture: its values beside the paper's, or a figure of its first seed's networks."""
+    kind = " (small batch)" if table.measure in COSTS else " (short runs)"
+    title = f"{table.title}{kind if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
         trained = []
         for line in lines:
@@ -212,23 +212,30 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
             if finished is not None:
                 trained.append(figures.load(finished, line.label))
         if not trained:
-            raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
+            raise RunError(f"{table.title}: nothing to draw, as no run is finished")
         figures.FIGURES[table.draw](trained, path, title)
         return
     axis = measure_text(table)
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
     paper = [None if line.paper is None else (line.paper, line.row.spread) for line in lines]
+    names = [line.label for line in lines]
+    if short:  # beside a whole training's values they would look like the same thing
+        full = [_number(line.paper, line.row.spread) for line in lines]
+        names = [
+            name + (f"\n(paper, in full: {value})" if value else "") for name, value in zip(names, full, strict=True)
+        ]
+        paper = [None] * len(lines)
     if table.over is None:
-        viz.bars([line.label for line in lines], ours, paper, path, title=title, axis=axis)
+        viz.bars(names, ours, paper, path, title=title, axis=axis)
         return
     size, labels = len(table.over.values), [row.label for row in table.rows]
-    parts = [slice(index * size, (index + 1) * size) for index in range(len(labels))]  # a row's lines follow each other
+    parts = [slice(index * size, (index + 1) * size) for index in range(len(labels))]  # of each row
     drawn = {label: (ours[part], paper[part]) for label, part in zip(labels, parts, strict=True)}
     viz.lines(table.over.values, drawn, path, title=title, over=table.over.name, axis=axis)
 
 
 def write(table: Table, lines: Sequence[Line], remarks: Sequence[str], out: Path, *, short: bool, command: str) -> None:
-    """Write ``table.md``, ``table.json`` (all that is shown, and what it comes from) and ``picture.png``."""
+    """Write ``table.md``, ``table.json`` (all values, with their settings) and ``picture.png``."""
     out.mkdir(parents=True, exist_ok=True)
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Training a network on a data set, with Lightning, once or with several seeds: what ``fastcaps train`` runs.
+"""``fastcaps train``: train a network on a data set with Lightning, with one or several seeds.
 
 One call does everything::
 
@@ -6,9 +6,9 @@ One call does everything::
 
     result = train(TrainConfig.of(network="mnist", data={"name": "mnist", "dir": "path/to/data"}, out="runs/mnist"))
 
-docs/training.md tells what a run writes into its ``out`` folder. A run that was killed goes on from ``last.ckpt`` in
-the middle of its epoch, with the same order of the images, random state, optimiser and schedule. So on the CPU it ends
-in the same weights as without the interruption.
+docs/training.md lists the files of a run. An interrupted run resumes from ``last.ckpt`` inside its epoch, with the same
+order of images, random state, optimiser and schedule, so on the CPU it ends with the same weights as without the
+interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import tensorboard  # noqa: F401  (Lightning misses it only when a run begins)
+import tensorboard  # noqa: F401  (Lightning would notice only when a run starts that it is missing)
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -55,22 +55,21 @@ from fastcaps.training.module import CapsuleClassifier
 class TrainResult:
     """The result of a run.
 
-    The accuracy and loss are those of the last epoch, or, where training images were held out, of the epoch that did
-    best on these.
+    Accuracy and loss are those of the last epoch or, with validation images, of the epoch that did best on these.
     """
 
     network: nn.Module  # trained, in evaluation mode, on the CPU
-    test_accuracy: float  # over the whole test set, a share of 1
+    test_accuracy: float  # over the whole test set, from 0 to 1
     test_loss: float
     history: list[dict[str, float]]  # a row per epoch, as in metrics.csv
     out: Path  # the folder of the run
-    is_main: bool = True  # whether this is the first of several processes: the one that should speak
-    best_epoch: int | None = None  # the epoch that was chosen, from 1
+    is_main: bool = True  # whether this is the first of several processes, the one that prints
+    best_epoch: int | None = None  # with validation images, counted from 1
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what Lightning says to its own developers, for as long as the block lasts."""
+    """Silence Lightning's warnings and log messages in a ``with`` block."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -85,7 +84,7 @@ def quiet() -> Iterator[None]:
 
 
 def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
-    """The network of a configuration, sized for the data; ValueError says what of the two does not fit."""
+    """Return the network of a configuration, sized for the data; ValueError if the two do not fit."""
     known = {each.name for each in fields(models.config(config.network.name))}
     if not known.issuperset(splits.sizes):
         takes, are = ("texts", "images") if "layers" in known else ("images", "texts")
@@ -101,7 +100,7 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
 
 
 def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback]) -> pl.Trainer:
-    """Lightning's Trainer; what it refuses becomes a ValueError that shows what was asked for."""
+    """Return Lightning's Trainer; ValueError with the settings that it refuses."""
     try:
         return pl.Trainer(
             accelerator=config.accelerator,
@@ -112,7 +111,7 @@ def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback]) -> pl.Train
             logger=TensorBoardLogger(config.folder, name="", version="tensorboard"),
             callbacks=callbacks,
             enable_model_summary=False,
-            use_distributed_sampler=False,  # ShuffledBatches knows its rank
+            use_distributed_sampler=False,  # ShuffledBatches splits the data itself
             num_sanity_val_steps=0,
             log_every_n_steps=10,
         )
@@ -122,16 +121,16 @@ def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback]) -> pl.Train
 
 
 @contextmanager
-def _told(config: TrainConfig, metrics: MetricsWriter, checkpoint: Path | None) -> Iterator[None]:
-    """Tell in one line of a batch too large, and of a file that is no checkpoint to go on from."""
+def _errors_in_one_line(config: TrainConfig, metrics: MetricsWriter, checkpoint: Path | None) -> Iterator[None]:
+    """Raise RunError with one line if a batch is too large, or a checkpoint cannot be resumed from."""
     try:
         if checkpoint is not None:
             check_sums(checkpoint)
         yield
-    except Exception as error:  # Lightning and torch raise whatever they meet
+    except Exception as error:  # Lightning and torch may raise anything
         if is_out_of_memory(error):
-            told = f"too large for the memory here: {in_one_line(error)}"
-            raise RunError(f"batch_size: got {config.batch_size}, {told}") from error
+            why = f"too large for the memory here: {in_one_line(error)}"
+            raise RunError(f"batch_size: got {config.batch_size}, {why}") from error
         if checkpoint is not None and not metrics.started and not isinstance(error, (DataError, ValueError)):
             raise RunError(f"{checkpoint} cannot be resumed from: {in_one_line(error, True)}") from error
         raise
@@ -146,39 +145,40 @@ def train(
     report: Report | None = None,
     splits: Splits | None = None,
 ) -> TrainResult:
-    """Train a network and test it after every epoch.
+    """Train a network, test it after every epoch, and return the result.
 
     Parameters
     ----------
     config : TrainConfig
         The settings.
     resume : bool
-        Go on from ``config.out``'s checkpoint, where there is one. A finished run is only reported again: its folder is
-        left as it is.
+        Resume from the checkpoint in ``config.out``, if there is one. A finished run is only reported; its folder does
+        not change.
     overwrite : bool
-        Replace a run that ``config.out`` holds already.
+        Replace a run in ``config.out``.
     report : Report, optional
-        What the person at the terminal sees; a progress bar (or plain lines where there is no terminal) by default.
+        Output on the terminal; by default a progress bar, or lines if there is no terminal.
     splits : Splits, optional
-        The data, if they have been loaded already, or are your own: each part a data set of :mod:`fastcaps.data`, or
-        any torch data set of pairs, a float image ``[c, h, w]`` and its class as an int.
+        The data, if already loaded, or your own: each part a data set of :mod:`fastcaps.data`, or any torch data set of
+        pairs, a float image ``[c, h, w]`` and its class as an int.
 
     Returns
     -------
     TrainResult
-        The accuracy is that of the last epoch, or of the best one by the images held out: the test set chooses nothing.
+        The accuracy is that of the last epoch or, with validation images, of the best one on these; the choice never
+        uses the test set.
 
     Raises
     ------
     ValueError, DataError
-        If a setting, the data, or their combination is wrong; before anything is computed.
+        If a setting, the data, or their combination is wrong; before any computation.
     TypeError
         If ``splits`` holds something else.
     RunError
-        If ``config.out`` holds another run, or is in use by one, or its checkpoint cannot be read.
+        If ``config.out`` holds another run or is in use by one, or its checkpoint cannot be read.
     """
     if config.runs != 1:
-        raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds makes several)")
+        raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds trains several)")
     splits = splits or read_data(config.data)
     check_parts(splits)
     pl.seed_everything(config.seed, workers=True, verbose=False)
@@ -186,7 +186,7 @@ def train(
     out, checkpoint = config.folder, config.folder / "last.ckpt"
     going_on = resume and checkpoint.is_file()
     if going_on and is_finished(config):
-        is_main = getattr(rank_zero_only, "rank", 0) == 0  # there is no trainer yet to ask
+        is_main = getattr(rank_zero_only, "rank", 0) == 0  # there is no trainer yet
         with only_run(out) if is_main else nullcontext():
             return _result(config, network, read_metrics(out / "metrics.csv"), load_weights(network, out), is_main)
     pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
@@ -195,16 +195,16 @@ def train(
     trainer = _make_trainer(config, [metrics, Checkpoints(out, config.checkpoint_every), report])
     if config.batch_size % trainer.world_size:
         raise ValueError(
-            f"batch_size: got {config.batch_size} for {trainer.world_size} devices together, want a multiple of them"
+            f"batch_size: got {config.batch_size} on {trainer.world_size} devices, want a multiple of their number"
         )
     is_main = trainer.is_global_zero
     with prepared(config, resume, overwrite) if is_main else nullcontext():
         if is_main and config.workers > data.workers:
-            report.say(f"workers: got {config.workers}, {data.workers} are started, one a core")
+            report.say(f"workers: got {config.workers}, {data.workers} are started, one per core")
         began = time.perf_counter()
-        with _told(config, metrics, checkpoint if going_on else None):
+        with _errors_in_one_line(config, metrics, checkpoint if going_on else None):
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
-        # where Lightning spawned processes, the rows stayed with them: read the file
+        # processes that Lightning spawned do not return their rows: read the file
         history = metrics.rows or read_metrics(metrics.path)
         network = module.network.cpu()
         epoch = len(history) if data.validation is None else load_weights(network, out)
@@ -228,23 +228,22 @@ def train(
 def _result(
     config: TrainConfig, network: nn.Module, history: list[dict[str, float]], epoch: int, is_main: bool
 ) -> TrainResult:
-    """The result of a run that chose the weights of an epoch."""
+    """Return the result of a run with the weights of an epoch."""
     if len(history) < epoch:
         rows = config.folder / "metrics.csv"
-        raise RunError(f"{rows}: got {len(history)} epochs of a run that has ended, want {epoch} or more")
+        raise RunError(f"{rows}: got {len(history)} epochs of a finished run, want {epoch} or more")
     row, best = history[epoch - 1], epoch if "validation_loss" in history[0] else None
     return TrainResult(network.eval(), row["test_accuracy"], row["test_loss"], history, config.folder, is_main, best)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: torch has an error of its own for that on a GPU alone."""
+    """Return whether an allocation failed; torch has its own error for that only on a GPU."""
     own = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     texts = ("can't allocate memory", "not enough memory", "no memory for", "Storage size calculation overflowed")
     return own or any(text in str(error) for text in texts)
 
 
 def _write_result(config: TrainConfig, summary: dict[str, Any]) -> None:
-    """Write ``result.json``."""
     about = {"metric": config.metric, "epochs": config.epochs, "versions": versions()}
     write_json(config.folder / "result.json", {**summary, **about})
 
@@ -253,39 +252,35 @@ def _write_result(config: TrainConfig, summary: dict[str, Any]) -> None:
 class SeedsResult:
     """The results of several runs."""
 
-    results: list[TrainResult]  # one a seed
+    results: list[TrainResult]  # one per seed
     mean: float  # of their test accuracies
-    spread: float  # their standard deviation, that of a sample (n − 1)
-    out: Path  # the folder that holds theirs
+    spread: float  # sample standard deviation (n − 1)
+    out: Path  # the folder above theirs
 
     @property
     def is_main(self) -> bool:
-        """Whether this process should speak."""
+        """Whether this process prints."""
         return self.results[0].is_main
 
 
 def train_seeds(
-    config: TrainConfig,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    report: Report | None = None,
+    config: TrainConfig, *, resume: bool = False, overwrite: bool = False, report: Report | None = None
 ) -> SeedsResult:
-    """Train ``config.runs`` networks, which differ in their seed alone, one after the other.
+    """Train ``config.runs`` networks that differ only in their seed, one after the other; return their results.
 
-    Each has a folder of its own in ``config.out``, ``seed-0`` and so on; ``result.json`` beside them has the figures of
-    all. Settings and errors are those of :func:`fastcaps.training.train`. With ``resume``, a killed run goes on, and a
-    finished one is only reported again.
+    Each has its own folder in ``config.out``, ``seed-0`` and so on, beside a ``result.json`` of all. Settings and
+    errors are those of :func:`fastcaps.training.train`. With ``resume``, an interrupted run resumes, and a finished one
+    is only reported.
     """
     if config.runs < 2:
-        raise ValueError(f"runs: got {config.runs}, want 2 or more (train makes one)")
+        raise ValueError(f"runs: got {config.runs}, want 2 or more (train trains one)")
     splits, out = read_data(config.data), config.folder
     every = runs_of(config)
-    # Lightning starts this very command once more for every further device
+    # Lightning starts this command again for every other device
     is_main = getattr(rank_zero_only, "rank", 0) == 0
     finished = resume and all(is_finished(one) for one in (config, *every))
     with prepared(config, resume, overwrite) if is_main else nullcontext():
-        # all at once: if this is killed and resumed, no old result must pass for a new one
+        # all before the first: a resumed command must not take an old result for a new one
         for one in every if is_main and overwrite else ():
             clear(one.folder)
         options: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "splits": splits}

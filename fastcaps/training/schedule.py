@@ -1,7 +1,7 @@
-"""How the learning rate changes in a run: schedules by name, as factors for torch's ``LambdaLR``.
+"""Schedules of the learning rate by name, as factors for torch's ``LambdaLR``.
 
-Times are shares of the run (0.1, or ``150/350`` for 150 of 350 epochs), counted from its beginning. Torch's own
-schedulers count steps, and begin anew after a warm-up.
+Times are fractions of the run (0.1, or ``150/350`` for 150 of 350 epochs), from its start. (Torch's schedulers count
+steps, and restart after a warm-up.)
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fastcaps.training.fields import CHOICE, SHORT, STRICT, Count, Flag, NotNega
 class Schedule(Settings):
     """The base of schedules."""
 
-    warmup: Share = 0.0  # the share of the run over which the rate grows in a straight line
-    start: Share = 0.0  # the first rate of the warm-up, as a share of the optimiser's
-    by: Literal["step", "epoch"] = "step"  # whether the rate changes with every step, or stays for an epoch
+    warmup: Share = 0.0  # the fraction of the run over which the rate grows linearly
+    start: Share = 0.0  # the first rate of the warm-up, as a fraction of the optimiser's
+    by: Literal["step", "epoch"] = "step"  # whether the rate changes with every step or epoch
 
     def after_warmup(self, done: float, step: int) -> float:
-        """The factor when this share of the run is done, so many steps, and the warm-up over."""
+        """Return the factor after the warm-up, at a fraction ``done`` of the run and a step."""
         return 1.0
 
     def factor(self, step: int, total: int, steps_per_epoch: int = 1) -> float:
-        """The learning rate at a step of ``total``, as a share of the optimiser's."""
+        """Return the learning rate at a step of ``total``, as a fraction of the optimiser's."""
         if self.by == "epoch":
             step = step // steps_per_epoch * steps_per_epoch
         done = min(step / max(total, 1), 1.0)
@@ -38,14 +38,14 @@ class Schedule(Settings):
 
 @dataclass(frozen=True, config=STRICT)
 class Constant(Schedule):
-    """The optimiser's rate, once warmed up."""
+    """The optimiser's rate, after the warm-up."""
 
     name: Literal["constant"] = "constant"
 
 
 @dataclass(frozen=True, config=STRICT)
 class Cosine(Schedule):
-    """Down along half a cosine, from the end of the warm-up to ``end``, a share of the optimiser's rate."""
+    """Half a cosine from the end of the warm-up down to ``end``, a fraction of the optimiser's rate."""
 
     end: Share = 0.0
     name: Literal["cosine"] = "cosine"
@@ -66,7 +66,7 @@ class OneCycle(Cosine):
 
 @dataclass(frozen=True, config=STRICT)
 class Milestones(Schedule):
-    """Times ``gamma`` at each milestone, a share of the run. By default those of Tsai et al., 150 and 250 of 350."""
+    """A factor ``gamma`` at each milestone, a fraction of the run; by default Tsai et al.'s, 150 and 250 of 350."""
 
     at: tuple[Share, ...] = (150 / 350, 250 / 350)
     gamma: NotNegative = 0.1
@@ -78,7 +78,7 @@ class Milestones(Schedule):
 
 @dataclass(frozen=True, config=STRICT)
 class Exponential(Schedule):
-    """Times ``gamma`` after ``every`` so many steps; without ``stairs`` the rate falls smoothly in between."""
+    """A factor ``gamma`` after every ``every`` steps; without ``stairs`` the rate falls smoothly."""
 
     every: Count = 2000
     gamma: NotNegative = 0.96

@@ -1,4 +1,4 @@
-"""Pictures: trainings, routings, capsules. They are drawn by matplotlib, which the extra ``demo`` brings."""
+"""Pictures of trainings, routings and capsules, drawn by matplotlib (of the extra ``demo``)."""
 
 from fastcaps.viz.charts import bars, learning_curve, lines
 from fastcaps.viz.diagnosing import diagnosis

@@ -1,4 +1,4 @@
-"""Charts: how a training went, our numbers beside those of a paper; and how a figure gets into its file."""
+"""Charts of a training, and of our values beside a paper's; saving of figures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 
 # Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
-COLOURS = (ORANGE, BLUE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+OURS, OURS_LIGHT, OTHERS = BLUE, "#56B4E9", "#8C8C8C"  # in every picture: this package, a second value of it, the rest
+COLOURS = (OURS, ORANGE, "#009E73", "#CC79A7", "#E69F00", OURS_LIGHT)
 MARKERS = "osD^vP"
 DIVERGING = "PuOr_r"
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files: a machine without a screen must do."""
+    """Return matplotlib.pyplot, set up to draw into files, without a screen."""
     matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
@@ -46,10 +47,10 @@ def tidy(plot: Any, grid: str = "") -> None:
 def learning_curve(
     history: Sequence[dict[str, float]], path: str | Path, *, title: str, target: float | None = None
 ) -> Path:
-    """Draw loss and accuracy over the epochs into a file, whose path is returned.
+    """Draw loss and accuracy over the epochs into a file, and return its path.
 
     ``history`` has rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them
-    (ValueError if there is none); ``target`` is an accuracy (a share of 1) to mark with a line.
+    (ValueError if there are none); ``target`` is an accuracy from 0 to 1 to mark with a line.
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
@@ -73,7 +74,7 @@ def learning_curve(
 
 
 Measured = tuple[float, float | None] | None
-"""A number and its standard deviation; None where there is none."""
+"""A value and its standard deviation, or None."""
 
 
 def bars(
@@ -85,14 +86,15 @@ def bars(
     title: str,
     axis: str,
 ) -> Path:
-    """Draw numbers beside those of a paper, a pair of bars each, from zero; ``axis`` says what is measured."""
+    """Draw numbers beside those of a paper, if there are any, as bars from zero; ``axis`` says what is measured."""
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
-    for shift, values, colour, who in ((-0.2, ours, ORANGE, "ours"), (0.2, paper, BLUE, "paper")):
+    pairs = ((-0.2, ours, OURS, "ours"), (0.2, paper, OTHERS, "paper")) if any(paper) else ((0.0, ours, OURS, "ours"),)
+    for shift, values, colour, who in pairs:
         numbers, spreads = zip(*((np.nan, None) if each is None else each for each in values), strict=True)
         errors = [spread or np.nan for spread in spreads]
         at = [index + shift for index in range(len(labels))]
         drawn = plot.barh(at, numbers, 0.38, color=colour, label=who, xerr=errors, error_kw={"capsize": 3})
-        plot.bar_label(drawn, fmt="%.2f", padding=3, fontsize=9, color=colour)
+        plot.bar_label(drawn, fmt="%.2f", padding=3, fontsize=9)
         for place, value in zip(at, values, strict=True):
             if value is None and who == "ours":
                 plot.text(0, place, " not run", va="center", fontsize=9, color=GREY)
@@ -100,7 +102,8 @@ def bars(
     plot.set(xlim=(0, None), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
     plot.invert_yaxis()
     tidy(plot)
-    figure.legend(frameon=False, loc="outside lower right", ncols=2)
+    if any(paper):
+        figure.legend(frameon=False, loc="outside lower right", ncols=2)
     return finish(figure, path, title)
 
 
@@ -119,7 +122,8 @@ def lines(
     what is measured.
     """
     figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
-    for index, (label, both) in enumerate(measured.items()):
+    ordered = sorted(measured.items(), key=lambda each: each[0] != "fastcaps")  # whose colour is ours
+    for index, (label, both) in enumerate(ordered):
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
             here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]

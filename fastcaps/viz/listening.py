@@ -1,4 +1,4 @@
-"""Which children each class listened to: what the class capsules' logits are made of."""
+"""Which children each class listened to: the contributions to the class capsules' logits."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fastcaps.viz.maps import heat_maps
 
 
 def traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace, Inside]:
-    """Run a network in evaluation mode: its logits, its trace, and the last call of the class capsules' layer."""
+    """Return a network's logits in evaluation mode, its trace, and the last call of the class capsules' layer."""
     if not isinstance(network, CapsNet):
         raise TypeError(f"network must be a CapsNet, got {type(network).__name__}")
     with watched(network) as calls, torch.no_grad():
         logits, trace = network(images, return_trace=True)
-    # what that call read: with concurrent routing the layer below has moved on since, in the trace as well
+    # the call has the layer's inputs; in concurrent routing, and so in the trace, the layer below has changed since
     return logits, trace, next(one for one in calls() if one.layer is network.routing.layers[-1])
 
 
 @torch.no_grad()
 def last_votes(network: CapsNet, images: Tensor) -> tuple[RoutingTrace, Tensor | None, Tensor]:
-    """What the class capsules' last pass was made of, in evaluation mode.
+    """Return the inputs of the class capsules' last pass, in evaluation mode.
 
-    The trace of the call; the activations (scores) ``[B, I]`` that the last layer was given, None if none; its votes
-    ``[B, I, M, d]``, all places together.
+    The trace of the call; the activations (scores) ``[B, I]`` of the last layer's children, or None; its votes
+    ``[B, I, M, d]``, of all positions together.
     """
     _, trace, last = traced(network, images)
     return trace, last.given.get(last.layer.activity_name), last.votes()
@@ -41,19 +41,19 @@ def last_votes(network: CapsNet, images: Tensor) -> tuple[RoutingTrace, Tensor |
 
 @torch.no_grad()
 def listening(network: CapsNet, images: Tensor) -> Tensor:
-    """How much the children at every place raised or lowered every class.
+    """Return how much the children at every position raised or lowered every class's logit.
 
-    A class capsule is the normalised sum of the votes that it listened to, ``S_m = Σ_i r_im V_im``, and its logit is
-    read off linearly. With LayerNorm's standard deviation of S_m as it came out, the logit is a sum over the children,
+    A class capsule is the normalised weighted sum of votes, ``S_m = Σ_i r_im V_im``, and its logit is linear. With
+    LayerNorm's standard deviation of S_m taken as given, the logit is a sum over the children,
 
         ``logit_m = const + Σ_i r_im · strength_im``,  ``strength_im = ⟨w ⊙ γ, V_im - mean V_im⟩ / σ(S_m)``:
 
-    the coefficient with which child i was routed to the class, times the strength of its vote for it. Nothing is
-    approximated: what is returned, summed over the places, is the logit but for the constant ``⟨w, β⟩ + b``.
+    the coefficient of child i for the class, times the strength of its vote. Nothing is approximated: the sum of the
+    result over all positions is the logit without the constant ``⟨w, β⟩ + b``.
 
-    Images are ``[B, channels, H, W]``; what is returned is ``[B, classes, H', W']``, H' x W' being the grid of the
-    children, the child types of a place summed. TypeError or ValueError if ``network`` is no CapsNet, or its class
-    capsules' children lie on no grid.
+    Images are ``[B, channels, H, W]``; the result is ``[B, classes, H', W']`` on the children's grid H' x W', summed
+    over the child types of a position. TypeError or ValueError if ``network`` is not a CapsNet, or its class capsules'
+    children are not on a grid.
     """
     trace, gate, votes = last_votes(network, images)  # children [B, I, d], types slowest
     layer: Any = network.routing.layers[-1]
@@ -74,7 +74,7 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     contributions = shares * (votes @ reading)
     if trace.activations[-1] is not None:
         contributions = contributions * trace.activations[-1][:, None]
-    return contributions.unflatten(1, below.shape[1:4]).sum(1).permute(0, 3, 1, 2)
+    return contributions.reshape(*below.shape[:4], -1).sum(1).permute(0, 3, 1, 2)
 
 
 def listening_map(
@@ -87,10 +87,10 @@ def listening_map(
     classes: Sequence[str],
     title: str,
 ) -> Path:
-    """Draw, for some images, which places every class listened to.
+    """Draw the positions that every class listened to, for some images, and return the file's path.
 
     Images are ``[n, height, width]`` in grey, contributions ``[n, classes, H', W']`` from :func:`listening`; labels and
-    predictions are the true and the predicted class of every image, of which ``classes`` has the names.
+    predictions are the true and the predicted class of every image, ``classes`` the names of all classes.
     """
     if images.dim() != 3:
         raise ValueError(f"images must be [n, height, width], got {shape_text(images)}")
@@ -117,10 +117,10 @@ def listening_map(
     )
     for line, sums, taken in zip(plots[:, 1:], contributions.sum((2, 3)), predictions, strict=True):
         for plot, each in zip(line, sums, strict=True):
-            plot.set_xlabel(f"{float(each):+.1f}", fontsize=9, labelpad=2)
+            plot.set_xlabel(f"{float(each):+.1f}", fontsize=9, labelpad=5)
             plot.spines[:].set(color="#BBBBBB", linewidth=0.8)
         line[taken].spines[:].set(color="black", linewidth=3)
-    bar.set_label("share of the logit: coefficient × strength of the vote", fontsize=10)
+    bar.set_label("share of the logit", fontsize=10)
     figure.supxlabel(
         "Orange: the capsules at this place spoke for the class. Purple: against it. Lines: the image's outline. "
         "Below each map: its sum. Thick frame: the class chosen.",

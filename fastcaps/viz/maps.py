@@ -1,4 +1,4 @@
-"""Heat maps over images, and where in an image the places of a grid of features lie."""
+"""Heat maps over images, and the positions of a grid of features in an image."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Places = tuple[Tensor, Tensor]
 
 
 def places(network: nn.Module, images: Tensor, grid: tuple[int, int]) -> Places:
-    """The middles of the receptive fields of a grid of features, in pixels: rows ``[H']`` and columns ``[W']``.
+    """Return the centres of the receptive fields of a grid of features, in pixels: rows ``[H']`` and columns ``[W']``.
 
-    They are found by what a place's features depend on, on images of noise; where that is no lattice (everything
-    depends on everything), the grid is laid over the whole image. ValueError unless the network is a
+    They are computed from gradients of features on images of noise. If these give no lattice (all features depend on
+    the whole image), the grid is spread over the image. ValueError unless the network is a
     :class:`~fastcaps.nn.CapsNet` or has a :class:`~fastcaps.nn.RoutingPool2d`.
     """
     size = images.shape[-2:]
@@ -63,13 +63,13 @@ def _middle(seen: Tensor) -> float:
 
 
 def _edges(middles: Tensor, size: int) -> tuple[float, float]:
-    """Where a heat map of these places begins and ends, in pixels."""
+    """Return the start and end of a heat map of these positions, in pixels."""
     half = float(middles[1] - middles[0]) / 2 if len(middles) > 1 else size / 2
     return float(middles[0]) - half, float(middles[-1]) + half
 
 
 def plain(plot: Any, image: Tensor) -> None:
-    """Draw an image ``[channels, H, W]`` in grey, its background light, as paper is."""
+    """Draw an image ``[channels, H, W]`` in grey, with a light background."""
     grey = image.mean(0)
     edge = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).median()
     plot.imshow(grey.numpy(), cmap="gray_r" if edge < (grey.min() + grey.max()) / 2 else "gray")
@@ -77,7 +77,7 @@ def plain(plot: Any, image: Tensor) -> None:
 
 
 def overlay(plot: Any, image: Tensor, heat: Tensor, where: Places, **colours: Any) -> Any:
-    """Draw a heat map where its places lie in the image, and the image's outline over it."""
+    """Draw a heat map at its positions in the image, with the image's outline over it."""
     height, width = image.shape[-2:]
     (low, high), (left, right) = _edges(where[0], height), _edges(where[1], width)
     plot.set_facecolor("#EEEEEE")
@@ -99,13 +99,13 @@ def heat_maps(
     labels: Sequence[str],
     **colours: Any,
 ) -> tuple[Any, Any, Any]:
-    """Draw heat maps ``[n, columns, H', W']`` over images ``[n, channels, H, W]``, a row an image.
+    """Draw heat maps ``[n, columns, H', W']`` over images ``[n, channels, H, W]``, a row per image.
 
-    Returns the figure; its plots, the images' in the first column; the bar of colours.
+    Return the figure; its plots, with the images in the first column; the colour bar.
     """
     rows, columns = heat.shape[:2]
     figure, plots = pyplot().subplots(
-        rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.15 * rows + 0.9), layout="constrained", squeeze=False
+        rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.2 * rows + 0.9), layout="constrained", squeeze=False
     )
     drawn: Any = None
     for line, image, hot in zip(plots, images.float(), heat, strict=True):

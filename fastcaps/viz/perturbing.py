@@ -1,4 +1,4 @@
-"""What the numbers of a class capsule mean: the decoder draws it with one of them moved."""
+"""What the values of a class capsule mean: reconstructions with one of them changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ REACH, STEPS = 0.25, 11  # of the paper: steps of 0.05
 
 @torch.no_grad()
 def perturbations(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
-    """What the decoder draws when one number of the class capsule is moved (Sabour et al. 2017, Figure 4).
+    """Return reconstructions with one value of the class capsule changed (Sabour et al. 2017, Figure 4).
 
-    Each number goes from -0.25 to 0.25 in steps of 0.05, as in the paper. Images are ``[B, channels, H, W]``, what is
-    returned ``[B, d, steps, channels, H, W]``; the middle step is the reconstruction itself. ValueError if the network
-    has no decoder.
+    Each value changes by -0.25 to 0.25 in steps of 0.05, as in the paper. Images are ``[B, channels, H, W]``, the
+    result is ``[B, d, steps, channels, H, W]``; the middle step is the unchanged reconstruction. ValueError if the
+    network has no decoder.
     """
     if network.decoder is None:
         raise ValueError("network: got one without a decoder, want one that reconstructs")
@@ -31,12 +31,12 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
     perturbed = capsules[:, None, None].repeat(1, dim, len(steps), 1, 1)  # [B, d, steps, M, d]
     one_number = torch.eye(dim)[:, None] * steps[:, None]  # [d, steps, d]: a step of one number, the others 0
     perturbed[torch.arange(count), :, :, labels] += one_number
-    drawn = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
-    return drawn.unflatten(0, (count, dim, len(steps)))
+    drawn: Tensor = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
+    return drawn.reshape(count, dim, len(steps), *drawn.shape[1:])
 
 
 def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], title: str) -> Path:
-    """Draw, for some images of classes ``names``, a row for each number of the capsule and a column for each step.
+    """Draw, for images of classes ``names``, a row per value of the capsule and a column per step; return the path.
 
     ``drawn`` is ``[n, d, steps, channels, H, W]`` from :func:`perturbations`; of several channels the mean is shown.
     """

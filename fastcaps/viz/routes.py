@@ -1,4 +1,4 @@
-"""Where the routes of a class come from: shares of every capsule below it, down to the places of the image."""
+"""Where the routes of a class come from: its parts from every capsule below, down to positions in the image."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from fastcaps.viz.maps import Places, heat_maps, overlay, places, plain
 
 @torch.no_grad()
 def descent(stack: RoutingStack, trace: RoutingTrace) -> list[Tensor]:
-    r"""How much of each class capsule comes from every capsule below it.
+    r"""Return how much of each class capsule comes from every capsule below it.
 
-    A parent m at place l is made of children, child i with the part
-    :math:`q_{im} = g_i r_{im} / \sum_{i'} g_{i'} r_{i'm}` (coefficient r, gate g). From the class capsules down, the
-    parts multiply and the ways to a child add up:
+    Child i has the part :math:`q_{im} = g_i r_{im} / \sum_{i'} g_{i'} r_{i'm}` (coefficient r, gate g) in parent m at
+    position l. From the class capsules down, parts multiply along a path, and the paths to a child add up:
 
     .. math:: R^k_{ci} = \sum_{m,l} R^{k+1}_{cml} \, q_{iml}, \quad R^{top}_{cm} = [c = m].
 
-    What a class is made of adds up to 1 in every layer. How strong the votes are does not enter: that is
-    :func:`listening`, for one layer.
+    The parts of a class add up to 1 in every layer. They do not depend on the strength of votes, which
+    :func:`listening` shows for one layer.
 
-    The stack has layers of any routing whose last parents are a set; ``trace`` is that of a call of it. For
-    ``trace.poses[k]`` this returns ``[B, classes, N, H, W]`` of a grid or ``[B, classes, I]`` of a set; the last is 1
+    The stack has layers of any routing and a set of last parents; ``trace`` is that of a call of it. The result has,
+    for each ``trace.poses[k]``, ``[B, classes, N, H, W]`` for a grid or ``[B, classes, I]`` for a set; the last is 1
     for each class at itself.
     """
     batch, classes = trace.poses[-1].shape[:2]
@@ -45,8 +44,8 @@ def descent(stack: RoutingStack, trace: RoutingTrace) -> list[Tensor]:
 
 
 def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> Tensor:
-    """One step of :func:`descent`: of ``above``, ``[B, C, M]`` or ``[B, C, M, Ho, Wo]``, what lies on layer k's
-    children."""
+    """Return the parts of layer k's children, from ``above``, those of its parents, ``[B, C, M]`` or
+    ``[B, C, M, Ho, Wo]``: one step of :func:`descent`."""
     layer, children, shares = stack.layers[k], trace.poses[k], trace.coefficients[k].float()
     shares = shares if shares.dim() == 5 else shares[:, None, None]  # [B, Ho, Wo, I, M]
     gates = trace.activations[k]
@@ -56,9 +55,10 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
         gates = gates.sigmoid()
 
     def read(gates: Tensor) -> Tensor:
-        row: Any = (layer.in_capsules, 1, -1)  # how a layer over a whole grid reads a set
-        is_row = layer.on_grid and children.dim() == 3
-        return seen(layer, *(each.unflatten(1, row) if is_row else each for each in (children, gates)))
+        if layer.on_grid and children.dim() == 3:  # how a layer over a whole grid reads a set
+            row = len(children), layer.in_capsules or 1, 1, -1
+            return seen(layer, children.reshape(*row, children.shape[2]), gates.reshape(row))
+        return seen(layer, children, gates)
 
     at_places, gather = torch.func.vjp(read, gates.float())[:2]
     parts = shares * at_places[..., None]
@@ -68,18 +68,17 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     return torch.stack([gather(each)[0] for each in found.unbind(1)], 1)
 
 
-def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:
-    """Where every class, or every parent of a routing pool, takes its children from: ``[B, M, H', W']``.
+def coefficients(network: nn.Module, images: Tensor, *, uniform: bool = False) -> Tensor:
+    """Return the parts of every position in every class, or parent of a routing pool: ``[B, M, H', W']``.
 
-    Of a :class:`~fastcaps.nn.CapsNet` whose primary capsules lie on a grid: what :func:`descent` finds for them, the
-    types of a place added. Of a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the coefficients
-    of the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``even`` is what it would be instead
-    if all children counted, and all coefficients were, alike. Images are ``[B, channels, H, W]``; ValueError if the
-    network has neither.
+    For a :class:`~fastcaps.nn.CapsNet` with primary capsules on a grid: their parts by :func:`descent`, summed over the
+    types of a position. For a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the coefficients of
+    the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``uniform`` returns what it would be with
+    equal gates and coefficients. Images are ``[B, channels, H, W]``; ValueError for other networks.
     """
     if isinstance(network, CapsNet):
         _, trace, _ = traced(network, images)
-        if even:
+        if uniform:
             alike = tuple((each > 0).float() for each in trace.coefficients)
             trace = RoutingTrace(trace.poses, (None,) * len(trace.activations), alike)
         lowest = descent(network.routing, trace)[0]
@@ -91,8 +90,10 @@ def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> T
             pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
             if pools:
                 shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].given["features"].shape[2:]
-                shares = torch.full_like(shares, 1 / shares.shape[1]) if even else shares
-                return shares.unflatten(1, (*grid, -1)).sum(3).movedim(-1, 1)  # from [B, H'W' (groups), M]
+                shares = torch.full_like(shares, 1 / shares.shape[1]) if uniform else shares
+                return (
+                    shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
+                )  # from [B, H'W' (groups), M]
     raise ValueError(
         f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
         f"got {type(network).__name__}"
@@ -108,15 +109,14 @@ def coefficient_map(
     names: Sequence[str] = (),
     labels: Sequence[str] = (),
 ) -> Path:
-    """Draw the coefficients over images: a row an image, a column a class or parent.
+    """Draw the coefficients over images, a row per image and a column per class or parent; return the file's path.
 
-    The colour says how many times as much a class takes from a place as it would if all coefficients were alike: inner
-    places are seen by more windows, and lie in more routes, than outer ones. Lines are the image's outline. ``names``
-    are those of the columns, ``labels`` those of the images; ValueError if there are more or fewer of them, or as
-    :func:`coefficients` raises it.
+    The colour is the part of a position in a class, relative to that with equal coefficients, because more windows
+    contain inner positions than outer ones. Lines are the image's outline. ``names`` are those of the columns,
+    ``labels`` those of the images; ValueError for a wrong number of them, or from :func:`coefficients`.
     """
-    even = coefficients(network, images, even=True).clamp_min(torch.finfo(torch.float32).tiny)
-    heat = (coefficients(network, images) / even).float().cpu()
+    uniform = coefficients(network, images, uniform=True).clamp_min(torch.finfo(torch.float32).tiny)
+    heat = (coefficients(network, images) / uniform).float().cpu()
     images = images.detach().float().cpu()
     where = places(network, images.to(next(network.parameters()).device), (heat.shape[-2], heat.shape[-1]))
     rows, columns = heat.shape[:2]
@@ -135,7 +135,7 @@ def coefficient_map(
         norm=LogNorm(1 / bound, bound),
     )
     ticks = [bound ** (k / 2) for k in range(-2, 3)]
-    bar.set_ticks(ticks, labels=[f"{each:.2g}" for each in ticks])
+    bar.set_ticks(ticks, labels=[f"{each:.3g}" for each in ticks])
     bar.ax.minorticks_off()
     bar.set_label("times an even share", fontsize=9)
     return finish(figure, path)
@@ -150,12 +150,12 @@ def parse_tree(
     names: Sequence[str] = (),
     branches: int = 3,
 ) -> Path:
-    """Draw one image's parse tree: the class chosen, the capsules that made it, and theirs, down to the image.
+    """Draw one image's parse tree, from the predicted class down to the image, and return the file's path.
 
-    Under each capsule stand the ``branches`` children with the largest part of it (:func:`descent`'s q), with that part
-    in percent; a line is as thick as the part. A frame shows where in the image a capsule lies; at the left is all of a
-    layer's part in the class. The image is ``[channels, H, W]``; capsules on no grid are drawn without a frame, classes
-    without ``names`` by their numbers.
+    Below each capsule are the ``branches`` children with the largest parts in it (:func:`descent`'s q), with the part
+    in percent, which is also the thickness of the line. A frame shows a capsule's position in the image; at the left
+    are the parts of the whole layer in the class. The image is ``[channels, H, W]``. Capsules without a grid have no
+    frame, and classes without ``names`` are numbered.
     """
     if image.dim() != 3:
         raise ValueError(f"image must be [channels, H, W], got {shape_text(image)}")
@@ -183,7 +183,7 @@ _MOST = 12  # capsules side by side
 
 
 class Node(NamedTuple):
-    """A capsule of a parse tree: where it is in its layer, its parent in the line above, its part of that."""
+    """A capsule of a parse tree: its index in its layer, its parent in the line above, its part in that."""
 
     capsule: tuple[int, ...]
     above: int
@@ -191,7 +191,7 @@ class Node(NamedTuple):
 
 
 Frames = list[tuple[Places, tuple[float, float]] | None]
-"""For each level: where its places lie in the image, and how high and wide what one sees is; None for a set."""
+"""For each level the positions in the image, and the height and width of a receptive field; None for a set."""
 
 
 def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames:

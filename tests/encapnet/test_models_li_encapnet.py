@@ -174,7 +174,7 @@ def test_feedback_is_of_training_alone() -> None:
         (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
          lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
         (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
-        (ValueError, r"strides must have 4 numbers as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
+        (ValueError, r"strides must have 4 values as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:

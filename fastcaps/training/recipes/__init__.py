@@ -1,13 +1,13 @@
-"""The experiments of the papers, a YAML file a paper: network, data, loss, optimiser, schedule, iterations.
+"""The experiments of the papers, one YAML file per paper: network, data, loss, optimiser, schedule, iterations.
 
-A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
+A recipe has the fields of :class:`fastcaps.training.TrainConfig`, and
 
-- ``source``: the paper, its section and its table or figure; a recipe of your own needs none;
-- ``reported``: the result that the paper reports;
-- ``reading``: what the paper does not say, and we chose;
-- ``base`` and ``also``: another recipe of the papers that it begins from (:class:`fastcaps.training.files.Shelf`).
+- ``source``: the paper, its section and its table or figure; not needed in your own recipes;
+- ``reported``: the paper's result;
+- ``reading``: our choices where the paper is silent;
+- ``base`` and ``also``: the papers' recipe that it extends (:class:`fastcaps.training.files.Shelf`).
 
-A recipe of your own is a file with one recipe's fields.
+Your own recipe is a file with one recipe's fields.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHELF = Shelf(Path(__file__).parent, "recipe", "recipes")
 
 @dataclass(frozen=True, config=STRICT)
 class Source(Settings):
-    """Where an experiment stands."""
+    """The source of an experiment."""
 
     paper: str
     section: str
@@ -46,8 +46,8 @@ class Recipe(Settings):
     name: str
     source: Source | None
     config: TrainConfig
-    reported: str = ""  # what the paper says came of it
-    reading: str = ""  # what is our reading
+    reported: str = ""  # the paper's result
+    reading: str = ""  # our choices where the paper is silent
 
 
 names = SHELF.names
@@ -55,17 +55,17 @@ fields_of = SHELF.fields
 
 
 def as_yaml(name: str) -> str:
-    """Return a recipe whole, as a file of one's own could have it."""
+    """Return a complete recipe as the text of a YAML file."""
     return str(yaml.safe_dump(fields_of(name), sort_keys=False, default_flow_style=None, allow_unicode=True, width=110))
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe: one of :func:`names`, or a file; ``changes`` are other values for fields, by their paths.
+    """Return a recipe, one of :func:`names` or a file, with ``changes``, other values for fields by their paths.
 
     Raises
     ------
     ValueError
-        One line: the file, the field, what came and what is wanted.
+        With one line: the file, the field, what came and what is wanted.
     """
     given, path, shipped = fields_of(name), Path(name).expanduser(), name in SHELF.entries
     told = {key: given.pop(key) for key in TOLD if key in given}

@@ -1,7 +1,7 @@
-"""The tables and figures of the papers, a YAML file a paper: the recipes to train, and the paper's numbers.
+"""The tables and figures of the papers, one YAML file per paper: the recipes to train, and the paper's values.
 
 An entry has the fields of :class:`Table`, and may have a ``base``, as recipes may. Rows name recipes, and may change
-their fields by paths, as ``--set`` does. A table of your own is a file with one entry's fields.
+their fields by paths, as ``--set`` does. Your own table is a file with one entry's fields.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastcaps.training.recipes import Source
 
 SHELF = Shelf(Path(__file__).parent, "table", "reproduce")
 COSTS = ("memory", "time")
-"""Measures of a training step; nothing is trained for them."""
+"""Measures of a training step, which need no training."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,7 +32,7 @@ class Over(Settings):
     """The setting that a figure varies: each row has a run for each of its values."""
 
     field: str  # its path, e.g. network.options.iterations
-    name: str  # a word for it, below the axis
+    name: str  # its name below the axis
     values: tuple[Any, ...]
 
 
@@ -44,32 +44,32 @@ class Row(Settings):
     """A row of a table, or a line of a figure."""
 
     label: str  # its name in the table
-    recipe: str  # the experiment, as fastcaps.training.recipe takes it
-    name: str = ""  # the folder of its run, by default the recipe's name; a value that is varied follows: NAME-3
+    recipe: str  # the experiment, as for fastcaps.training.recipe
+    name: str = ""  # the folder of its run, by default the recipe's name; of a varied setting NAME-VALUE
     set: Mapping[str, Any] = field(default_factory=dict)  # other values for fields, by their paths
-    short: Mapping[str, Any] = field(default_factory=dict)  # likewise, in the short form only
-    paper: Numbers = ()  # the paper's number: one, or one for each value that is varied
+    short: Mapping[str, Any] = field(default_factory=dict)  # the same, only in the short form
+    paper: Numbers = ()  # the paper's value, or one for each value of a varied setting
     spread: Number | None = None  # the paper's standard deviation
-    note: str = ""  # what the paper has in the place of a number
-    eager: Flag = False  # whether memory and time are measured in plain PyTorch, whose autograd keeps the votes
+    note: str = ""  # the paper's text instead of a value
+    eager: Flag = False  # whether memory and time are measured in plain PyTorch, whose autograd stores the votes
 
 
 @dataclass(frozen=True, config=STRICT)
 class Line(Settings):
-    """A line of a table: a row, at one value of the setting that is varied."""
+    """A line of a table: a row, at one value of a varied setting."""
 
     row: Row
     measure: str
     label: str
     name: str  # its folder
-    at: Any  # the value that is varied; None where none is
+    at: Any  # the value of the varied setting, or None
     paper: float | None
     config: TrainConfig
-    results: tuple[dict[str, Any], ...] = ()  # the result.json of each run that is finished
+    results: tuple[dict[str, Any], ...] = ()  # the result.json of each finished run
 
     @property
     def values(self) -> list[float]:
-        """The number of each result that the table measures."""
+        """The measured value of each result."""
         if self.measure in COSTS:
             return [float(result[self.measure]) for result in self.results]
         shares = [float(result["test_accuracy"]) for result in self.results]
@@ -77,7 +77,7 @@ class Line(Settings):
 
     @property
     def mean(self) -> float | None:
-        """Of the values; None if there is none."""
+        """The mean of the values, or None."""
         return statistics.mean(self.values) if self.results else None
 
     @property
@@ -96,38 +96,38 @@ class Table(Settings):
     """A table or a figure of a paper.
 
     ``error`` and ``accuracy`` are those of the test images, in percent, by the recipes' metrics; ``memory`` in MB and
-    ``time`` in ms are a training step's, of freshly drawn networks: nothing is trained for them.
+    ``time`` in ms are those of a training step of a new network, without training.
     """
 
     title: str
     source: Source
-    claim: str  # what the paper says of it, in a sentence
+    claim: str  # the paper's conclusion, in a sentence
     measure: Literal["error", "accuracy", "memory", "time"]
     rows: tuple[Row, ...]
     draw: Literal["bars", "lines", "perturbations", "agreement", "poses", "changes"] = "bars"  # lines: with over
-    beside: str = ""  # another table, whose runs it uses, in that one's folder
+    beside: str = ""  # another table, whose runs and folder it uses
     over: Over | None = None
     set: Mapping[str, Any] = field(default_factory=dict)  # other values for fields of all rows, by their paths
-    short: Mapping[str, Any] = field(default_factory=dict)  # likewise, in the short form only
+    short: Mapping[str, Any] = field(default_factory=dict)  # the same, only in the short form
     short_note: str = ""  # a remark on the short form, shown below the table
-    reading: str = ""  # what we chose where the paper is silent, shown below the table
+    reading: str = ""  # our choices where the paper is silent, shown below the table
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise ValueError("rows: got none, want one or more")
         if (self.draw == "lines") != (self.over is not None):
-            raise ValueError(f"over: got {self.over} with draw {self.draw!r}, want it with lines, and with them only")
+            raise ValueError(f"over: got {self.over} with draw {self.draw!r}, want it for lines, and only for them")
         wanted = len(self.over.values) if self.over is not None else 1
         for index, row in enumerate(self.rows):
             if len(row.paper) not in (0, wanted):
                 raise ValueError(f"rows[{index}].paper: got {len(row.paper)} numbers, want {wanted} or none")
 
     def runs_folder(self, out: Path, name: str) -> Path:
-        """The folder of the runs: ``out``; with ``beside``, the table's ``name`` in it is replaced by that one's."""
+        """Return the folder of the runs: ``out``, with ``beside`` instead of the table's ``name`` if it is set."""
         return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
     def lines(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Line]:
-        """The lines of the table, with the settings of their runs and no results yet; SettingError names a wrong row.
+        """Return the table's lines, with the settings of their runs, without results; SettingError names a wrong row.
 
         ``out`` is the folder of the runs; ``changes`` are other values for fields of all rows, by their paths.
         """
@@ -156,7 +156,7 @@ names = SHELF.names
 
 
 def table(name: str) -> Table:
-    """Read a table: one of :func:`names`, or a file; ValueError, in one line, names the file and the field."""
+    """Return a table, one of :func:`names` or a file; ValueError, in one line, names the file and the field."""
     given = SHELF.fields(name)
     try:
         return read(Table, given)

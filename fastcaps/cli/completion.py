@@ -1,0 +1,60 @@
+"""The script of ``fastcaps --show-completion``: it holds every word, so no Python starts when the key is pressed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+SCRIPT = """\
+# Tab completion of the fastcaps command, for bash and zsh.
+[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
+_fastcaps() {{
+    local words= command=${{COMP_WORDS[1]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    [ "$COMP_CWORD" = 1 ] && command=fastcaps before=
+    case "$command $before" in
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _fastcaps fastcaps
+"""
+
+
+KNOWN: dict[str, str | Sequence[str]] = {
+    "explain": "models",
+    "recipes": "training.recipes",
+    "reproduce": "training.tables",
+    "--network": "models",
+    "--data": "data",
+    "--recipe": "training.recipes",
+    "--backend": ("cuda", "triton", "cpu", "reference"),
+    "--device": ("cpu", "cuda"),
+    "--dtype": ("float32", "float64", "bfloat16", "float16"),
+}
+"""What may follow a command or an option: a module's names, or these."""
+
+
+def _known(before: str) -> list[str]:
+    known = KNOWN.get(before, ())
+    try:
+        return list(import_module(f"fastcaps.{known}").names() if isinstance(known, str) else known)
+    except ImportError:  # its extra is not installed
+        return []
+
+
+def script(context: Any) -> str:
+    """Return the shell's function, from the commands and what they take."""
+    cases: dict[str, list[str]] = {}
+    for name, command in context.command.commands.items():
+        options = [each for each in command.params if each.param_type_name == "option"]
+        flags = {word: each.is_flag for each in options for word in (*each.opts, *each.secondary_opts)}
+        # what bench and compare pass on
+        flags |= {option: not value for option, value in re.findall(r"\[(--[a-z-]+)( ?[^]]*)\]", command.help)}
+        values = {option: _known(option) for option, is_flag in flags.items() if not is_flag}
+        values |= {name: [*names, *flags]} if (names := _known(name)) else {}
+        cases |= {f'"{name} {before}"': words for before, words in values.items()}
+        cases[f'"{name} "*'] = [*flags]
+    cases['"fastcaps "*'] = [*context.command.commands, "--show-completion", "--version", "--help"]
+    return SCRIPT.format(cases="\n".join(f'        {at}) words="{" ".join(words)}" ;;' for at, words in cases.items()))
