@@ -133,7 +133,7 @@ void Call::launch(const Schedule& c, int first_block, int parent_blocks, int col
   for (int block = 0; block < parent_blocks; block += kMostAlongY) {
     args.first_parent = (first_block + block) * c.warps_parents * c.parents;
     const int blocks = std::min(parent_blocks - block, kMostAlongY);
-    const Grid grid{int64_t(args.groups) * c.chunks, blocks, c.threads(), c.shared_bytes};
+    const Grid grid{int64_t(args.groups) * c.chunks, blocks, c.threads(), c.shared_bytes, c.carveout};
     gpu::launch(lean ? c.kernel->run_lean : c.kernel->run, grid, args);
   }
 }

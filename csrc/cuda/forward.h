@@ -109,8 +109,7 @@ struct Built {
     k.patch_columns = Pose::kPatchColumns;
     k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.products = Pose::kProducts,
     k.stored = Pose::kStored;
-    k.vector = Pose::kVector, k.weight_copy = Pose::kWeightCopy;
-    k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
+    k.vector = Pose::kVector, k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
     k.weight_stride = Pose::kWeightStride, k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
     k.run = run, k.run_lean = run_lean;
     return k;

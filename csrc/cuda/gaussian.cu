@@ -169,20 +169,21 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   args.dsums = floats(u), args.dsquares = floats(s), args.dconstant = floats(constant);
   args.dquery = floats(dmean), args.dvariance = floats(dvariance), args.dlog_weight = floats(dlog_weight);
   const size_t kept = call.kept.size();
+  const bool measures = op.grad_means || op.grad_variances;
+  const Tensor tights = call.zeros({measures && !empty ? all.count * v.positions() : 0});
   for (int64_t k = 0; k < all.count && !empty; ++k) {
     const auto of = [&](const MaybeTensor& x) { return all.at(x, k); };
-    const bool measures = op.grad_means || op.grad_variances;
-    const Tensor tight = call.zeros({measures ? v.positions() : 0});
+    float* tight = measures ? floats(tights) + k * v.positions() : nullptr;
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
     args.means = call.table(of(op.means)), args.counts = call.table(of(op.counts));
     const float *spread = call.table(of(op.variances)), *dcounts = call.table(of(op.grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
            PrepareArgs{args, count, dcounts, all.view(op.grad_means, k), all.view(op.grad_variances, k), spread,
-                       floats(u), floats(s), floats(constant), floats(tight)});
+                       floats(u), floats(s), floats(constant), tight});
     if (listens) args.devidence = call.table(of(op.grad_evidence));
     if (wants_use && !args.betas.use_stride_i) args.duse = floats(shared_use) + k * slots;
     if (wants_ignore && !args.betas.ignore_stride_i) args.dignore = floats(shared_ignore) + k * slots;
-    if (measures) gradients.measure(3, floats(u), floats(s), floats(tight));
+    if (measures) gradients.measure(3, floats(u), floats(s), tight);
     gradients.run(3);
     call.kept.resize(kept);
   }

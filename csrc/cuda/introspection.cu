@@ -53,10 +53,9 @@ struct Question {
   }
 };
 
-std::string text_of(int64_t number) { return std::to_string(number); }
+std::string n(int64_t number) { return std::to_string(number); }
 
 std::string name_of(const PassKernel& kernel, bool backward, bool lean) {
-  const auto n = text_of;
   std::string name = backward ? "backward " : "forward ";
   if (kernel.C)
     name += n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E) + " " +
@@ -102,7 +101,6 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   if (!c.kernel)
     return answer(fits_30_bits(v) ? "text=this device's shared memory does not hold these poses"
                                   : "text=the kernels count children and parents in 30 bits");
-  const auto n = text_of;
   const auto& w = v.window;
   const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
                     w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;

@@ -23,6 +23,7 @@ struct Grid {
   int64_t x = 1, y = 1;
   int threads = 32;
   int64_t shared_bytes = 0;
+  int carveout = -1;  // percent of a multiprocessor's memory that is to be shared memory; -1: the driver's choice
 };
 
 inline void check(cudaError_t error, const char* what) {
@@ -117,6 +118,12 @@ void launch(void (*kernel)(const Args), const Grid& grid, const Args& args) {
   config.blockDim = dim3(unsigned(grid.threads));
   config.dynamicSmemBytes = size_t(grid.shared_bytes);
   config.stream = current_stream();
+#if CUDART_VERSION >= 13000  // whose drivers all know it
+  cudaLaunchAttribute carveout{};
+  carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  carveout.val.sharedMemCarveout = unsigned(grid.carveout);
+  config.attrs = &carveout, config.numAttrs = grid.carveout >= 0;
+#endif
   void* arguments[] = {const_cast<Args*>(&args)};
   check(cudaLaunchKernelExC(&config, function, arguments), "launch");
 }

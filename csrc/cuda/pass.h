@@ -137,15 +137,15 @@ struct PassArgs : Cut, ParentArgs {
 struct PassKernel {
   int C, D, E;  // the pose; 0: any
   int patch_rows, patch_columns;
-  int columns, parents;            // lanes; 0: chosen at the launch
-  int each;                        // parents of a lane
-  int products;                    // on the tensor cores that one product is made of; 0: none is made there
-  bool stored;                     // reads children of half precision as they are
-  int vector;                      // of a child's rows: numbers that are copied together
-  int child_stride;                // from child to child in shared memory, in floats; 0: any
-  int weight_copy, weight_stride;  // of a parent's weights; no stride: they are read where they lie
-  int positions;                   // R
-  int threads, blocks;             // of a block, at most; of a multiprocessor, at least
+  int columns, parents;  // lanes; 0: chosen at the launch
+  int each;              // parents of a lane
+  int products;          // on the tensor cores that one product is made of; 0: none is made there
+  bool stored;           // reads children of half precision as they are
+  int vector;            // of a child's rows: numbers that are copied together
+  int child_stride;      // from child to child in shared memory, in floats; 0: any
+  int weight_stride;     // of a parent's weights; none: they are read where they lie
+  int positions;         // R
+  int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   void (*run)(const PassArgs);
   void (*run_lean)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
 };

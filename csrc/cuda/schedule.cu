@@ -163,6 +163,7 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
     const int64_t fitting = std::min(
         resident, std::max<int64_t>(1, (machine.shared_limit + kReserved) / (shared.bytes(stage) + kReserved)));
     trial.stage = int(stage);
+    trial.carveout = int(ceil_div(100 * fitting * (shared.bytes(stage) + kReserved), machine.shared_limit + kReserved));
     trial.groups = trial.tiles;
     // One range of children, or several where that fills the last round better or positions are few.
     const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;

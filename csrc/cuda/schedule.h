@@ -26,6 +26,7 @@ struct Schedule : Cut {
   int parent_blocks;  // more than one: the softmax takes launches of its own
   double cost;        // how long it takes, about: a warp's trip through one child is 1
   int64_t shared_bytes;
+  int carveout;  // percent of a multiprocessor's memory that the blocks there share
 
   int threads() const { return 32 * warps_parents * warps_positions; }
 };

@@ -53,9 +53,11 @@ struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
 };
 
 // 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
-// columns, or 16 of half precision; a lane ends with two positions and two columns, which are neighbours.
+// columns, or 16 of half precision; a lane ends with two positions and two columns. Column n of the e-th instruction is
+// column 32 (e / 4) + 4 (n / 2) + 16 (n % 2) + e % 4 of the pose: a lane reads four neighbours of a weight's row for
+// four instructions, and ends with four times four neighbours.
 template <int PRODUCTS>
-struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
+struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, 0> {
   static constexpr int kProducts = PRODUCTS;
   static constexpr bool kStored = true;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment meet 32 banks
@@ -95,14 +97,40 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRO
   }
 }
 
-FASTCAPS_DEVICE uint32_t pair_of(uint16_t low, uint16_t high) { return uint32_t(low) | uint32_t(high) << 16; }
+// Factors of 1 x 64 poses for four columns: of two rows of weights, which lie four apart, or of half precision of four,
+// in pairs of neighbours.
+template <int PRODUCTS>
+FASTCAPS_DEVICE void take_rows(const float* at, Factor<PRODUCTS, 2> (&columns)[4]) {
+  FASTCAPS_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    float row[4];
+    load_vector<4>(at + k * 4 * 64, row);
+    FASTCAPS_UNROLL
+    for (int e = 0; e < 4; ++e) columns[e].take_weight(k, row[e]);
+  }
+}
+template <int PRODUCTS>
+FASTCAPS_DEVICE void take_rows(const uint16_t* at, Factor<PRODUCTS, 2> (&columns)[4]) {
+  FASTCAPS_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    const float* rows = reinterpret_cast<const float*>(at + k * 4 * 64);
+    const float2 one = load2(rows), next = load2(rows + 32);
+    FASTCAPS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t low = float_bits(e < 2 ? one.x : one.y), high = float_bits(e < 2 ? next.x : next.y);
+      columns[e].number[k] = e % 2 ? low >> 16 | (high & 0xffff0000) : (low & 0xffff) | high << 16;
+    }
+  }
+}
 
-template <Storage S>
-FASTCAPS_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (S == Storage::kBFloat16)
-    mma_bf16_16x8x16(d, a, b);
+template <Storage S, int PRODUCTS>
+FASTCAPS_DEVICE void multiply_add_as(float (&d)[4], const Factor<PRODUCTS, 4>& a, const Factor<PRODUCTS, 2>& b) {
+  if constexpr (S == Storage::kFloat32)
+    multiply_add(d, a, b);
+  else if constexpr (S == Storage::kBFloat16)
+    mma_bf16_16x8x16(d, a.number, b.number);
   else
-    mma_f16_16x8x16(d, a, b);
+    mma_f16_16x8x16(d, a.number, b.number);
 }
 
 template <Storage S, int PRODUCTS, int R>
@@ -115,10 +143,11 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
   // Where the lane begins in the depth. Words of half precision, which are pairs, lie on all banks if lanes 2 and 3
   // begin half a row on: the order of the depth is free.
   const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
-  const auto* weight = Weights<Pose, R, S>(lane, stage, 0).from + begin * 64 + lane.position;
+  const auto* weight =
+      Weights<Pose, R, S>(lane, stage, 0).from + begin * 64 + lane.position / 2 * 4 + lane.position % 2 * 16;
   const auto* rows = stage.template children_as<S>() + begin;
   float d[8][4] = {};
-  _Pragma("unroll 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
+  _Pragma("unroll PRODUCTS == 3 ? 1 : 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
     Factor<PRODUCTS, 4> children;
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) {
@@ -129,22 +158,17 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
         children.number[x] = *reinterpret_cast<const uint32_t*>(from);
     }
     FASTCAPS_UNROLL
-    for (int e = 0; e < 8; ++e) {
-      const auto* at = weight + first * 64 + e * 8;
-      if constexpr (S == Storage::kFloat32) {
-        Factor<PRODUCTS, 2> weights;
-        weights.take_weight(0, at[0]);
-        weights.take_weight(1, at[4 * 64]);
-        multiply_add(d[e], children, weights);
-      } else {
-        mma_half<S>(d[e], children.number, {pair_of(at[0], at[64]), pair_of(at[4 * 64], at[5 * 64])});
-      }
+    for (int four = 0; four < 8; four += 4) {
+      Factor<PRODUCTS, 2> weights[4];
+      take_rows(weight + first * 64 + four * 8, weights);
+      FASTCAPS_UNROLL
+      for (int e = 0; e < 4; ++e) multiply_add_as<S>(d[four + e], children, weights[e]);
     }
   }
   FASTCAPS_UNROLL
   for (int e = 0; e < 8; ++e) {
     FASTCAPS_UNROLL
-    for (int x = 0; x < 4; ++x) votes[x / 2][0][0][2 * e + x % 2] = d[e][x];
+    for (int x = 0; x < 4; ++x) votes[x / 2][0][0][e / 4 * 8 + x % 2 * 4 + e % 4] = d[e][x];
   }
 }
 

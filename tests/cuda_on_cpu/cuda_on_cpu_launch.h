@@ -11,6 +11,7 @@ struct Grid {
   int64_t x = 1, y = 1;
   int threads = 32;
   int64_t shared_bytes = 0;
+  int carveout = -1;
 };
 
 class DeviceGuard {

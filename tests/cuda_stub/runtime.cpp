@@ -54,6 +54,11 @@ cudaError_t refused(const cudaLaunchConfig_t& c, const void* kernel, void** argu
   if (!dim(c.blockDim.x, 1024) || c.blockDim.y != 1 || c.blockDim.z != 1) return cudaErrorInvalidConfiguration;
   const auto found = allowed.find({current, kernel});
   if (c.dynamicSmemBytes > size_t(found == allowed.end() ? kShared : found->second)) return cudaErrorInvalidValue;
+  for (unsigned k = 0; k < c.numAttrs; ++k) {  // shared memory of a multiprocessor, which a block must fit into
+    if (c.attrs[k].id != cudaLaunchAttributePreferredSharedMemoryCarveout) return cudaErrorInvalidValue;
+    const int64_t percent = c.attrs[k].val.sharedMemCarveout, all = kDevices[current].shared_optin + 1024;
+    if (percent > 100 || percent * all < 100 * (int64_t(c.dynamicSmemBytes) + 1024)) return cudaErrorInvalidValue;
+  }
   if (capturing && !c.stream) return cudaErrorStreamCaptureImplicit;
   if (int64_t(c.stream) != streams[current]) return cudaErrorInvalidResourceHandle;  // another device's, or none at all
   return cudaSuccess;
