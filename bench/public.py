@@ -70,9 +70,9 @@ def _tsai(batch: int, network: bool) -> Made:
 
 
 def _ucaps(batch: int, network: bool) -> Made:
-    """Make the second encoder layer for a patch of 64³."""
+    """Make the second encoder layer for a patch of 32³."""
     layer = import_module("layers").ConvSlimCapsule3D(3, 16, 16, 8, 8, stride=1, padding=1)
-    return layer, [torch.randn(batch, 16, 8, 32, 32, 32)]
+    return layer, [torch.randn(batch, 16, 8, 16, 16, 16)]
 
 
 CASES = (
@@ -80,7 +80,7 @@ CASES = (
     ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32, _yl, False),
     ("glassroom/heinsen_routing", "`GenerativeMatrixRouting`, 100 to 10", 128, _heinsen, False),
     ("apple/ml-capsules-inverted-attention-routing", "`CapsuleCONV`, 16² × 32 to 7² × 32", 4, _tsai, False),
-    ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 32³ × 16 to 32³ × 16", 1, _ucaps, False),
+    ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 16³ × 16 to 16³ × 16", 1, _ucaps, False),
     ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo, True),
     ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _yl, True),
     ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 4, _tsai, True),
@@ -195,8 +195,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     given = parser.parse_args(None if arguments is None else list(arguments))
     machine, rows, until = record.describe(given.threads), [], time.monotonic() + given.seconds
     for index, (repository, *_) in enumerate(CASES):
-        for place in given.folder.glob("*" + repository.partition("/")[2]) if given.only in repository else ():
-            if time.monotonic() > until:
+        for name in (repository.replace("/", "+"), repository.partition("/")[2]):
+            place = given.folder / name
+            if not place.is_dir() or given.only not in repository or time.monotonic() > until:
                 continue
             rows.append({**measure(index, place, given.threads), "machine": machine})
             print(report.public(rows[-1:]), flush=True)

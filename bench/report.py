@@ -243,7 +243,9 @@ def start(rows: Sequence[Row]) -> str:
     lines = []
     for name, layer in (("tsai-c10-conv1", "A capsule convolution for CIFAR-10 (Tsai et al.)"),
                         ("sabour-mnist", "The class capsules of Sabour et al.'s network for MNIST")):  # fmt: skip
-        step = steps[name][charts.MODES[1]]
+        step = steps.get(name, {}).get(charts.MODES[1])
+        if step is None:
+            continue
         own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
         lines.append(
             f"- {layer}: a training step is **{_speedup(step)}** as fast as the fastest of several PyTorch "

@@ -132,8 +132,8 @@ std::vector<Tensor> vote_pull(Stack stack) {
   const Votes& in = call.votes;
   const bool wants_weight = needs & kWeight && given.weight, wants_bias = needs & kBias && given.bias;
   op.cut_pull(wants_weight ? in.G * in.M * in.D * in.E : 0, wants_bias ? op.cpu.bias_numbers() : 0);
-  const MaybeTensor children =
-      op.cpu.maybe("dchildren", needs & kChildren, shape_of(op.cpu.children), call.dchildren, op.empty() || !call.once());
+  const MaybeTensor children = op.cpu.maybe("dchildren", needs & kChildren, shape_of(op.cpu.children), call.dchildren,
+                                            op.empty() || !call.once());
   const int64_t count = op.empty() ? 0 : call.items();
   const Partial weights = op.cpu.partial(
       "dweight", wants_weight, call.own_weights() && count ? call.place_ranges : count, {in.G, in.M, in.D, in.E});

@@ -244,11 +244,15 @@ def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict
     slower = row | {"mode": "training step", "speedup": 0.52}
     doubtful = row | {"speedup": 6735.0, "doubts": ["195% of the peak"]}
     text = report.summary([row | {"speedup": 0.998}, slower, doubtful])
-    assert text.startswith("An alternative is faster in 1 of 3 rows (and equally fast in 1):\n\n- `tsai-c10-conv1` batch 8, t")
+    assert text.startswith(
+        "An alternative is faster in 1 of 3 rows (and equally fast in 1):\n\n- `tsai-c10-conv1` batch 8, t"
+    )
     assert "training step: 0.520× of stored, compiled\n\n" in text
     assert "| `tsai-c10-conv1` (8) | 5.00 | ~6,735× | 5.00 | 0.520× | 1.00 | 698 |" in text
     assert "- tsai-c10-conv1 batch 8 forward: 195% of the peak" in report.markdown([doubtful])
-    text = report.html([row, row | {"mode": "training step", "speedup": 0.796}, single | {"speedup": None, "fastest": None}])
+    text = report.html(
+        [row, row | {"mode": "training step", "speedup": 0.796}, single | {"speedup": None, "fastest": None}]
+    )
     assert text.count("<svg") == 1 and 'name="viewport"' in text and "<td>30.0×</td>" in text
     for said in ("30.0×", "0.796×", "40%", "1.00", "698", "tsai-c10-conv1", "PyTorch, votes stored"):
         assert f">{said}</text>" in text, said

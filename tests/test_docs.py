@@ -190,10 +190,12 @@ def test_links_get_titles() -> None:
 def test_equations_become_mathml_and_docstrings_markdown() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")
-    from tools.docstrings import fenced, latex_left, translated
+    from tools.docstrings import fenced, inline, latex_left, translated
 
     equations = [each for path in DOCS.rglob("*.md") for each in FORMULA.findall(path.read_text(encoding="utf-8"))]
     assert len(equations) > 9 and not [each for each in equations if latex_left(fenced(each))]
+    made = inline("<td>$<code>\\langle a, b \\rangle</code>$ &lt; <code>$x</code></td>")
+    assert made.startswith("<td><math") and made.endswith(" &lt; <code>$x</code></td>") and not latex_left(made)
     assert all(map(latex_left, (r"<p>\\alpha</p>", "<mi>&</mi>", "<p>$$ x $$</p>"))) and not latex_left(
         "<code>\\a</code>"
     )

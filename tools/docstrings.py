@@ -6,6 +6,7 @@ fences called ``math``, which a forge draws too.
 
 from __future__ import annotations
 
+import html
 import importlib
 import inspect
 import pydoc
@@ -16,7 +17,7 @@ from typing import Any
 import griffe
 from latex2mathml.converter import convert
 
-__all__ = ["Docstrings", "described", "fenced", "latex_left", "translated"]
+__all__ = ["Docstrings", "described", "fenced", "inline", "latex_left", "translated"]
 
 BLOCK = re.compile(
     r"^(?P<indent> *)\.\. math::(?P<first>[^\n]*)\n(?P<rest>(?:(?P=indent) +[^\n]*\n|[ ]*\n)*)", re.MULTILINE
@@ -30,6 +31,7 @@ ENTRY = re.compile(
 ELSEWHERE = re.compile(
     r"\s*(?:Of [^,]+, )?(?:as|see) :\w+:`~?(?P<home>[\w.]+)`(?: has them| takes (?:it|them))?(?P<rest>.*)", re.I | re.S
 )
+FORMULA = re.compile(r"\$<code>([^<]*)</code>\$")
 CODE = re.compile(r"<(code|pre|script|style)\b.*?</\1>|`[^`]*`", re.DOTALL)
 LEFT = re.compile(r"\\\S[^<\n]{,40}|<m\w+[^>]*>&(?:amp;)?</|\.\. math::|:math:|\$\$")
 
@@ -37,6 +39,11 @@ LEFT = re.compile(r"\\\S[^<\n]{,40}|<m\w+[^>]*>&(?:amp;)?</|\.\. math::|:math:|\
 def latex_left(page: str) -> list[str]:
     """Return what a page, or a translated docstring, still says in LaTeX outside of code."""
     return [found[0] for found in LEFT.finditer(CODE.sub("", page))]
+
+
+def inline(page: str) -> str:
+    """Return a rendered page with its inline formulas, code between dollars as on a forge, as MathML."""
+    return FORMULA.sub(lambda found: convert(html.unescape(found[1]), display="inline"), page)
 
 
 def fenced(latex: str, *_: Any, **__: Any) -> str:

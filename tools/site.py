@@ -159,11 +159,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Refuse a page that would show its reader LaTeX."""
+    """Draw inline formulas; refuse a page that would show its reader LaTeX."""
     from mkdocs.exceptions import PluginError
 
-    from tools.docstrings import latex_left
+    from tools.docstrings import inline, latex_left
 
+    html = inline(html)
     if left := latex_left(html):
         raise PluginError(f"{page.file.src_uri} shows LaTeX: {', '.join(left)}")
     return html

@@ -122,7 +122,7 @@ struct GaussianForward {
     softmax<T>(row, in.M, highest, gate);
     if (in.gate.data)
       for (int64_t m = 0; m < in.M; ++m) row[m] = gate == 0 ? V{} : row[m];
-    return {};
+    return V{};
   }
 
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }

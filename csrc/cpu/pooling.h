@@ -81,7 +81,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     return key.cosine * scale;
   }
 
-  FASTCAPS_INLINE V compete(V*, V, V) const { return {}; }
+  FASTCAPS_INLINE V compete(V*, V, V) const { return V{}; }
   FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
   // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.

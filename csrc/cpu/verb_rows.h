@@ -60,12 +60,12 @@ struct Row {
 // Rows and the block of children that they meet.
 template <class T>
 struct Meeting {
-  const T* weight;                                           // [children, D, flat]; null: x are the votes themselves
+  const T* weight;  // [children, D, flat]; null: x are the votes themselves
   int64_t weight_step, bias_step, x_step, r_step, out_step, dx_step;  // from child to child
-  int64_t D, flat, begin, end;                               // children begin to end
-  const int64_t* starts;                                     // of a vector of a flat row: its first parent
-  bool together;                                             // rows belong to one pose
-  bool once;                                                 // dx is stored, not added to
+  int64_t D, flat, begin, end;                                        // children begin to end
+  const int64_t* starts;                                              // of a vector of a flat row: its first parent
+  bool together;                                                      // rows belong to one pose
+  bool once;                                                          // dx is stored, not added to
 };
 
 // R rows and U vectors from v on.
@@ -232,22 +232,22 @@ struct LongSum {
   T* near = nullptr;
   double* far = nullptr;
   int64_t size, most, terms = 0;
+  bool joined = false;  // else far holds nothing
 
   LongSum(bool wanted, int64_t size, int64_t most, Arena& arena) : size(size), most(most) {
     if (wanted) near = arena.take<T>(size), far = arena.take<double>(size);
   }
   void clear() {
-    for (int64_t k = 0; near && k < size; ++k) near[k] = 0, far[k] = 0;
-    terms = 0;
+    for (int64_t k = 0; near && k < size; ++k) near[k] = 0;
+    terms = 0, joined = false;
   }
   void count(int64_t more) {
     terms += more;
-    if (near && terms + more > most) join();
+    if (!near || terms + more <= most) return;
+    for (int64_t k = 0; k < size; ++k) far[k] = (joined ? far[k] : 0) + near[k], near[k] = 0;
+    terms = 0, joined = true;
   }
-  void join() {
-    for (int64_t k = 0; k < size; ++k) far[k] += near[k], near[k] = 0;
-    terms = 0;
-  }
+  double at(int64_t k) const { return joined ? far[k] + near[k] : near[k]; }
 };
 
 }  // namespace FASTCAPS_NAMESPACE

@@ -284,28 +284,29 @@ struct Walk {
   void leave_weights() {
     if (!dweight.near) return;
     if (packed >= 0) {
-      dweight.join();
       T* out = call.dweight.part<T>(call.own_weights() ? samples : item);
       for (int64_t j = 0; j < packed_count; ++j)
         for (int64_t m = 0; m < parents; ++m) {
           T* to = out + (((packed + j) % in.G) * in.M + packed_tile * call.tile + m) * D * E;
           for (int64_t d = 0; d < D; ++d)
-            for (int64_t e = 0; e < E; ++e) to[d * E + e] += T(dweight.far[(j * D + d) * flat + e * call.tile + m]);
+            for (int64_t e = 0; e < E; ++e) to[d * E + e] += T(dweight.at((j * D + d) * flat + e * call.tile + m));
         }
     }
     dweight.clear();
   }
   void leave_biases(int64_t i, int64_t count) {
     if (!dbias.near) return;
-    dbias.join();
     T* out = call.dbias.part<T>(call.own_bias() ? samples : item);
     const int64_t together = in.bias_stride_m ? 1 : parents;  // that have one bias
     for (int64_t j = 0; j < (bias_step() ? count : 1); ++j)
       for (int64_t m = 0; m < parents; m += together) {
         T* to = out + (i + j) * in.bias_stride_i + (first_parent + m) * in.bias_stride_m;
         for (int64_t c = 0; c < C; ++c)
-          for (int64_t e = 0; e < E; ++e)
-            to[c * E + e] += T(sum_of<double>(dbias.far + (j * C + c) * flat + e * call.tile + m, together));
+          for (int64_t e = 0; e < E; ++e) {
+            double sum = 0;
+            for (int64_t k = 0; k < together; ++k) sum += dbias.at((j * C + c) * flat + e * call.tile + m + k);
+            to[c * E + e] += T(sum);
+          }
       }
     dbias.clear();
   }

@@ -66,9 +66,9 @@ def _runner(name: str) -> Callable[..., Any]:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
         call = backends.Call.of(STEM, votes)
         chosen = backends.choose(call)
-        _check(name, votes, rest)
-        if chosen in NATIVE:
+        if chosen in NATIVE:  # checks for itself
             return interruptibly(native[name][chosen], (*votes, *rest, call.options))
+        _check(name, votes, rest)
         if chosen == "reference":
             with without_autocast(votes.children.device.type):
                 found = getattr(reference, name)(votes, *rest)
