@@ -113,7 +113,7 @@ def test_a_table_is_trained_and_collected(
     )
     same = found["digits.yaml"] | {"rows": found["digits.yaml"]["rows"][1:]}  # a figure of the same runs
     both = reproduction_page.page(page, found | {"a figure": same})
-    assert "Shortened in every table, unless its line differs: epochs 1 (in full 2), data.limit 128 (in full 256)" in both
+    assert "Shortened in every table, unless its line differs: epochs 1 (in full 2), data.limit 128" in both
     assert "More iterations help. The runs of `digits.yaml`.\n" in both and "`a figure`: " not in both
     assert "\n\nMade by fastcaps" in page and (digits.parent / "pictures" / "digits.yaml.png").exists()
 
