@@ -43,7 +43,7 @@ DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
     "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
 )
-SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "own MB (of votes)")
+SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "extra MB (of votes)")
 
 
 def _short(name: str) -> str:

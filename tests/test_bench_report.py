@@ -239,6 +239,8 @@ def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict
     assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 344 GFLOP/s (344 to 380 over the rows)" in text
     assert "| tsai-c10-conv1 | 8 | 231 | 5.00 (5.00-5.00) | stored, compiled* | 150 (150-150) | 30.0× | 139 |" in text
     assert "| 139 | 40% | 65% | 1.00 (0.4%) | 698 | 25.0 |" in text
+    head = next(line for line in report.markdown([row], short=True).splitlines() if line.startswith("| workload"))
+    assert [name.strip() for name in head.strip("|").split("|")] == [*report.SHORT]
     assert "batch 1 forward: speed-up 30.0×, goal 35.0×" in text
     assert "einsum, compiled: out of memory" in text
     slower = row | {"mode": "training step", "speedup": 0.52}
