@@ -111,6 +111,10 @@ def test_a_table_is_trained_and_collected(
         "- **`digits.yaml`** (Somebody 2020, section 1, Table 1). The claim: More iterations help. Shortened: epochs 1"
         in page
     )
+    same = found["digits.yaml"] | {"rows": found["digits.yaml"]["rows"][1:]}  # a figure of the same runs
+    both = reproduction_page.page(page, found | {"a figure": same})
+    assert "Shortened in every table, unless its line differs: epochs 1 (in full 2), data.limit 128" in both
+    assert "More iterations help. The runs of `digits.yaml`.\n" in both and "`a figure`: " not in both
     assert "\n\nMade by fastcaps" in page and (digits.parent / "pictures" / "digits.yaml.png").exists()
 
     (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs

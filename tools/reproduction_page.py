@@ -3,14 +3,17 @@
     python -m tools.reproduction_page runs/reproduce
 
 Every table that has a run (in the folder of its name, or NAME-short) has its rows in one table, and its source, claim
-and settings in a list; both are between the page's markers. Pictures go to docs/reproduction/NAME.png.
+and settings in a list; both are between the page's markers. Nothing is said twice: a table of another one's runs names
+it, and settings that most tables have come first. Pictures go to docs/reproduction/NAME.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ COLUMNS = {
     "epochs × images": "epochs × images",
     "parameters": "parameters",
 }
+_SHORTENED = re.compile(r"Shortened: (.*?)\.(?: ([A-Z].*))?")
 
 
 def collect(runs: Path, pictures: Path) -> dict[str, Any]:
@@ -60,19 +64,47 @@ def _rows(name: str, table: Mapping[str, Any]) -> list[list[str]]:
     return found
 
 
+def _short(table: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Return the settings that differ in the short form and the seeds, and the note on them."""
+    found = [match for match in map(_SHORTENED.fullmatch, table["remarks"]) if match]
+    settings = [part for match in found for part in match[1].split(", ")]
+    return [*settings, table["remarks"][-1].partition("; ")[0].lower()], " ".join(match[2] or "" for match in found)
+
+
+def _field(setting: str) -> str:
+    return setting.removeprefix("no ").split()[0].removesuffix("s")
+
+
 def page(text: str, tables: Mapping[str, Any]) -> str:
     """Return the page with the tables as they are now."""
     rows = [["table", "row", *COLUMNS.values()]]
-    about, versions = [], []
+    counts = Counter(setting for table in tables.values() for setting in _short(table)[0])
+    common = [setting for setting, count in counts.items() if 2 * count > max(len(tables), 2)]
+    about, versions, runs, forms = [], [], dict[tuple[str, ...], str](), dict[str, str]()
     for name, table in tables.items():
-        rows += _rows(name, table)
-        seeds, _, made = table["remarks"][-1].partition("; ")
-        versions += made.rstrip(".").split("; ")
-        told = [remark for remark in table["remarks"][1:-1] if not remark.startswith("Best first")]
-        about.append(f"- **`{name}`** ({table['source']}). The claim: {table['claim']} {' '.join(told)} {seeds}.")
+        versions += table["remarks"][-1].partition("; ")[2].rstrip(".").split("; ")
+        told = [f"- **`{name}`** ({table['source']}). The claim: {table['claim']}"]
+        told += [each for each in table["remarks"][1:-1] if not each.startswith(("Best first", "Shortened"))]
+        lines = _rows(name, table)
+        shown = [(line[2], *line[4:]) for line in lines]  # of a run, so without the paper's value
+        (same, *others) = {runs.get(each, "") for each in shown}
+        if same and not others:
+            told.append(f"The runs of `{same}`.")
+        else:
+            rows += lines
+            runs |= {each: name for each in shown if each[-1] and each not in runs}
+            settings, note = _short(table)
+            fields = {*map(_field, settings)}
+            own = [each for each in settings if each not in common]
+            own += [f"{_field(each)} as in full" for each in common if _field(each) not in fields]
+            form = forms.setdefault(", ".join(own), name)
+            told += [f"Shortened: {', '.join(own) if form == name else f'as `{form}`'}."] * bool(own)
+            told += [note] * bool(note)
+        about.append(" ".join(told))
     text = into(text, as_markdown(rows).replace("---:", "---"), "results")
+    head = [f"Shortened in every table, unless its line differs: {', '.join(common)}.", ""] * bool(common)
     made_by = f"Made by {'; '.join(dict.fromkeys(versions))}."
-    return into(text, "\n".join([*about, "", made_by]), "settings")
+    return into(text, "\n".join([*head, *about, "", made_by]), "settings")
 
 
 def main() -> None:

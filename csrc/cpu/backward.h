@@ -121,37 +121,36 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // The parents' gradients of one row: the chunks' parts in their order.
+  // The parents' gradients of one row: the ranges' parts in their order.
   void finish_row(int64_t row) {
     if (!place(row, tiles[0])) return;
     X* partial = static_cast<X*>(call.partial);
     X* sum = partial + row * result_size;
-    for (int64_t chunk = 1; chunk < schedule.chunks; ++chunk)
-      for (int64_t k = 0; k < result_size; ++k) sum[k] += partial[(chunk * schedule.rows() + row) * result_size + k];
+    for (int64_t at = 1; at < schedule.ranges; ++at)
+      for (int64_t k = 0; k < result_size; ++k) sum[k] += partial[(at * schedule.rows() + row) * result_size + k];
     passes[0].finish(tiles[0], static_cast<const X*>(call.state) + row * state_size, sum);
   }
 
   void run(int64_t which) {
     item = which;
-    const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks,
+    const int64_t at = item % schedule.ranges, group = item / schedule.ranges,
                   first_row = group * schedule.rows_per_group;
     states = static_cast<const X*>(call.state) + first_row * iterations * state_size;
-    results =
-        call.partial ? static_cast<X*>(call.partial) + (chunk * schedule.rows() + first_row) * result_size : nullptr;
+    results = call.partial ? static_cast<X*>(call.partial) + (at * schedule.rows() + first_row) * result_size : nullptr;
     int64_t count = 0;
     while (count < schedule.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
     unsafe = (in.window.ph > 0 || in.window.pw > 0) && !are_finite<T>(states, count * iterations * state_size);
-    dW =
-        call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.groups ? group : item) : nullptr;
+    dW = call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.row_groups ? group : item)
+                      : nullptr;
     dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
     if ((kSharing || Pass::kFolds) && in.G > 1) {  // those that share weights, one group after another
-      for (int64_t c = chunk * in.G / schedule.chunks; c < (chunk + 1) * in.G / schedule.chunks; ++c) {
+      for (int64_t c = at * in.G / schedule.ranges; c < (at + 1) * in.G / schedule.ranges; ++c) {
         range = {c, 1, in.G, in.I / in.G};
         walk(count);
       }
     } else {
-      const int64_t type = Base::edge(chunk, in.N), types = Base::edge(chunk + 1, in.N) - type;
+      const int64_t type = Base::edge(at, in.N), types = Base::edge(at + 1, in.N) - type;
       range = {type, types, in.N, types * in.window.kh * in.window.kw};
       walk(count);
     }

@@ -58,8 +58,8 @@ struct Block {
   int64_t children_at_once() const { return schedule.block_children * Units::kUnit; }
   // Where one of the schedule's ranges of `all` children begins: with a whole unit, so that no lane is empty before the
   // last.
-  int64_t edge(int64_t chunk, int64_t all) const {
-    return min(chunk * ((all + Units::kUnit - 1) / Units::kUnit) / schedule.chunks * Units::kUnit, all);
+  int64_t edge(int64_t at, int64_t all) const {
+    return min(at * ((all + Units::kUnit - 1) / Units::kUnit) / schedule.ranges * Units::kUnit, all);
   }
   // Units of a block that begins with child q of the range.
   int64_t units_from(int64_t q) const {

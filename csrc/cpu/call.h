@@ -123,17 +123,17 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const int64_t lanes = table.lanes(in);
   call.schedule = schedule_of(call);
   if (in.positions() == 0) return;
-  const bool ranges = call.schedule.chunks > 1;
+  const bool cut = call.schedule.ranges > 1;
   const MaybeTensor partial =
-      cpu.rows(ranges, call.schedule, call.schedule.chunks, table.forward_results(call), lanes, call.partial);
+      cpu.rows(cut, call.schedule, call.schedule.ranges, table.forward_results(call), lanes, call.partial);
   const MaybeTensor state =
-      cpu.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
+      cpu.rows(cut && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
   const int64_t scratch = table.forward_scratch(call);
   SignalWatch watch;
-  call.iterations = ranges ? 1 : call.total;  // where children are cut into ranges, iterations wait for all of them
+  call.iterations = cut ? 1 : call.total;  // where children are cut into ranges, iterations wait for all of them
   for (call.iteration = 0; call.iteration < call.total; call.iteration += call.iterations) {
     run_items(watch, call, table.forward, call.schedule.items(), scratch);
-    if (!ranges) continue;
+    if (!cut) continue;
     const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
     run_items(watch, call, table.forward_finish, rows, scratch);
   }
@@ -164,7 +164,7 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
     const MaybeTensor state =
         cpu.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
     const MaybeTensor partial =
-        cpu.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
+        cpu.rows(dparents, call.schedule, call.schedule.ranges, table.backward_results(call), lanes, call.partial);
     const int64_t scratch = table.backward_scratch(call);
     SignalWatch watch;
     run_items(watch, call, table.backward_prepare, call.schedule.rows(), scratch);

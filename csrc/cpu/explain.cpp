@@ -33,7 +33,7 @@ std::string describe(const Votes& in, const Facts& facts, View Operands::* start
   text +=
       n(schedule.block_rows) + (schedule.child_lanes ? " positions x " : " vectors x ") + n(schedule.block_children);
   text += (schedule.child_lanes ? " vectors at a time, " : " children at a time, ") + n(schedule.items()) + " items";
-  if (schedule.chunks > 1) text += " (" + n(schedule.chunks) + " ranges of children)";
+  if (schedule.ranges > 1) text += " (" + n(schedule.ranges) + " ranges of children)";
   if (schedule.stay) text += ", children stay from iteration to iteration";
   if (schedule.folded) return text + ", weights folded into the parents";
   return text + (schedule.keep_votes ? "" : ", votes made twice");

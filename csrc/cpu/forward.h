@@ -75,8 +75,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   static FASTCAPS_INLINE int64_t in_target(int64_t m) { return kChildLanes ? m % kJoined : m; }
 
   void run(int64_t item) {
-    const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks;
-    const int64_t begin = edge(chunk), count = edge(chunk + 1) - begin;
+    const int64_t at = item % schedule.ranges, group = item / schedule.ranges;
+    const int64_t begin = edge(at), count = edge(at + 1) - begin;
     const int64_t all = kChildLanes ? in.positions() : (in.positions() + n - 1) / n;
     const int64_t last = min((group + 1) * schedule.rows_per_group, all);
     for (int64_t first = group * schedule.rows_per_group; first < last; first += schedule.block_rows) {
@@ -97,10 +97,10 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
           return true;
         });
         for (int64_t t = 0; t < nt; ++t) {
-          if (schedule.chunks == 1)
+          if (schedule.ranges == 1)
             pass.finish(tiles[t], iteration, result(t), state(t));
           else
-            std::memcpy(static_cast<X*>(call.partial) + (chunk * schedule.rows() + first + t) * result_size, result(t),
+            std::memcpy(static_cast<X*>(call.partial) + (at * schedule.rows() + first + t) * result_size, result(t),
                         size_t(result_size) * sizeof(X));
         }
       }
@@ -110,9 +110,9 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   static constexpr bool kByGroup = kLane == Lanes::kSharing || Pass::kFolds;
 
   // Where a range of children begins: with a group that shares its weights, if there are as many groups as ranges.
-  int64_t edge(int64_t chunk) const {
-    if (kByGroup && schedule.chunks <= in.G) return chunk * in.G / schedule.chunks * (in.I / in.G);
-    return Base::edge(chunk, in.I);
+  int64_t edge(int64_t at) const {
+    if (kByGroup && schedule.ranges <= in.G) return at * in.G / schedule.ranges * (in.I / in.G);
+    return Base::edge(at, in.I);
   }
 
   // Calls f() for each range of children, one type at a time if they share weights; stops if f returns false.
@@ -152,8 +152,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     place(row, 0);
     const X* partial = static_cast<const X*>(call.partial);
     std::memcpy(result(0), partial + row * result_size, size_t(result_size) * sizeof(X));
-    for (int64_t chunk = 1; chunk < schedule.chunks; ++chunk)
-      pass.join(result(0), partial + (chunk * schedule.rows() + row) * result_size);
+    for (int64_t at = 1; at < schedule.ranges; ++at)
+      pass.join(result(0), partial + (at * schedule.rows() + row) * result_size);
     pass.finish(tiles[0], iteration, result(0), state(0));
     if (iteration + 1 < call.total)
       std::memcpy(static_cast<X*>(call.state) + row * state_size, state(0), size_t(state_size) * sizeof(X));

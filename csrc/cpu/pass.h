@@ -15,8 +15,8 @@ inline constexpr int64_t kLargeMatrix = 1024;
 // positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
 // threads, so the same input gives the same bits.
 struct Schedule {
-  int64_t groups = 1, samples = 0;  // groups of samples (0: groups of positions, wherever samples end)
-  int64_t chunks = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
+  int64_t row_groups = 1, samples = 0;  // groups of rows; samples of one (0: a group may end within a sample)
+  int64_t ranges = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
   int64_t rows_per_group = 1;                  // rows
   int64_t block_children = 1, block_rows = 1;  // children and rows whose votes are on chip at once
   int64_t weight_parts = 1;     // backward, of dW: one a group where ranges own their weights, else one an item
@@ -25,10 +25,10 @@ struct Schedule {
   bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
   // poses (and votes, if kept) stay in scratch between iterations; a block then holds all children
   bool stay = false;
-  bool folded = false;          // parents are pulled back to the children's poses, and no votes made (folded.h)
+  bool folded = false;  // parents are pulled back to the children's poses, and no votes made (folded.h)
 
-  int64_t items() const { return groups * chunks; }
-  int64_t rows() const { return groups * rows_per_group; }
+  int64_t items() const { return row_groups * ranges; }
+  int64_t rows() const { return row_groups * rows_per_group; }
 };
 
 // A gradient to which several items contribute, each a part by itself: the first part becomes their sum.
@@ -96,8 +96,8 @@ struct ForwardCall {
   Operands with{};
   Schedule schedule{};
   int64_t iteration = 0, iterations = 1, total = 1;  // the first of this launch, how many it makes, how many there are
-  void* partial = nullptr;                           // [chunks, rows, numbers of a row's results] if chunks > 1
-  void* state = nullptr;  // [rows, numbers of a row's parents], from iteration to iteration if chunks > 1
+  void* partial = nullptr;                           // [ranges, rows, numbers of a row's results] if ranges > 1
+  void* state = nullptr;  // [rows, numbers of a row's parents], from iteration to iteration if ranges > 1
 };
 
 template <class Operands>
@@ -110,7 +110,7 @@ struct BackwardCall {
   Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
   Parts dbias{};              // of every item, zeroed
   void* state = nullptr;      // [rows, iterations, numbers]: the parents and their gradients, made by backward_prepare
-  void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single iteration
+  void* partial = nullptr;    // [ranges, rows, numbers]: the parents' gradients of each item, of a single iteration
 
   bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
 };

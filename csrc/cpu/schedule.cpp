@@ -76,7 +76,7 @@ bool use_child_lanes(const Votes& in, const Task& task) {
 void schedule_block_of_child_lanes(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.child_lanes = true;
   schedule.shared_weights = share_weights(in, task);
-  schedule.groups = in.positions() > 0 ? 1 : 0;
+  schedule.row_groups = in.positions() > 0 ? 1 : 0;
   schedule.rows_per_group = schedule.block_rows = std::max<int64_t>(in.positions(), 1);
   const int64_t votes = in.parents_size() * task.lanes * task.number * schedule.block_rows;
   schedule.keep_votes = votes <= 2 * kVoteBytesMost;
@@ -118,13 +118,13 @@ double with_idle_threads(double cost, int64_t items) {
   return cost * (1 + (longer / double(items) - 1) / 16);
 }
 
-// f(chunks) for numbers of ranges that are worth a look: items just short of a power of two leave few threads idle.
+// f(ranges) for numbers of ranges that are worth a look: items just short of a power of two leave few threads idle.
 template <class F>
-void each_number_of_chunks(int64_t groups, int64_t most, F&& f) {
+void each_number_of_ranges(int64_t row_groups, int64_t most, F&& f) {
   f(1);
   for (int64_t items = kItems / 8, last = 1; items <= 4 * kItems && last < most; items *= 2) {
-    const int64_t chunks = std::min(items / std::max<int64_t>(groups, 1), most);
-    if (chunks > last) f(last = chunks);
+    const int64_t ranges = std::min(items / std::max<int64_t>(row_groups, 1), most);
+    if (ranges > last) f(last = ranges);
   }
 }
 
@@ -142,7 +142,7 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
     schedule_block_of_sharing_lanes(in, task, schedule);
     // two positions read a group's matrices once, where there is more than one group
     schedule.rows_per_group = schedule.block_rows = task.folded && in.G > 1 ? std::min<int64_t>(in.positions(), 2) : 1;
-    schedule.groups = ceil_div(in.positions(), std::max<int64_t>(schedule.block_rows, 1));
+    schedule.row_groups = ceil_div(in.positions(), std::max<int64_t>(schedule.block_rows, 1));
   } else if (use_child_lanes(in, task)) {
     schedule_block_of_child_lanes(in, task, schedule);
   } else {
@@ -151,8 +151,8 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
     const int64_t child = (in.parents_size() + in.child_size()) * vec + in.M * in.D * in.E * task.number;
     const int64_t close = (kCloseBytes - (task.state + task.results) * vec) / child;
     if (close >= 2) schedule.block_children = std::min(schedule.block_children, close);
-    schedule.groups = ceil_div(tiles, schedule.block_rows);
-    schedule.rows_per_group = schedule.block_rows = ceil_div(tiles, std::max<int64_t>(schedule.groups, 1));
+    schedule.row_groups = ceil_div(tiles, schedule.block_rows);
+    schedule.rows_per_group = schedule.block_rows = ceil_div(tiles, std::max<int64_t>(schedule.row_groups, 1));
   }
   let_children_stay(in, task, schedule);
   const int64_t positions = schedule.rows_per_group * (schedule.child_lanes ? 1 : task.lanes);
@@ -167,15 +167,15 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
   });
   const double work = double(operations(in, in.positions(), I));
   double best = 0;
-  each_number_of_chunks(schedule.groups, most, [&](int64_t chunks) {
-    const double parts = chunks > 1 ? double(chunks * schedule.rows() * row_bytes) : 0;  // a byte: 4 multiply-adds
-    const double again = chunks > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made every iteration
-    const double cost = with_idle_threads(work * again + 4 * parts, schedule.groups * chunks);
+  each_number_of_ranges(schedule.row_groups, most, [&](int64_t ranges) {
+    const double parts = ranges > 1 ? double(ranges * schedule.rows() * row_bytes) : 0;  // a byte: 4 multiply-adds
+    const double again = ranges > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made every iteration
+    const double cost = with_idle_threads(work * again + 4 * parts, schedule.row_groups * ranges);
     if (best != 0 && cost >= best) return;
     best = cost;
-    schedule.chunks = chunks;
+    schedule.ranges = ranges;
   });
-  if (schedule.chunks > 1) schedule.stay = false;
+  if (schedule.ranges > 1) schedule.stay = false;
   return schedule;
 }
 
@@ -200,7 +200,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
   for (int64_t wanted = 1; wanted <= most_groups; wanted *= 2) {
     Schedule schedule;
     schedule.samples = ceil_div(in.B, wanted);
-    schedule.groups = schedule.samples ? ceil_div(in.B, schedule.samples) : 0;
+    schedule.row_groups = schedule.samples ? ceil_div(in.B, schedule.samples) : 0;
     schedule.rows_per_group = ceil_div(schedule.samples * L, lanes);
     const double filled =
         child_lanes ? 1 : double(in.positions()) / double(std::max<int64_t>(schedule.rows() * lanes, 1));
@@ -211,13 +211,14 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
     const double row = double(task.results * number) * double(child_lanes ? 1 : lanes);
     const double room = std::max(1.0, row * double(schedule.rows()));
     const int64_t most = std::min<int64_t>(
-        {most_ranges, int64_t(work / 3.0 / double(std::max<int64_t>(schedule.groups, 1) * kOperationsPerItem)),
-         int64_t(double(partials) / room), int64_t(double(partials) / copied) / std::max<int64_t>(schedule.groups, 1),
+        {most_ranges, int64_t(work / 3.0 / double(std::max<int64_t>(schedule.row_groups, 1) * kOperationsPerItem)),
+         int64_t(double(partials) / room),
+         int64_t(double(partials) / copied) / std::max<int64_t>(schedule.row_groups, 1),
          owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))});
-    each_number_of_chunks(schedule.groups, most, [&](int64_t chunks) {
-      schedule.chunks = chunks;
-      const double parts = double(owned ? schedule.groups : schedule.items());
-      const double moved = 2 * parts * weights + double(schedule.items()) * copied + double(chunks) * room;
+    each_number_of_ranges(schedule.row_groups, most, [&](int64_t ranges) {
+      schedule.ranges = ranges;
+      const double parts = double(owned ? schedule.row_groups : schedule.items());
+      const double moved = 2 * parts * weights + double(schedule.items()) * copied + double(ranges) * room;
       const double cost = with_idle_threads(work / filled + kOperationsPerByte * moved, schedule.items());
       if (best_cost != 0 && cost >= best_cost) return;
       best_cost = cost;
@@ -226,7 +227,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
   }
   if (!child_lanes) {
     schedule_block(in, task, best.rows_per_group, in.M * in.D * in.E * number, best);
-    const int64_t children = ceil_div(in.N, best.chunks) * in.window.kh * in.window.kw;  // of an item
+    const int64_t children = ceil_div(in.N, best.ranges) * in.window.kh * in.window.kw;  // of an item
     best.block_children = std::min(best.block_children, children);
   }
   if (task.identity) {  // nothing is kept, and nothing gained by longer blocks
@@ -239,7 +240,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
     best.block_rows = 1;
     best.block_children = std::clamp<int64_t>(kVoteBytesMost / (in.M * lanes * number * 2 * task.iterations), 1, 8);
   }
-  best.weight_parts = owned ? best.groups : best.items();
+  best.weight_parts = owned ? best.row_groups : best.items();
   return best;
 }
 

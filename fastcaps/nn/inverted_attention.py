@@ -47,9 +47,8 @@ break_symmetry, iterations, device, dtype
         LayerNorm over the d' values, with one affine map for all parents. False is the paper's ablation A. Skipped
         if d' = 1.
     activations : bool
-        The paper's ablation C: the layer returns poses and activations. The paper only says "as in EM routing"; the
-        formula is ours: a parent's activation is ``sigmoid(<u_m, Q_m> + c_m)``, u and c learned per parent type, and
-        the children's activations gate their votes (the g of the equation).
+        The paper's ablation C, by our formula: the layer also returns the parents' activations,
+        ``sigmoid(<u_m, Q_m> + c_m)`` with u and c learned per parent type, and the children's gate their votes (g).
     start : "zero", "random" or "learned"
         The parents before the first iteration, if a call gives none. "zero" is the paper's: every child spreads
         evenly. The others are its footnote 1: poses drawn from N(0, 1) once and kept, or learned from there; one per
