@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, is_tracing, require_tensor, shape_text
 from fastcaps.vectors import length
+from fastcaps.watchers import is_transformed
 
 __all__ = ["ReconstructionDecoder", "length", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
 
@@ -34,12 +34,24 @@ def _check_activations(activations: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be [B, M] with M >= 1, got {shape_text(activations)}")
 
 
-def _check_labels(target: Tensor, batch: int) -> None:
+def _check_labels(target: Tensor, batch: int, classes: int) -> None:
     require_tensor(target, "target")
     if target.shape != (batch,):
         raise ValueError(f"target must be [{batch}], a class for every sample, got {shape_text(target)}")
     if target.dtype != torch.int64:
         raise TypeError(f"target must hold classes as int64, got {target.dtype}")
+    if is_tracing() or torch._C._is_tracing() or is_transformed() or type(target) is not Tensor or target.is_meta:
+        return  # the values cannot be read
+    wrong, wanted = (target < 0) | (target >= classes), f"target must hold classes from 0 to {classes - 1}"
+    if target.device.type == "cuda":
+        torch._assert_async(~wrong.any(), wanted)  # does not wait for the GPU
+    elif wrong.any():
+        raise ValueError(f"{wanted}, got {target[wrong][0].item()}")
+
+
+def _one_hot(target: Tensor, classes: int) -> Tensor:
+    """Return booleans ``[B, M]``, True for the class of every sample; F.one_hot has no rule for vmap."""
+    return target.unsqueeze(1) == torch.arange(classes, device=target.device)
 
 
 def margin_loss(
@@ -83,8 +95,8 @@ def margin_loss(
             raise ValueError(f"target must be {shape_text(lengths)} to fit the lengths, got {shape_text(target)}")
         present = target.to(lengths.dtype)
     else:
-        _check_labels(target, lengths.shape[0])
-        present = F.one_hot(target, lengths.shape[1]).to(lengths.dtype)
+        _check_labels(target, *lengths.shape)
+        present = _one_hot(target, lengths.shape[1]).to(lengths.dtype)
     missed = (upper - lengths).clamp(min=0).square()
     imagined = (lengths - lower).clamp(min=0).square()
     return _reduce((present * missed + down_weight * (1 - present) * imagined).sum(1), reduction)
@@ -112,7 +124,7 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
     tensor(0.0100)
     """
     _check_activations(activations, "activations")
-    _check_labels(target, activations.shape[0])
+    _check_labels(target, *activations.shape)
     ahead = activations.gather(1, target.unsqueeze(1)) - activations
     short = (margin - ahead).clamp(min=0).square()
     return _reduce(short.scatter(1, target.unsqueeze(1), 0.0).sum(1), reduction)
@@ -223,9 +235,8 @@ class ReconstructionDecoder(nn.Module):
         if target is None:
             target = length(capsules.detach()).argmax(1)
         else:
-            _check_labels(target, capsules.shape[0])
-        kept = F.one_hot(target, self.classes).to(torch.bool)
-        return capsules.masked_fill(~kept.unsqueeze(-1), 0.0)
+            _check_labels(target, *capsules.shape[:2])
+        return capsules.masked_fill(~_one_hot(target, self.classes).unsqueeze(-1), 0.0)
 
     def forward(self, capsules: Tensor, target: Tensor | None = None) -> Tensor:
         """Return images ``[B, *image_shape]``, in (0, 1), of class capsules ``[B, M, dim]``.

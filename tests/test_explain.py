@@ -159,6 +159,7 @@ def test_a_reason_is_told_once() -> None:
                 parents = votes.sum(votes.agreement(parents))
             return parents
 
+    assert explain(Own(6, 3, 4, 4))[0].how.startswith("equal coefficients: one matrix product")
     for told in (explain(Network(), images()), explain(Own(6, 3, 4, 4))):
         lines = str(told).splitlines()
         heads = [line.partition("]")[0].strip("[").split(", ") for line in lines if line.startswith("[")]

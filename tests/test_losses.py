@@ -30,6 +30,15 @@ def test_margin_loss_by_hand() -> None:
         torch.testing.assert_close(margin_loss(LENGTHS, target, reduction="none"), expected)
 
 
+def test_gradients_of_each_sample() -> None:
+    def loss(lengths: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return margin_loss(lengths[None], label[None])
+
+    found = torch.func.vmap(torch.func.grad(loss))(LENGTHS, LABELS)
+    wanted = torch.func.grad(lambda x: margin_loss(x, LABELS, reduction="sum"))(LENGTHS)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_spread_loss_and_its_margin_by_hand() -> None:
     assert torch.autograd.gradcheck(lambda x: spread_loss(x, LABELS, 0.55), LENGTHS.clone().requires_grad_())
     # m = 0.6: a_t - a_i = 0.55, 0.9 -> 0.05^2; 0.1, -0.2 -> 0.5^2 + 0.8^2
@@ -106,6 +115,9 @@ def test_errors_name_the_argument() -> None:
         (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
         (ValueError, r"target must be \[2, 3\] to fit the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
         (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
+        (ValueError, "target must hold classes from 0 to 2, got 3", lambda: margin_loss(LENGTHS, LABELS + 1)),
+        (ValueError, "target must hold classes from 0 to 2, got -1", lambda: spread_loss(LENGTHS, LABELS - 1, 0.2)),
+        (ValueError, "target must hold classes from 0 to 2, got 3", lambda: decoder(torch.ones(2, 3, 4), LABELS + 3)),
         (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
         (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
         (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),

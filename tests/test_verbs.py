@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastcaps
 from fastcaps import BackendError, Votes, Window, backend, backends, functional
+from fastcaps.functional import Capsules
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 native = pytest.mark.skipif(not backends.native_serves("verbs"), reason="no native CPU kernels of the verbs")
@@ -334,6 +335,7 @@ def test_distributed_tensors_are_refused_by_name() -> None:
 
 # ---- what is wrong is named ------------------------------------------------------------------------------------------
 
+GRID_POSES = torch.randn(2, 3, 5, 4, 2, 2)  # parents of the layer below
 SET, ON_GRID, POSES = torch.randn(2, 6, 4, 4), torch.randn(2, 6, 5, 5, 4, 4), torch.randn(2, 3, 4, 4)
 MATRICES, ONES = torch.randn(6, 3, 4, 4), torch.ones
 NESTED = torch.nested.nested_tensor([SET[0], SET[1]])
@@ -427,9 +429,17 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "make(0, 4) ... device cpu, got meta", lambda: changing(make(device="meta"))),
     (ValueError, "route must return parents of shape [2, 3, 5, 4, 2, 2], got [2, 5]", lambda: routed(ONES(2, 5))),
     (ValueError, "route must return parents of shape ... got NoneType", lambda: routed(None)),
+    (ValueError, "route must return parents of shape ... got list", lambda: routed([GRID_POSES])),
+    (ValueError, "route must return result 3 as a tensor, got int", lambda: routed((GRID_POSES, GRID_POSES, 3))),
+    (ValueError, "activations of shape [2, 3, 5, 4], got [2, 3]", lambda: routed(Capsules(GRID_POSES, ONES(2, 3)))),
+    (ValueError, "activations of shape [2, 3, 5, 4], got int", lambda: routed(Capsules(GRID_POSES, 1))),
     (TypeError, "return_coefficients must be left out: Wrong.route", lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
-    (TypeError, "route must take (self, votes, activations), got (self)", lambda: define(lambda self: None)),
+    (TypeError, "must define route(self, votes, iterations) ... got route(self)", lambda: define(lambda self: None)),
+    (TypeError, "got route(self, iterations, votes)", lambda: define(lambda self, iterations, votes: None)),
+    (TypeError, "got route(self, activations, votes)", lambda: define(lambda self, activations, votes: None)),
+    (TypeError, "iterations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16, iterations=2)),
+    (TypeError, "pass factor in the call", lambda: Scaled(6, 3, 16, 16, factor=2.0)),
     (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
     (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),

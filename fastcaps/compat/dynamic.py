@@ -53,8 +53,8 @@ def routed(children: Tensor, weight: Tensor, **options: Any) -> Tensor:
 
 
 def standing(parents: Tensor) -> Tensor:
-    """Return parents ``[b, m, e]`` as ``[m, b, 1, 1, e]``."""
-    return parents.transpose(0, 1)[:, :, None, None]
+    """Return parents ``[b, m, e]`` as ``[m, b, 1, 1, e]``, contiguous: callers may use ``view``."""
+    return parents.transpose(0, 1).contiguous()[:, :, None, None]
 
 
 def shorten(parents: Tensor) -> Tensor:

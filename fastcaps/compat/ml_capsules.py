@@ -4,11 +4,8 @@
 ``CapsuleCONV(..., mixed_windows=True)`` computes the first commit's, for checkpoints trained with it. docs/relation.md
 compares the two.
 
-What differs, with no effect on training:
-
-- the coefficients are not divided again by their sum + 1e-10 (the sum of a softmax is 1);
-- a convolutional layer's result is a view with the memory order ``b, h, w, m, d``: flatten it with ``reshape``, not
-  ``view``.
+What differs, with no effect on training: the coefficients are not divided again by their sum + 1e-10 (the sum of a
+softmax is 1).
 """
 
 from __future__ import annotations
@@ -270,7 +267,8 @@ class CapsuleCONV(_Capsule):
         self.window = Window(kernel_size, kernel_size if mixed_windows else stride)
 
     def _pass(self, children: Tensor, parents: Tensor | None) -> Tensor:
-        return super()._pass(self._mixed(children) if self.mixed_windows else children, parents)
+        found = super()._pass(self._mixed(children) if self.mixed_windows else children, parents)
+        return found.contiguous()  # callers may use view
 
     def _mixed(self, input: Tensor) -> Tensor:
         """Return the windows side by side, ``[b, n, h' * k, w' * k, d]``, with values mixed as in the first commit."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, refuse_unknown, require_tensor, shape_text
+from fastcaps.checks import check_count, is_tracing, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
@@ -19,6 +19,7 @@ from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
 _OF_ROUTE = ("iterations", "return_coefficients")  # what a layer gives a route that takes it by name
+_ROUTE = "route(self, votes, iterations) or route(self, votes, activations, iterations)"
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
 
@@ -61,6 +62,28 @@ class LayerCall(NamedTuple):
     bias: Tensor | None
     parent_count: int
     window: Window | None
+
+
+def _flat(poses: Tensor) -> Tensor:
+    """Return poses ``[..., C, E]`` as ``[..., C * E]``."""
+    flat = poses.flatten(-2)
+    return flat.neg().neg() if is_tracing() and flat.dim() == 5 else flat  # Inductor cannot order a view's free strides
+
+
+def _checked(found: Any, votes: Votes) -> Tensor:
+    """Return the poses of what a ``route`` returned; raise unless it is parents, or a tuple that starts with them."""
+    poses, pairs = votes.parents_shape, votes.coefficients_shape
+    shapes = {"parents": poses, "variances": poses, "coefficients": pairs}
+    shapes |= dict.fromkeys(("activations", "scores"), poses[:-2])
+    results = found if isinstance(found, tuple) and found else (found,)
+    names = getattr(found, "_fields", [f"result {k + 1}" for k in range(len(results))])
+    for name, result in zip(("parents", *names[1:]), results, strict=True):
+        shape = shapes.get(name)
+        if not isinstance(result, Tensor) or (shape is not None and tuple(result.shape) != shape):
+            wanted = "as a tensor" if shape is None else f"of shape {list(shape)}"
+            got = shape_text(result) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(f"route must return {name} {wanted}, got {got}")
+    return results[0]
 
 
 class RoutingLayer(nn.Module, Generic[Plain, Full]):
@@ -158,9 +181,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             lacks = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
             try:
                 bound = takes.bind_partial(None, None, *[None] * (not lacks)).arguments
+                if not {"activations", cls.activity_name, *_OF_ROUTE}.isdisjoint([*takes.parameters][:2]):
+                    raise TypeError("votes come first")
             except TypeError:
                 got = ", ".join(takes.parameters)
-                raise TypeError(f"{cls.__name__}.route must take (self, votes, activations), got ({got})") from None
+                raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({got})") from None
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             named = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
             for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
@@ -190,7 +215,12 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         **unknown: Any,
     ) -> None:
         super().__init__()
+        own = self.route_options
+        for name in unknown.keys() & (own or ()):
+            raise TypeError(f"{type(self).__name__} has no argument {name}, its route has: pass {name} in the call")
         refuse_unknown(type(self).__name__, unknown, arguments(type(self)))  # Python would name this class
+        if own is not None and "iterations" not in own and iterations != 3:  # the default
+            raise TypeError(f"iterations must be left out: {type(self).__name__}.route does not take it")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         if in_capsules is None and kernel_size is not None:
@@ -352,7 +382,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         """Return the result of ``route`` for a checked call."""
         takes = self.route_options
         if takes is None:
-            raise NotImplementedError(f"{type(self).__name__} must define route(self, votes, activations)")
+            raise NotImplementedError(f"{type(self).__name__} must define {_ROUTE}")
         given = dict(zip(_OF_ROUTE, (iterations, return_coefficients), strict=True))
         usual = {"iterations": self.iterations, "return_coefficients": False}
         activity = (call.activity,) if self.route_takes_activity else ()
@@ -364,10 +394,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
         found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **options)
-        poses = found[0] if isinstance(found, (tuple, list)) and found else found
-        if not isinstance(poses, Tensor) or tuple(poses.shape) != votes.parents_shape:
-            what = shape_text(poses) if isinstance(poses, Tensor) else type(poses).__name__
-            raise ValueError(f"route must return parents of shape {list(votes.parents_shape)}, got {what}")
+        poses = _checked(found, votes)
         dtype = autocast_dtype(votes.device.type) or votes.dtype
         if votes.dtype == torch.float64 or poses.dtype == dtype:
             return found
@@ -441,13 +468,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     def with_flat_poses(self, found: Any) -> Any:
         """Return what ``run`` returned with flat poses, and without the single position of a whole grid."""
         if isinstance(found, Tensor):
-            return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)
+            return _flat(found.squeeze((2, 3)) if self.whole_grid else found)
         names = getattr(found, "_fields", ["poses", *["more"] * (len(found) - 1)])
         results = []
         for name, tensor in zip(names, found, strict=True):
             if self.whole_grid:  # coefficients [B, 1, 1, I, M], all else [B, M, 1, 1, ...]
                 tensor = tensor.squeeze((1, 2) if name == "coefficients" else (2, 3))
-            results.append(tensor.flatten(-2) if name in ("poses", "variances") else tensor)
+            results.append(_flat(tensor) if name in ("poses", "variances") else tensor)
         return type(found)(*results) if hasattr(found, "_fields") else tuple(results)
 
     def smallest_inputs(self) -> list[Tensor]:

@@ -291,7 +291,7 @@ def even_sums(votes: VoteInputs, coefficient: float, coefficients: Tensor) -> Te
         def formula(votes: VoteInputs) -> Tensor:
             return uniform.uniform_parents(votes, None, None, 0.0, False) * (coefficient * votes.parents)
 
-        return _plainly("vote_sums", formula, VoteInputs._make(wide))
+        return _plainly("vote_sums", formula, VoteInputs._make(wide), runs=shared.EVEN)
     return sums(votes, coefficients)
 
 
@@ -304,8 +304,10 @@ def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
     return found
 
 
-def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest: Any) -> Tensor:
-    """Run a formula in plain PyTorch, and report it to a listener.
+def _plainly(
+    name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest: Any, runs: tuple[str, str] = shared.LIBRARY
+) -> Tensor:
+    """Run a formula in plain PyTorch, and report it to a listener with ``runs``, what runs and why.
 
     Autocast stays on only where a function of the user makes the votes.
     """
@@ -313,7 +315,7 @@ def _plainly(name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest
     if not is_tracing():
         call = backends.Call.of(STEM, votes)
         if (hears := listener.get()) is not None:
-            hears.other(call, f"{name} of {list(votes.coefficients_shape)} pairs", MADE if made else shared.LIBRARY)
+            hears.other(call, f"{name} of {list(votes.coefficients_shape)} pairs", MADE if made else runs)
         elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
             backends.choose(call)
     with nullcontext() if made else without_autocast(votes.children.device.type):
