@@ -146,6 +146,16 @@ def test_inductor_takes_images_of_two_sizes() -> None:
         same(run(images), model(images))
 
 
+@pytest.mark.parametrize("kind", [fastcaps.InvertedAttentionRouting, fastcaps.EMRouting])
+def test_inductor_takes_grids_that_lead_to_grids(kind: Any) -> None:
+    """All sizes are free from the first call; the results are views whose strides are products of them."""
+    layer = kind(3, 2, 4, 4, kernel_size=2)
+    run = compiled(layer, "inductor")
+    for size in ((2, 3, 5, 6, 4), (5, 3, 7, 4, 4)):
+        children = torch.randn(size)
+        same(run(children), layer(children))
+
+
 @every_routing
 def test_exported_program_holds_ops_not_formulas(routing: Routing) -> None:
     """What is exported is served by the kernels of the machine that loads it; no vote is stored there."""

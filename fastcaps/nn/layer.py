@@ -64,10 +64,9 @@ class LayerCall(NamedTuple):
     window: Window | None
 
 
-def _flat(poses: Tensor) -> Tensor:
-    """Return poses ``[..., C, E]`` as ``[..., C * E]``."""
-    flat = poses.flatten(-2)
-    return flat.neg().neg() if is_tracing() and flat.dim() == 5 else flat  # Inductor cannot order a view's free strides
+def _ordered(result: Tensor) -> Tensor:
+    """Return the same values; Inductor fails if a graph ends in a view of a grid of free sizes, not in arithmetic."""
+    return result.neg().neg() if is_tracing() and result.dim() > 3 and result.is_floating_point() else result
 
 
 def _checked(found: Any, votes: Votes) -> Tensor:
@@ -468,13 +467,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     def with_flat_poses(self, found: Any) -> Any:
         """Return what ``run`` returned with flat poses, and without the single position of a whole grid."""
         if isinstance(found, Tensor):
-            return _flat(found.squeeze((2, 3)) if self.whole_grid else found)
+            return _ordered((found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2))
         names = getattr(found, "_fields", ["poses", *["more"] * (len(found) - 1)])
         results = []
         for name, tensor in zip(names, found, strict=True):
             if self.whole_grid:  # coefficients [B, 1, 1, I, M], all else [B, M, 1, 1, ...]
                 tensor = tensor.squeeze((1, 2) if name == "coefficients" else (2, 3))
-            results.append(_flat(tensor) if name in ("poses", "variances") else tensor)
+            results.append(_ordered(tensor.flatten(-2) if name in ("poses", "variances") else tensor))
         return type(found)(*results) if hasattr(found, "_fields") else tuple(results)
 
     def smallest_inputs(self) -> list[Tensor]:
