@@ -279,9 +279,8 @@ def test_explain_tells_of_every_call_of_a_network(capsys: pytest.CaptureFixture[
     assert all(one["call"].startswith("batch 3, ") for one in told["calls"])
     status, out, _ = call(capsys, "explain", "heinsen-sst2")  # a network of texts
     assert status == 0 and "2 routing calls" in out and "[1] " in out and "  not " in out
-    if not fastcaps.backends.available("cuda"):
-        status, out, _ = call(capsys, "explain", "digits", "--backend", "cuda")
-        assert status == 1 and "nothing: backend 'cuda' is forced and cannot take this call" in out
+    status, out, _ = call(capsys, "explain", "digits", "--backend", "cuda")  # on the CPU
+    assert status == 1 and "nothing: backend 'cuda' is forced and cannot take this call" in out
 
 
 # --- bench and compare -----------------------------------------------------------------------------------------------
