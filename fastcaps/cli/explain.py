@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Wrong, read_settings, show
+from fastcaps.cli.common import Fail, Wrong, read_settings, show
 from fastcaps.cli.info import read_device, read_dtype
 
 TOKENS = 32  # of a text
@@ -54,7 +54,7 @@ def explain(
             net: Any = fastcaps.models.create(network, **options).to(device=device, dtype=kind)
             found = fastcaps.explain(net, example(net, batch, kind).to(device))
     except (ValueError, TypeError, RuntimeError) as error:
-        raise Wrong(str(error).splitlines()[0]) from error
+        raise (Fail if isinstance(error, RuntimeError) else Wrong)(str(error).splitlines()[0]) from error
     calls = [found] if isinstance(found, Explanation) else list(found)
     refused = int(any(call.backend is None for call in calls))
     if as_json:
