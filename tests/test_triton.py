@@ -324,7 +324,7 @@ def _large(
 
 
 SHAPES = {  # and how many registers may spill
-    "tsai": _large(ATTENTION, 32, (4, 4, 4), 4),
+    "tsai": _large(ATTENTION, 32, (4, 4, 4), 6),
     "tsai-6x6": _large(ATTENTION, 20, (6, 6, 6), 24),
     "tsai-8x8": _large(ATTENTION, 16, (8, 8, 8), 4),
     "tsai-1x64": _large(ATTENTION, 10, (1, 64, 64), 24),
@@ -335,7 +335,7 @@ SHAPES = {  # and how many registers may spill
     "hinton": _large(GAUSSIAN, 32, (4, 4, 4), rule=Rule.EM, gate="some"),
     "heinsen-norb": _large(GAUSSIAN, 64, (4, 4, 4), batch=20, types=640, groups="one", gate="some"),
     "heinsen-norb-2": _large(GAUSSIAN, 5, (4, 4, 4), 2, batch=256, types=64, gate="some", betas="IM"),
-    "heinsen-sst": _large(GAUSSIAN, 64, (1, 64, 2), 2, batch=20, types=640, groups="one", gate="some"),
+    "heinsen-sst": _large(GAUSSIAN, 64, (1, 64, 2), 6, batch=20, types=640, groups="one", gate="some"),
     "li-capnet": _large(GAUSSIAN, 512, (1, 8, 16), 6, gate="some", rule=Rule.EM),
 }
 COMPILED = [(shape, "sm_90", options) for shape in SHAPES for options in (0, 1, 2)]

@@ -253,7 +253,7 @@ def test_opcheck(summands: str) -> None:
         (ValueError, r"a must have \[B, types, H, W\], \[2, 3, 3, 3\], got \[2, 3, 3, 1\]",
          {"a": torch.ones(2, 3, 3, 1)}),
         (ValueError, r"y must have the shape of x, \[2, 6, 3, 3\], got \[1, 6, 3, 3\]", {"y": torch.ones(1, 6, 3, 3)}),
-        (ValueError, "b must be None without y", {"y": None}),
+        (ValueError, "b, the coefficient of y, must be None without y", {"y": None}),
         (ValueError, "y must be on the device of x, cpu, got meta", {"y": torch.ones(2, 6, 3, 3, device="meta")}),
     ],
 )  # fmt: skip
