@@ -121,7 +121,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     given = parser.parse_args(None if arguments is None else list(arguments))
     if not (wanted := rows_of(given.workload or [""])):
         words = " or ".join(given.workload)
-        parser.exit(1, f"fastcaps compare: --workload: no row's name holds {words} (fastcaps bench --list)\n")
+        parser.exit(2, f"fastcaps compare: --workload: no row's name holds {words} (fastcaps bench --list)\n")
     try:
         trees = [tree_of(given.old), tree_of(given.new)]
     except (ValueError, subprocess.CalledProcessError) as error:

@@ -10,6 +10,7 @@ Most modules are imported on first use, so that ``import fastcaps`` costs little
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fastcaps import backends, functional, ops
@@ -76,9 +77,18 @@ __all__ = [
 _HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}  # or else nn
 
 
+def _near(name: str) -> str:
+    """Return the end of a message about an unknown name: the module that has it, or the nearest name here."""
+    if name.isidentifier() and name[0] != "_" and find_spec(f"{__name__}.{name}") is None:  # no module on its way in
+        for home in ("nn", "functional", "losses", "models", "compat"):
+            if name in import_module(f"{__name__}.{home}").__all__:
+                return f" (it is fastcaps.{home}.{name})"
+    return did_you_mean(name, __all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'fastcaps' has no attribute {name!r}{did_you_mean(name, __all__)}", name=name)
+        raise AttributeError(f"module 'fastcaps' has no attribute {name!r}{_near(name)}", name=name)
     if name in _HOMES or name[0].isupper():
         return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'nn')}"), name)
     return import_module(f"{__name__}.{name}")

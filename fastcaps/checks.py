@@ -100,21 +100,24 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
-    """Raise for the first name that is not known."""
+def refuse_unknown(
+    what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument", note: str = ""
+) -> None:
+    """Raise for the first name that is not known; ``note`` ends the message."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}; there are: {', '.join(known)}")
+            hint, every = did_you_mean(name, known), ", ".join(known)
+            raise TypeError(f"{what} has no {kind} {name}{hint}; there are: {every}{note}")
 
 
-def known_arguments(call: Call) -> Call:
-    """Return a function with a better message for unknown keyword arguments: the nearest name, and all of them."""
+def known_arguments(call: Call, note: str = "") -> Call:
+    """Return a function with a better message for unknown keyword arguments: the nearest name, all of them, a note."""
     known = [name for name in inspect.signature(call).parameters if name != "self"]
     what = call.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(call)
     def checked(*arguments: Any, **options: Any) -> Any:
-        refuse_unknown(what, options, known)
+        refuse_unknown(what, options, known, note=note)
         return call(*arguments, **options)
 
     return checked  # type: ignore[return-value]

@@ -134,7 +134,7 @@ def test_what_is_left_says_why(capsys):
     for name, (_, why) in cases.items():
         assert why in said[name], name
     printed = capsys.readouterr().out
-    assert "1 of 17 capsule layers converted" in printed and "nn_plain.CapsuleFC: results agree to " in printed
+    assert "1 of 17 capsule layers converted\n" in printed and "nn_plain.CapsuleFC: results agree to " in printed
 
 
 def test_one_name_of_several_codes():
@@ -152,6 +152,7 @@ def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
     broken = other_fc(fail)
     report = fastcaps.convert(nn.Sequential(broken))
     assert report.converted == ["0"] and "failed with TypeError" in report.layers[0].why
+    assert "1 of 1 capsule layers converted, 1 of them not compared\n" in str(report)
     changed = other_fc(lambda *_: torch.zeros(2, 3, 4))
     report = fastcaps.convert(nn.Sequential(changed), check=False)
     assert report.converted == ["0"] and "not compared" in report.layers[0].why

@@ -303,6 +303,8 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
         (ValueError, "padding must be whole numbers, got 'same'", lambda: build("slim2", padding="same", stride=1)),
         (ValueError, r"stride must be no larger than the kernel, got \(4, 5\)",
          lambda: build("unslim2", stride=(4, 5))),
+        (TypeError, "no argument num_routes.*; compat.batch_averaged.Digit", lambda: compat.DigitCaps(num_routes=3)),
+        (TypeError, "no argument routes .*; compat.DigitCaps is", lambda: compat.batch_averaged.DigitCaps(routes=3)),
         (ValueError, "n_out must be at least 2", lambda: build("heinsen", n_out=1)),
         (ValueError, r"mu_inp must be \[2, 6, 2, 3\] with a_inp \[2, 6\], got \[2, 6, 3, 2\]",
          given_to("heinsen", (2, 6), (2, 6, 3, 2))),

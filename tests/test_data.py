@@ -34,7 +34,7 @@ def test_items_are_normalised_and_padding_is_black() -> None:
     image, label = dataset[4]
     wanted = (images[4].transpose(1, 2, 0) / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
     np.testing.assert_allclose(image.permute(1, 2, 0), wanted, atol=1e-6)
-    assert int(label) == labels[4] and len(dataset) == 6
+    assert int(label) == labels[4] and repr(dataset) == "ImageDataset(6 images, bytes [3, 8, 8])"
     assert torch.equal(dataset[-1][0], dataset[5][0])
     with pytest.raises(IndexError):
         dataset[6]
@@ -154,6 +154,7 @@ def test_registry_errors_say_what_to_do(tmp_path: Path) -> None:
         (("digits",), {"limit": 0}, ValueError, "limit must be an int >= 1, got 0"),
         (("sst5", tmp_path / "bank"), {}, MissingDataError, "sst5 needs transformer=path"),
         (("sst5", tmp_path), {}, MissingDataError, "Stanford Sentiment Treebank not found under .*_PTB.zip"),
+        (("mnist",), {"root": tmp_path}, TypeError, "load has no argument root; there are: name, data_dir"),
         (("mnist",), {"transformer": "x"}, ValueError, "transformer: got 'x' for mnist, which are images"),
         (("sst5",), {"augment": True}, ValueError, "augment, flip: got True, None for sst5, which are texts"),
     ):

@@ -254,3 +254,5 @@ def test_the_nearest_name_is_told(name: str) -> None:
         fastcaps.RoutingPool2d(3, sharpnes=4.0)
     with pytest.raises(AttributeError, match=r"has no attribute 'DynamicRoutng' \(did you mean DynamicRouting\?\)"):
         fastcaps.DynamicRoutng  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'margin_loss' \(it is fastcaps\.losses\.margin_loss\)"):
+        fastcaps.margin_loss  # noqa: B018

@@ -178,6 +178,8 @@ def test_every_layer_names_its_own_wrong_arguments(row: Row) -> None:
     unknown = rf"{named}; there are: in_capsules.*pose"
     with pytest.raises(TypeError, match=unknown):
         row.kind(6, 3, 4, 4, iteration=2)
+    with pytest.raises(RuntimeError, match=f"cannot compile {row.kind.__name__}; use torch.export.export"):
+        torch.jit.script(torch.nn.Sequential(row.kind(6, 3, 4, 4)))
     with pytest.raises(ValueError, match="stride, padding and dilation need an int or a pair as kernel_size"):
         row.kind(6, 3, 4, 4, stride=2)
     for wrong in (torch.nan, -1.0):

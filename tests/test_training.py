@@ -23,7 +23,7 @@ pytest.importorskip("lightning")
 from rich.console import Console
 
 from fastcaps import cli, data
-from fastcaps.training import RunError, SettingError, TrainConfig, train, train_seeds
+from fastcaps.training import RunError, TrainConfig, train, train_seeds
 from fastcaps.training.callbacks import COLUMNS, Report, read_metrics
 from fastcaps.training.config import kept, runs_of
 from fastcaps.training.folder import only_run
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
 def test_settings_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     for content in ("null", 2000 * "[", '{"network": 1}'):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(SettingError, match=r"config\.json cannot be read \("):
+        with pytest.raises(RunError, match=r"config\.json cannot be read \("):
             kept(tmp_path)
 
 

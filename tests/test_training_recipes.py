@@ -121,7 +121,7 @@ def test_a_wrong_recipe_is_told_in_one_line(
     assert RECIPE.count(old) == 1
     path.write_text(RECIPE.replace(old, new))
     pytest.importorskip("lightning")
-    assert cli.main(["train", "--recipe", str(path)]) == 1
+    assert cli.main(["train", "--recipe", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("fastcaps train: mine.yaml: " + message) and told.count("\n") == 1
 
@@ -171,5 +171,5 @@ def test_recipes_are_listed_with_their_source(capsys: pytest.CaptureFixture[str]
     assert listed == {name: str(recipe(name).source) for name in EVERY}
     assert cli.main(["recipes", "sabour-mnist"]) == 0
     assert read_yaml(capsys.readouterr().out) == recipes.fields_of("sabour-mnist")
-    assert cli.main(["recipes", "sabour-mnits"]) == 1
+    assert cli.main(["recipes", "sabour-mnits"]) == 2
     assert "recipe: got 'sabour-mnits' (did you mean sabour-mnist?), want" in capsys.readouterr().err

@@ -193,7 +193,7 @@ def test_what_is_wrong_is_told_in_one_line(
     assert old in text
     digits.write_text(text.replace(old, new, 1))
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
-    assert status == 1 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
+    assert status == 2 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ["", '{"test_accuracy": null}', 2000 * "["])
@@ -209,8 +209,8 @@ def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.Captu
 def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = digits.parent / "out"
     status, _, error = reproduce(capsys, digits, "--row", "three", "--out", out)
-    assert status == 1 and "--row: got 'three', want one of one iteration; two iterations" in error and not out.exists()
+    assert status == 2 and "--row: got 'three', want one of one iteration; two iterations" in error and not out.exists()
     status, _, error = reproduce(capsys, "sabour-table")
-    assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
+    assert status == 2 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines() if line[0] != " "] == tables.names()

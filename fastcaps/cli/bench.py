@@ -7,6 +7,7 @@ commits.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 
 from typer import Context, Option
 
-from fastcaps.cli.common import Fail, refuse_missing
+from fastcaps.checks import did_you_mean
+from fastcaps.cli.common import Fail, Wrong, refuse_missing
 
 
 def _start(module: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -60,7 +62,10 @@ def bench(
     out = subprocess.PIPE if as_json else None
     done = _start("pytest", "bench", "-q", *options, stdout=out, stderr=subprocess.PIPE)
     if done.returncode == 4:  # pytest's for a wrong option: one line
-        raise Fail(done.stderr.strip().removeprefix("ERROR: "))
+        if unknown := re.search(r"unrecognized arguments: (--\S+)", done.stderr):
+            options = re.findall(r"\[(--[a-z-]+)", bench.__doc__ or "")
+            raise Wrong(f"No such option: {unknown[1]}{did_you_mean(unknown[1], options)} (fastcaps bench --help)")
+        raise Wrong(done.stderr.strip().removeprefix("ERROR: "))
     print(done.stderr, end="", file=sys.stderr)
     if as_json:
         lines = done.stdout.splitlines()

@@ -26,6 +26,12 @@ class Fail(Exception):
     status = 1
 
 
+class Wrong(Fail):
+    """An option, a name or a setting is wrong."""
+
+    status = 2
+
+
 class Stopped(Fail):
     """The command was stopped, by Ctrl-C or by a signal of the system."""
 
@@ -48,8 +54,10 @@ def one_line_errors(again: str = "") -> Iterator[None]:
 
     try:
         yield
-    except (DataError, RunError, ValueError) as error:
+    except (DataError, RunError) as error:
         raise Fail(str(error)) from error
+    except ValueError as error:
+        raise Wrong(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         if not again:
             raise
@@ -94,9 +102,9 @@ def read_settings(given: list[str]) -> dict[str, Any]:
     for text in given:
         path, equals, value = text.partition("=")
         if not equals or not path:
-            raise Fail(f"--set {text}: got no value, want FIELD=VALUE, as in optimizer.lr=0.01")
+            raise Wrong(f"--set {text}: got no value, want FIELD=VALUE, as in optimizer.lr=0.01")
         try:
             changes[path] = read_yaml(value)
         except ValueError as error:
-            raise Fail(f"--set {text}: {error}") from error
+            raise Wrong(f"--set {text}: {error}") from error
     return changes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from fastcaps.cli.info import DTYPES
 
 SCRIPT = """\
 # Tab completion of the fastcaps command, for bash and zsh.
-[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
+[ -n "${{ZSH_VERSION-}}" ] && autoload -U +X bashcompinit && bashcompinit
 _fastcaps() {{
     local words= command=${{COMP_WORDS[1]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
     [ "$COMP_CWORD" = 1 ] && command=fastcaps before=
@@ -31,17 +33,28 @@ KNOWN: dict[str, str | Sequence[str]] = {
     "--recipe": "training.recipes",
     "--backend": ("cuda", "triton", "cpu", "reference"),
     "--device": ("cpu", "cuda"),
-    "--dtype": ("float32", "float64", "bfloat16", "float16"),
+    "--dtype": DTYPES,
 }
 """What may follow a command or an option: a module's names, or these."""
 
 
-def _known(before: str) -> list[str]:
+def _known(before: str, command: str = "") -> list[str]:
     known = KNOWN.get(before, ())
     try:
+        if command == "train" and not known:
+            return _choices(before.lstrip("-"))
         return list(import_module(f"fastcaps.{known}").names() if isinstance(known, str) else known)
     except ImportError:  # its extra is not installed
         return []
+
+
+def _choices(setting: str) -> list[str]:
+    """Return the values, or names of kinds, of a setting of a run that has only some."""
+    from fastcaps.training.config import TrainConfig
+
+    kinds = get_args(get_type_hints(TrainConfig).get(setting))
+    names = (get_args(get_type_hints(kind)["name"]) if isinstance(kind, type) else [kind] for kind in kinds)
+    return [name for some in names for name in some]
 
 
 def script(context: Any) -> str:
@@ -51,8 +64,10 @@ def script(context: Any) -> str:
         options = [each for each in command.params if each.param_type_name == "option"]
         flags = {word: each.is_flag for each in options for word in (*each.opts, *each.secondary_opts)}
         # what bench and compare pass on
-        flags |= {option: not value for option, value in re.findall(r"\[(--[a-z-]+)( ?[^]]*)\]", command.help)}
-        values = {option: _known(option) for option, is_flag in flags.items() if not is_flag}
+        flags |= {"--help": True} | {
+            option: not value for option, value in re.findall(r"\[(--[a-z-]+)( ?[^]]*)\]", command.help)
+        }
+        values = {option: _known(option, name) for option, is_flag in flags.items() if not is_flag}
         values |= {name: [*names, *flags]} if (names := _known(name)) else {}
         cases |= {f'"{name} {before}"': words for before, words in values.items()}
         cases[f'"{name} "*'] = [*flags]

@@ -6,17 +6,18 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from fastcaps.cli.common import Fail, show, show_list
+from fastcaps.cli.common import Wrong, show, show_list
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def read_dtype(name: str) -> Any:
     """The dtype of a ``--dtype``."""
     import torch
 
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise Fail(f"--dtype {name}: not a dtype of torch (float32, float64, bfloat16, float16)")
-    return dtype
+    if name not in DTYPES:
+        raise Wrong(f"--dtype: got {name}, want one of {', '.join(DTYPES)}")
+    return getattr(torch, name)
 
 
 def read_device(name: str) -> str:
@@ -26,7 +27,7 @@ def read_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for a device
-        raise Fail(f"--device: got {name}, but torch finds no such device here") from error
+        raise Wrong(f"--device: got {name}, but torch finds no such device here") from error
     return name
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Fail, absolute, one_line_errors, read_settings, show, show_list, told_on
+from fastcaps.cli.common import Fail, Wrong, absolute, one_line_errors, read_settings, show, show_list, told_on
 
 PATHS = {
     **{name: f"{name}.name" for name in ("network", "data", "loss", "optimizer", "schedule")},
@@ -99,12 +99,12 @@ def train(
     from fastcaps.training.callbacks import Report
 
     if resume and overwrite:
-        raise Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
+        raise Wrong("--resume goes on with a run, --overwrite replaces it: give one of them")
     if folder is not None:
         if not resume:
-            raise Fail(f"{folder}: a folder stands after --resume alone; --network and --data say what to train")
+            raise Wrong(f"{folder}: a folder stands after --resume alone; --network and --data say what to train")
         if out is not None:
-            raise Fail(f"--resume {folder} and --out {out} both name the run's folder: give one of them")
+            raise Wrong(f"--resume {folder} and --out {out} both name the run's folder: give one of them")
         options["out"] = folder
     with one_line_errors():
         changes = {path: options[name] for name, path in PATHS.items() if options[name] is not None}
@@ -166,7 +166,7 @@ def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
     settings = changed(defaults(), changes)
     missing = [f"--{name}" for name in ("network", "data") if name not in settings]
     if missing:
-        raise Fail(
+        raise Wrong(
             f"missing {' and '.join(missing)}, or --recipe "
             "(fastcaps train --list and fastcaps recipes show what there is)"
         )

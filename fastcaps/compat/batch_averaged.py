@@ -6,13 +6,14 @@ becomes NaN, and all run on their input's device.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import accumulation_dtype, check_choice, require_tensor, shape_text
+from fastcaps.checks import accumulation_dtype, check_choice, known_arguments, require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.functional.verbs import Votes
 from fastcaps.vectors import squash
@@ -115,6 +116,7 @@ class DigitCaps(BatchAveraged):
     _versions = versions("children", "number")
     _children_last = False
 
+    @partial(known_arguments, note="; compat.DigitCaps is the twin of another code")
     def __init__(
         self,
         num_capsules: int = 10,
@@ -162,6 +164,7 @@ class CapsuleLayer(BatchAveraged):
     _known_by: ClassVar[tuple[str, ...]] = ("in_units", "in_channels", "num_units", "use_routing")
     _versions = versions("children", "parents")
 
+    @partial(known_arguments, note="; compat.CapsuleLayer is the twin of another code")
     def __init__(
         self,
         in_units: int,

@@ -80,6 +80,8 @@ class ConversionReport:
         if not self.layers:
             return f"fastcaps.convert: this model has none of {', '.join(TWINS)}"
         head = f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"
+        if unseen := sum(layer.converted and layer.why.startswith("not compared") for layer in self.layers):
+            head += f", {unseen} of them not compared"
         width = max(len(layer.path) for layer in self.layers)
         lines = (
             f"  {layer.path:<{width}}  {'converted' if layer.converted else 'left     '}  {layer.old}: {layer.why}"

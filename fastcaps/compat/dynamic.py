@@ -6,6 +6,7 @@ not NaN, and all run on their input's device.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.checks import check_count, require_tensor, shape_text
+from fastcaps.checks import check_count, known_arguments, require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.vectors import length, squash
 
@@ -227,6 +228,7 @@ class DigitCaps(DynamicTwin):
     _children = ("previous_layer_nodes", "in_channels")
     _known_by = ("num_capsules", *_children)
 
+    @partial(known_arguments, note="; compat.batch_averaged.DigitCaps is the twin of other codes")
     def __init__(
         self,
         num_capsules: int = 10,
@@ -292,6 +294,7 @@ class CapsuleLayer(DynamicTwin):
     _known_by = ("num_capsules", "num_route_nodes", "num_iterations")
     _drawn = ("route_weights", 1.0)
 
+    @partial(known_arguments, note="; compat.batch_averaged.CapsuleLayer is the twin of another code")
     def __init__(
         self,
         num_capsules: int,

@@ -81,6 +81,9 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} images, bytes {list(self.images.shape[1:])})"
+
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """Return item indices from 0 to n − 1, on the images' device."""
         if isinstance(indices, slice):

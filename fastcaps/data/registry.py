@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.checks import check_count, did_you_mean
+from fastcaps.checks import check_count, did_you_mean, known_arguments
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text
 from fastcaps.data.folders import class_names
 from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
@@ -105,6 +105,7 @@ def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path 
     return Splits(name, **made, classes=bank.classes, layers=layers, embedding=embedding)
 
 
+@known_arguments
 def load(
     name: str,
     data_dir: str | Path | None = None,

@@ -342,6 +342,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         """Return the parents' grid (height, width) for children on a grid of ``size``; None if parents are a set."""
         return None if self.window is None else self.window.output_size(*size)
 
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script calls it first
+        raise RuntimeError(f"torch.jit.script cannot compile {type(self).__name__}; use torch.export.export")
+
     def forward(
         self,
         children: Tensor,

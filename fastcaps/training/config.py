@@ -21,7 +21,6 @@ from fastcaps.training.fields import (
     Index,
     NotNegative,
     RunError,
-    SettingError,
     Settings,
     as_data,
     changed,
@@ -161,7 +160,7 @@ def runs_of(config: TrainConfig) -> list[TrainConfig]:
 
 
 def kept(folder: Path) -> TrainConfig:
-    """Return the settings of the run in a folder, from its ``config.json``; SettingError if it cannot be read."""
+    """Return the settings of the run in a folder, from its ``config.json``; RunError if it cannot be read."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -169,7 +168,7 @@ def kept(folder: Path) -> TrainConfig:
             settings.pop("versions", None)
         return read(TrainConfig, settings)
     except (OSError, RecursionError, ValueError) as error:
-        raise SettingError(f"{path} cannot be read ({error}); restart the run with --overwrite") from error
+        raise RunError(f"{path} cannot be read ({error}); restart the run with --overwrite") from error
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
 
-import fastcaps.data
 from fastcaps.data import (
     Chain,
     ColorJitter,
     ImageDataset,
-    MissingDataError,
     Mixup,
     OverlappingDigits,
     RandomCropFlip,
@@ -52,10 +50,6 @@ def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
 
 def read_data(data: Data) -> Splits:
     """Return a data set with its augmentation; DataError or ValueError if it is missing, wrong, or does not fit."""
-    if data.name not in fastcaps.data.names():
-        raise MissingDataError(
-            f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
-        )
     own = data.pad is not None or data.resize is not None  # then load() must not augment
     given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
     try:

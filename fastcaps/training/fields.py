@@ -33,7 +33,7 @@ class SettingError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The folder of a run cannot be used: it holds another run, is locked by one, or its checkpoint cannot be read."""
+    """The folder of a run cannot be used: it holds another run, is locked by one, or its files cannot be read."""
 
 
 def _fraction(value: Any) -> Any:
