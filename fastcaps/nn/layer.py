@@ -176,12 +176,15 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         super().__init_subclass__(**options)
         if "route" in vars(cls):
             takes = inspect.signature(cls.route)
-            third = [*takes.parameters.values(), None, None, None][2]
-            lacks = third is None or third.kind in (third.KEYWORD_ONLY, third.VAR_KEYWORD) or third.name in _OF_ROUTE
+            first = [*takes.parameters.values()][:3]
+            star = any(x.kind is x.VAR_POSITIONAL for x in first)
+            by_key = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+            lacks = not star and (len(first) < 3 or first[2].kind in by_key or first[2].name in _OF_ROUTE)
+            fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
             try:
                 bound = takes.bind_partial(None, None, *[None] * (not lacks)).arguments
-                if not {"activations", cls.activity_name, *_OF_ROUTE}.isdisjoint([*takes.parameters][:2]):
-                    raise TypeError("votes come first")
+                if fixed or {x.name for x in first[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
+                    raise TypeError("self and votes come first")
             except TypeError:
                 got = ", ".join(takes.parameters)
                 raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({got})") from None
