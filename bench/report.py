@@ -259,7 +259,7 @@ def start(rows: Sequence[Row]) -> str:
 def public(rows: Sequence[Row], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
     lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB"]]
-    lines[0] += ["results equal to", *["theirs compiled, ms"] * full]
+    lines[0] += ["largest difference", "theirs under torch.compile, ms"]
     for row in rows if full else [row for row in rows if not row["network"]]:
         link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
         line = [link + f" {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
@@ -271,16 +271,19 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
             line.append(f"{number(theirs)} → {number(ours)} (**{number(theirs / ours)}×**)")
         compiled = row.get("compiled", {})
         other = number(compiled["median"] * 1e3) if "median" in compiled else compiled.get("failed", "")
-        lines.append([*line, f"{row['equal']['float64']:.0e}", *[other] * full])
+        lines.append([*line, f"{row['equal']['float64']:.0e}", other])
     machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
-    return (
-        f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}, float32, "
-        f"{machine['date'][:10]}, commit {machine['commit']}{' (modified)' * machine['modified']}, load average before "
-        f"a row {loads[0]:.1f} to {loads[-1]:.1f}. Published → with our layers. A step is forward and backward; times "
-        "are medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients included. "
-        "Equal to: largest difference of a result or a gradient in float64, relative to its tensor's largest value. "
-        f"In float32 our error is at most three times theirs, or 1e-5.\n\n{as_markdown(lines)}"
+    text = (
+        "A training step (forward and backward) of layers as published → with ours, and the largest difference of "
+        f"results and gradients in float64. {machine['device']}, {machine['threads']} threads, {machine['date'][:10]}."
     )
+    text += full * (
+        f" torch {machine['versions']['torch']}, float32, commit {machine['commit']}"
+        f"{' (modified)' * machine['modified']}, load average before a row {loads[0]:.1f} to {loads[-1]:.1f}. Times are medians of steps in turns, in one "
+        "process. Memory is what a step adds at its peak, gradients included. Differences are relative to the tensor's "
+        "largest value; in float32 our error is at most three times theirs, or 1e-5."
+    )
+    return f"{text}\n\n{as_markdown(lines)}"
 
 
 def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
