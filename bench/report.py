@@ -279,9 +279,10 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
     )
     text += full * (
         f" torch {machine['versions']['torch']}, float32, commit {machine['commit']}"
-        f"{' (modified)' * machine['modified']}, load average before a row {loads[0]:.1f} to {loads[-1]:.1f}. Times are "
-        "medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients included. Differences are relative to the tensor's "
-        "largest value; in float32 our error is at most three times theirs, or 1e-5."
+        f"{' (modified)' * machine['modified']}, load average before a row {loads[0]:.1f} to {loads[-1]:.1f}. "
+        "Times are medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients "
+        "included. Differences are relative to the tensor's largest value; in float32 our error is at most three times "
+        "theirs, or 1e-5."
     )
     return f"{text}\n\n{as_markdown(lines)}"
 
