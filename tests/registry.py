@@ -1,8 +1,7 @@
-"""The routings that there are: one row each, which every suite iterates.
+"""All routings: one row each, over which every suite iterates.
 
-A row has the arguments of a case, one iteration of the oracle, the step between two iterations, and which results
-have gradients, and which cases there are. Whoever adds a routing adds a row here; ``test_registry`` holds the rows
-equal to the ops that are registered. Nothing here needs pytest.
+A row: a case's arguments, one iteration of the oracle, the step between iterations, results with gradients, the cases.
+A new routing adds a row; ``test_registry`` compares the rows with the registered ops. Nothing here needs pytest.
 """
 
 from __future__ import annotations
@@ -241,14 +240,9 @@ class Routing:
         grads = {n: case.arranged(draw(*shapes.get(n, case.poses), dtype=dtype)) for n in self.results}
         return Call(self, given, grads, case.detach and bool(self.by_shares))
 
-    def iteration(self, given: Given, iteration: int, state: Given, detach: bool = False) -> tuple[Given, Given]:
-        """Return the results of one iteration of the reference by name, and what the next iteration is given."""
-        one = {
-            **given,
-            **state,
-            "iterations": 1,
-            "temperatures": given.get("temperatures", ())[iteration : iteration + 1],
-        }
+    def iteration(self, given: Given, k: int, state: Given, detach: bool = False) -> tuple[Given, Given]:
+        """Return the results of iteration k of the reference by name, and what the next iteration is given."""
+        one = {**given, **state, "iterations": 1, "temperatures": given.get("temperatures", ())[k : k + 1]}
         arguments = [one[name] for name in given if name not in VOTES]
         flags = [detach] if self.by_shares else []
         found = self.border.reference()[0](votes_of(given), *arguments, *flags)
@@ -327,8 +321,7 @@ class Call:
     @property
     def iterations(self) -> int:
         """How many iterations it has."""
-        iterations: int = self.given["iterations"] if "iterations" in self.given else len(self.given["temperatures"])
-        return iterations
+        return int(self.given["iterations"] if "iterations" in self.given else len(self.given["temperatures"]))
 
     def having(self, tensors: Sequence[Tensor | None]) -> Call:
         """Return this call with other tensors."""

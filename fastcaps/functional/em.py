@@ -83,13 +83,11 @@ def em_routing(
         n_m = \sum_i a_i r_{im}, \\
         \mu_m &= \sum_i \frac{a_i r_{im} V_{im}}{n_m}, \quad
         \sigma_m^2 = \sum_i \frac{a_i r_{im} (V_{im} - \mu_m)^2}{n_m}, \quad
-        a_m = \operatorname{sigmoid}\Bigl(\lambda_t \bigl(\beta_{a,m} - \sum_{ce} (\beta_{u,m} + \ln \sigma_m)
-              n_m\bigr)\Bigr)
+        a_m = \operatorname{sigmoid}\bigl(\lambda_t (\beta_{a,m} - \sum_{ce} (\beta_{u,m} + \ln \sigma_m) n_m)\bigr)
 
     Each parent is a Gaussian with a diagonal variance. The parents compete for each child: the softmax runs over m. In
     the first iteration ``r = 1 / M`` (see ``first_coefficients``). The computation uses logarithms, so activations of 0
-    and small variances never cause NaN. No vote is stored. The children's activations are weights in the sums; they are
-    not divided out.
+    and small variances never cause NaN. Activations are weights in the sums and are not divided out.
 
     Parameters
     ----------
@@ -123,8 +121,7 @@ def em_routing(
     normalize_cost : bool
         Normalise :math:`\beta_a` minus the cost to mean 0 and variance 1 over the parents of a position, before it is
         multiplied by :math:`\lambda_t`, whose default is then 1. Without it, small :math:`\sigma` can push all
-        activations to 1 (Li et al., 2018, appendix A, which does not say over what to normalise). Every iteration is
-        then a separate op.
+        activations to 1 (Li et al., 2018, appendix A, which does not say over what to normalise).
 
     Returns
     -------
