@@ -63,7 +63,14 @@ class Twin(nn.Module):
         """Return a twin, newly initialised, from a layer's attributes and further arguments."""
         arguments = inspect.signature(cls).parameters.values()
         published = {each.name for each in arguments if each.kind is not each.KEYWORD_ONLY} - options.keys()
-        return cls(**{name: getattr(old, name) for name in published if hasattr(old, name)}, **options)
+        for holder in cls._holders(old):
+            options = {name: getattr(holder, name) for name in published if hasattr(holder, name)} | options
+        return cls(**options)
+
+    @classmethod
+    def _holders(cls, old: Any) -> list[Any]:
+        """Return a layer, after the parts of it that hold some of its arguments."""
+        return [old]
 
     @classmethod
     def _renamed(cls, old: Any) -> list[dict[str, Any]]:
