@@ -25,20 +25,9 @@ SKIPS = ("none", "I", "II", "both")
 class EncapModule(nn.Module):
     """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, then those of type II.
 
-    Parameters
-    ----------
-    types : int
-        Capsule types.
-    in_dim, out_dim : int
-        Values in a capsule before the type I layer and after it.
-    layers : int
-        Number of layers.
-    stride : int
-        Of the type I layer.
-    coefficients : str
-        Of every layer, as :class:`~fastcaps.encapnet.CapConv2d` has them.
-    skip : "none", "I", "II" or "both"
-        Which layers have a skip connection: type I its own, the type II layers one over all of them.
+    The type I layer has the ``stride``, and maps ``in_dim`` to ``out_dim`` values in a capsule. ``coefficients`` are
+    every layer's, as :class:`~fastcaps.encapnet.CapConv2d` has them. ``skip`` says which layers have a skip connection:
+    with "I" or "both" the type I layer its own, with "II" or "both" the type II layers one over all of them.
     """
 
     def __init__(
@@ -68,19 +57,15 @@ class EncapNet(nn.Module):
 
     Parameters
     ----------
-    stem : Module
-        Maps images to the first map.
+    stem, head : Module
+        Map images to the first map, and the last map to logits.
     modules_ : sequence of Module
         Each takes a map and returns two: the one after its first layer, and the one at its end.
     feedback : sequence of sequence of FeedbackAgreement
         The units of each module: none; or one, which reconstructs the module's input from its output; or a second one,
         which reconstructs the output of its first layer.
-    head : Module
-        Maps the last map to logits.
-    in_channels, image_size
-        Channels, height and width of the images for which the network was built.
-    fixed : bool
-        Whether images must have that size.
+    in_channels, image_size, fixed
+        Channels, height and width of the images for which the network was built, and whether they must have that size.
     """
 
     def __init__(

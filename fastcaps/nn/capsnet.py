@@ -37,12 +37,8 @@ class CapsNet(nn.Module):
 
     Parameters
     ----------
-    backbone : Module
-        Maps images ``[B, channels, H, W]`` to a feature map.
-    primary : PrimaryCapsules
-    routing : RoutingStack
-        Its last layer's parents are the class capsules.
-    head : ClassHead
+    backbone, primary, routing, head : Module, PrimaryCapsules, RoutingStack, ClassHead
+        Map images ``[B, channels, H, W]`` to features, these to capsules, these to class capsules, these to logits.
     in_channels, image_size
         The images that the network was built for; training reads them.
     decoder : Module, optional

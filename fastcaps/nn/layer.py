@@ -128,13 +128,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     -----
     ``layer(children, activations)`` returns the parents' poses, then each parent's activation or score if the routing
     computes one, then the coefficients if asked for. Some layers take scores instead of activations; None means that
-    all children exist. Keyword arguments of a call: ``out_capsules``, the number of parents if the layer leaves it
-    open; ``bias``, ``[I or 1, M or 1, C, E]``, added to the layer's own; ``iterations``; ``return_coefficients``.
-    Children are ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid; a set layer also takes a grid and reads it as
-    the set ``[B, N*H*W, d]``, n slowest. Their activations are ``[B, I]`` or ``[B, N, H, W]``. Parents are
-    ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, their activations and scores the same without d', the coefficients of the
-    last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. A wrong shape, dtype or device raises
-    ValueError or TypeError naming the argument.
+    all children exist. :meth:`forward` lists the keyword arguments. Children are ``[B, I, d]`` for a set, ``[B, N, H,
+    W, d]`` for a grid; a set layer also takes a grid and reads it as the set ``[B, N*H*W, d]``, n slowest. Their
+    activations are ``[B, I]`` or ``[B, N, H, W]``. Parents are ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, their
+    activations and scores the same without d', the coefficients of the last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I,
+    M]``, without gradient. A wrong shape, dtype or device raises ValueError or TypeError naming the argument.
 
     A routing of your own
     ---------------------
@@ -388,11 +386,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         takes = self.route_options
         if takes is None:
             raise NotImplementedError(f"{type(self).__name__} must define {_ROUTE}")
-        given = dict(zip(_OF_ROUTE, (iterations, return_coefficients), strict=True))
-        usual = {"iterations": self.iterations, "return_coefficients": False}
         activity = (call.activity,) if self.route_takes_activity else ()
         if call.activity is not None and not activity:
             raise TypeError(f"{self.activity_name} must be left out: {type(self).__name__}.route does not take them")
+        usual = {"iterations": self.iterations, "return_coefficients": False}
+        given = {"iterations": iterations, "return_coefficients": return_coefficients}
         for name, value in given.items():
             if name not in takes and value != usual[name]:
                 raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
@@ -403,13 +401,10 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         dtype = autocast_dtype(votes.device.type) or votes.dtype
         if votes.dtype == torch.float64 or poses.dtype == dtype:
             return found
+        poses = poses.to(dtype)
         if isinstance(found, Tensor):
-            return found.to(dtype)
-        return (
-            found._replace(**{found._fields[0]: poses.to(dtype)})
-            if hasattr(found, "_fields")
-            else (poses.to(dtype), *found[1:])
-        )
+            return poses
+        return found._replace(**{found._fields[0]: poses}) if hasattr(found, "_fields") else (poses, *found[1:])
 
     def know(self, options: Mapping[str, Any]) -> None:
         """Raise TypeError for a keyword argument that calls of this layer do not take."""
