@@ -20,20 +20,10 @@ from fastcaps.data.trees import Phrases
 class TextEmbedder:
     """A frozen transformer that returns all layers' embeddings of all tokens.
 
-    Parameters
-    ----------
-    folder : str or Path
-        A model and its tokenizer, as ``save_pretrained`` of ``transformers`` writes them. Nothing is downloaded.
-    device : torch.device or str
-        Of the transformer and the embeddings.
-    dtype : torch.dtype
-        Of the transformer's weights and the embeddings.
-
-    MissingDataError if the folder or its ``config.json`` is missing, or ``transformers`` is not installed;
+    ``folder`` holds a model and its tokenizer, as ``save_pretrained`` of ``transformers`` writes them. Nothing is
+    downloaded. MissingDataError if the folder or its ``config.json`` is missing, or ``transformers`` is not installed;
     CorruptDataError if ``transformers`` cannot load the files.
 
-    Examples
-    --------
     >>> embed = TextEmbedder("path/to/gpt2-large", device="cuda")  # doctest: +SKIP
     >>> embeddings, mask = embed(["a fine film", "dull"])  # [2, 3, 37, 1280] and [2, 3]  # doctest: +SKIP
     >>> logits = fastcaps.models.create("heinsen-sst5")(embeddings, mask)  # doctest: +SKIP
@@ -98,12 +88,7 @@ class TextEmbedder:
 class TextDataset(Dataset[tuple[str, int]]):
     """Labelled texts, embedded a batch at a time, in the steps of :class:`~fastcaps.data.BatchDataset`.
 
-    Parameters
-    ----------
-    phrases : Phrases
-    embed : TextEmbedder
-    mixup : Mixup, optional
-        Blends embeddings, masks and targets; masks then hold values between 0 and 1.
+    ``mixup`` blends embeddings, masks and targets; masks then hold values between 0 and 1.
     """
 
     def __init__(self, phrases: Phrases, embed: TextEmbedder, mixup: Mixup | None = None) -> None:

@@ -97,29 +97,18 @@ def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
     return Phrases(texts, labels)
 
 
-def _two(phrases: Phrases) -> Phrases:
-    """Return the phrases with two classes, negative and positive, without neutral ones."""
-    kept = [(text, int(label > 2)) for text, label in zip(phrases.texts, phrases.labels, strict=True) if label != 2]
-    return Phrases(tuple(text for text, _ in kept), tuple(label for _, label in kept))
-
-
 def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
     """Return the treebank of ``train.txt``, ``dev.txt`` and ``test.txt`` in ``trainDevTestTrees_PTB``, or below.
 
     It holds all unique phrases of the training trees, and the sentences of the others; with 2 ``classes`` instead of 5
-    no neutral ones.
-
-    Raises
-    ------
-    ValueError
-        If ``classes`` is neither 5 nor 2.
-    MissingDataError, CorruptDataError
-        If a file is missing or wrong.
+    no neutral ones. MissingDataError or CorruptDataError if a file is missing or wrong.
     """
     if classes not in (2, 5):
         raise ValueError(f"classes: got {classes}, want 5 or 2")
     folder = PLACE.folder_under(data_dir)
     parts = {name: read_trees(folder / file, phrases=name == "train") for name, file in _FILES.items()}
     if classes == 2:
-        parts = {name: _two(part) for name, part in parts.items()}
+        for name, part in parts.items():
+            kept = [(text, int(label > 2)) for text, label in zip(part.texts, part.labels, strict=True) if label != 2]
+            parts[name] = Phrases(tuple(text for text, _ in kept), tuple(label for _, label in kept))
     return Treebank(**parts, classes=FIVE if classes == 5 else TWO)

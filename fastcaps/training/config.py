@@ -28,8 +28,7 @@ from fastcaps.training.fields import (
     read,
 )
 from fastcaps.training.loss import AnyLoss, CrossEntropy
-from fastcaps.training.optimizer import Adam, AnyOptimizer
-from fastcaps.training.schedule import AnySchedule, OneCycle
+from fastcaps.training.optimizer import Adam, AnyOptimizer, AnySchedule, OneCycle
 
 WHERE = (
     *("out", "recipe", "data.dir", "data.options.transformer"),

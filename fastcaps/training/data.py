@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -150,18 +150,6 @@ def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = Fal
     return Subset(train, sorted(order[count:]), parts=parts), Subset(plain, sorted(order[:count]), parts=parts)
 
 
-class EpochBatches(ShuffledBatches):
-    """Shuffled batches that set the data set's epoch, so that one with a seed changes its images in each."""
-
-    source: Any = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # now, not with the first batch, since workers copy the data set in between
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.epoch)
-        return super().__iter__()
-
-
 class ImageData(pl.LightningDataModule):
     """A LightningDataModule that can resume inside an epoch.
 
@@ -196,12 +184,10 @@ class ImageData(pl.LightningDataModule):
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def _batches(self) -> EpochBatches:
+    def _batches(self) -> ShuffledBatches:
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
-        batches = EpochBatches(len(self.train), self.batch_size // world_size, self.seed, **where)
-        batches.source = self.source
-        return batches
+        return ShuffledBatches(len(self.train), self.batch_size // world_size, self.seed, **where, source=self.source)
 
     def steps_per_epoch(self) -> int:
         """Return the number of training batches per rank and epoch."""
