@@ -111,7 +111,7 @@ class TextConfig:
 
 NETWORKS: dict[str, Config] = {
     "heinsen-norb": NetworkConfig(
-        (Coordinates(), *(Conv(64, 3, stride=stride, order="norm conv swish") for stride in (1, 2, 1, 2, 1, 2))),
+        (Coordinates, *(Conv(64, 3, stride=stride, order="norm conv swish") for stride in (1, 2, 1, 2, 1, 2))),
         capsules=64,
         dim=16,
         hidden=(CapsuleSpec(64, share=True),),

@@ -18,14 +18,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate, default_conve
 from fastcaps.data import ImageDataset, OverlappingDigits, ShuffledBatches, Splits, TextDataset, load, transforms
 from fastcaps.training.config import Data, TrainConfig
 
-SPLIT_SEED = 0
-"""The seed of the choice of validation images, which are the same in every run."""
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 
 def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
     """Return the middle of resized test images, ``[n, c, size, size]``, or crops ``[n, 5 or 10, c, size, size]``."""
@@ -126,7 +118,7 @@ def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = Fal
         return Subset(train, parts=parts), None
     if count >= len(train):
         raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     plain = copy.copy(train)
     for name, value in (("augment", tested_as), ("mixup", None)):
         if hasattr(plain, name):
@@ -153,7 +145,8 @@ class ImageData(pl.LightningDataModule):
         self.source = splits.train
         self.crops = (10 if config.data.flip else 5) if config.data.multi_crop else 1
         self.batch_size, self.seed = config.batch_size, config.seed
-        self.workers = min(config.workers, cores())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = min(config.workers, cores)
         self._epoch = self._start = 0
 
     def _loader(self, dataset: Any, batches: Any) -> DataLoader[Any]:
