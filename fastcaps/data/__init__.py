@@ -12,9 +12,8 @@ from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDig
 from fastcaps.data.images import BatchDataset, ImageDataset
 from fastcaps.data.readers import read_cifar, read_digits, read_folder, read_idx, read_norb, read_svhn, split_digits
 from fastcaps.data.registry import Splits, load, names
-from fastcaps.data.text import TextDataset, TextEmbedder
+from fastcaps.data.text import Phrases, TextDataset, TextEmbedder, Treebank, load_treebank, read_trees
 from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops
-from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
 __all__ = [
     "Splits", "load", "names", "Phrases", "TextEmbedder", "Treebank", "load_treebank", "read_cifar", "read_digits",

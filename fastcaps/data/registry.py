@@ -17,9 +17,8 @@ from fastcaps.data import readers
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, Place, check_labels, find, sizes_text
 from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps.data.images import ImageDataset
-from fastcaps.data.text import TextDataset, TextEmbedder
+from fastcaps.data.text import PLACE, Phrases, TextDataset, TextEmbedder, load_treebank
 from fastcaps.data.transforms import RandomCropFlip
-from fastcaps.data.trees import PLACE, Phrases, load_treebank
 
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
