@@ -9,13 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 64) if bits >> 63 else bits
-
-
-_STEP = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # as a signed number, as all three
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def _mix(state: Tensor) -> Tensor:

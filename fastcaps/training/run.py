@@ -237,11 +237,7 @@ class SeedsResult:
     mean: float  # of their test accuracies
     spread: float  # sample standard deviation (n − 1)
     out: Path  # the folder above theirs
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process prints."""
-        return self.results[0].is_main
+    is_main: bool = True  # whether this process prints
 
 
 def train_seeds(
@@ -255,8 +251,7 @@ def train_seeds(
     if config.runs < 2:
         raise ValueError(f"runs: got {config.runs}, want 2 or more (train trains one)")
     splits, every = read_data(config.data), runs_of(config)
-    # Lightning starts this command again for every other device
-    is_main = getattr(rank_zero_only, "rank", 0) == 0
+    is_main = getattr(rank_zero_only, "rank", 0) == 0  # Lightning starts this command again for every other device
     finished = resume and all(is_finished(one) for one in (config, *every))
     with prepared(config, resume, overwrite) if is_main else nullcontext():
         # all before the first: a resumed command must not take an old result for a new one
@@ -269,4 +264,4 @@ def train_seeds(
         if is_main and not finished:
             both, seeds = {"mean": mean, "spread": spread}, [one.seed for one in every]
             _write_result(config, test_accuracy=both, test_accuracies=accuracies, seeds=seeds)
-    return SeedsResult(results, mean, spread, config.folder)
+    return SeedsResult(results, mean, spread, config.folder, results[0].is_main)
