@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fastcaps.checks import check_choice, check_count, check_finite
 from fastcaps.data.draws import Draws
+from fastcaps.data.files import Images, Labels
 from fastcaps.data.images import BatchDataset
 from fastcaps.data.transforms import cropped
 
@@ -30,15 +29,7 @@ class ShiftedDigits(BatchDataset):
     :class:`BatchDataset`, with MNIST's mean and std by default.
     """
 
-    def __init__(
-        self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
-        *,
-        shift: int = 4,
-        classes: int = 10,
-        **options: Any,
-    ) -> None:
+    def __init__(self, images: Images, labels: Labels, *, shift: int = 4, classes: int = 10, **options: Any) -> None:
         super().__init__(images, labels, **{"mean": 0.1307, "std": 0.3081, **options})
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
@@ -67,21 +58,14 @@ class OverlappingDigits(ShiftedDigits):
     """
 
     def __init__(
-        self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
-        *,
-        single: float = 0.0,
-        overlay: str = "sum",
-        classes: int = 10,
-        **options: Any,
+        self, images: Images, labels: Labels, *, single: float = 0.0, overlay: str = "sum", **options: Any
     ) -> None:
-        super().__init__(images, labels, classes=classes, **options)
+        super().__init__(images, labels, **options)
         if not 0 <= single <= 1:
             raise ValueError(f"single: got {single}, want 0 to 1")
         check_choice("overlay", overlay, ("sum", "max"))
         self.single, self.overlay = single, overlay
-        counts = torch.bincount(self.labels, minlength=classes)
+        counts = torch.bincount(self.labels, minlength=self.classes)
         if single < 1 and int(counts.max()) == len(self.labels):
             raise ValueError(f"labels: got digits of class {int(self.labels[0])} alone, want two classes or more")
         # sorted by class, in a ring: the digits of all other classes follow a class's, so that one draw picks any
@@ -143,8 +127,8 @@ class AffineDigits(ShiftedDigits):
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
+        images: Images,
+        labels: Labels,
         *,
         size: int = 40,
         rotation: float = 20.0,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastcaps.data.draws import Draws
+from fastcaps.data.files import Images, Labels
 from fastcaps.data.transforms import Augmentation, Mixup
 
 Self = TypeVar("Self", bound="BatchDataset")
@@ -32,8 +32,8 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
+        images: Images,
+        labels: Labels,
         *,
         mean: float | Sequence[float],
         std: float | Sequence[float],
@@ -131,8 +131,8 @@ class ImageDataset(BatchDataset):
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
+        images: Images,
+        labels: Labels,
         *,
         augment: Augmentation | None = None,
         mixup: Mixup | None = None,

@@ -18,15 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastcaps.data import files
-from fastcaps.data.files import (
-    CorruptDataError,
-    MissingDataError,
-    check_labels,
-    existing,
-    first_bytes,
-    read_by,
-    sizes_text,
-)
+from fastcaps.data.files import Arrays, CorruptDataError, Images, Labels, MissingDataError, check_labels, read_by
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_BYTES = 2**31
@@ -47,7 +39,9 @@ def _header(stream: IO[bytes], path: Path, form: Format, dtype: str) -> tuple[in
     begin = stream.read(struct.calcsize(form.head))
     magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
     if magic != (wanted := form.magic[dtype]):
-        raise CorruptDataError(f"{path}: not {form.kind}, of {dtype}; {first_bytes(begin)}, want {wanted.hex(' ')}")
+        raise CorruptDataError(
+            f"{path}: not {form.kind}, of {dtype}; {files.first_bytes(begin)}, want {wanted.hex(' ')}"
+        )
     if dims > 64:
         raise CorruptDataError(f"{path}: its header states {dims:,} dimensions, want 64 or fewer")
     header = stream.read(4 * max(dims, form.fewest))
@@ -65,7 +59,7 @@ def read_array(
     ``dtype`` and ``shape`` are what the caller wants, ``None`` for any size. MissingDataError if there is no such file;
     CorruptDataError if it has another format, dtype or shape, other bytes than its header says, or damaged gzip.
     """
-    path = existing(path, f"{form.kind}, plain or gzip,")
+    path = files.existing(path, f"{form.kind}, plain or gzip,")
     with path.open("rb") as file:
         packed = file.read(2) == GZIP_MAGIC
         file.seek(0)
@@ -75,9 +69,9 @@ def read_array(
                 sizes = _header(stream, path, form, dtype)
                 wanted = sizes if shape is None else shape
                 if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
-                    raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
+                    raise CorruptDataError(f"{path}: holds {files.sizes_text(sizes)}, want {files.sizes_text(wanted)}")
                 count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python int, as it may exceed 64 bits
-                stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
+                stated = f"its header states {files.sizes_text(sizes)} = {count:,} bytes"
                 if count > MOST_BYTES:
                     raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
                 content = stream.read(count)
@@ -95,7 +89,7 @@ def read_array(
 _IDX = Format("an IDX file", {"uint8": b"\0\0\x08"}, head=">3sB", size=">I")
 
 
-def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> npt.NDArray[np.uint8]:
+def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> Images:
     """Return the array of an IDX file of unsigned bytes, plain or gzip; ``shape`` has None for any size.
 
     MissingDataError if there is no such file; CorruptDataError if it is no IDX file, is truncated or too long, or has
@@ -115,9 +109,7 @@ NORB = Format(
 )
 
 
-def read_norb(
-    folder: str | Path, *, train: bool
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def read_norb(folder: str | Path, *, train: bool) -> tuple[Images, Labels, Labels]:
     """Return one half of smallNORB: pairs of images, their categories, and how each toy was photographed.
 
     uint8 ``[n, 2, 96, 96]`` (left and right camera); int64 ``[n]``, 0 to 4; int64 ``[n, 4]``: the toy's number, its
@@ -140,16 +132,14 @@ _HINTS = {
 }
 
 
-def read_cifar(
-    path: str | Path, *, label_bytes: int, classes: int, records: int | None = None
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_cifar(path: str | Path, *, label_bytes: int, classes: int, records: int | None = None) -> Arrays:
     """Return images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of a binary CIFAR file.
 
     A record is ``label_bytes`` (CIFAR-100: the coarse class, then the fine one), the last of which is the label, below
     ``classes``; then 3,072 bytes of image, red, green, blue, row by row. ``records`` is how many the file must hold,
     None for any number. MissingDataError if there is no such file, CorruptDataError for a wrong size or label.
     """
-    path = existing(path, "a binary CIFAR file")
+    path = files.existing(path, "a binary CIFAR file")
     size, record = path.stat().st_size, label_bytes + 3 * 32 * 32
     if size == 0 or size % record or records not in (None, size // record):
         with path.open("rb") as file:
@@ -162,13 +152,13 @@ def read_cifar(
     return table[:, label_bytes:].reshape(-1, 3, 32, 32), labels
 
 
-def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_svhn(path: str | Path) -> Arrays:
     """Return uint8 ``[n, 3, 32, 32]`` and int64 ``[n]`` of a file of cropped digits, e.g. ``train_32x32.mat``.
 
     The file's label 10 is the digit 0. MissingDataError if the file or SciPy is missing; CorruptDataError if it is
     damaged, or not a MATLAB file of the right arrays. Sizes are checked first.
     """
-    path = existing(path, "a MATLAB file of SVHN's cropped digits")
+    path = files.existing(path, "a MATLAB file of SVHN's cropped digits")
     with read_by("SciPy", path, "a MATLAB file"):
         from scipy.io import loadmat, whosmat
 
@@ -177,7 +167,9 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     count = sizes[3] if len(sizes) == 4 else 0
     of_labels, plain = held.get("y", ((), ""))
     if kind != "uint8" or sizes != (32, 32, 3, count) or count == 0 or of_labels != (count, 1) or plain == "cell":
-        found = ", ".join(f"{name} ({kind} {sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
+        found = (
+            ", ".join(f"{name} ({kind} {files.sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
+        )
         raise CorruptDataError(
             f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
         )
@@ -191,7 +183,7 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels % 10
 
 
-def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_digits() -> Arrays:
     """Return scikit-learn's handwritten digits, real data that need no download.
 
     uint8 ``[1797, 1, 8, 8]`` from 0 to 255 (the package stores 0 to 16), and int64 ``[1797]``. MissingDataError if
@@ -205,7 +197,7 @@ def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     return images, bunch.target.astype(np.int64)
 
 
-def split_digits(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def split_digits(labels: Labels) -> tuple[Labels, Labels]:
     """Return the fixed stratified split: indices for training and for testing, a fifth of every class.
 
     NumPy's legacy generator is frozen, so the split is the same in every version. Both parts contain digits of the same
@@ -238,9 +230,7 @@ def class_names(folder: str | Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def read_folder(
-    folder: str | Path, *, classes: Sequence[str] | None = None, image_size: int | None = None
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_folder(folder: str | Path, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Arrays:
     """Return all images of a folder of classes, uint8 ``[n, 3, size, size]``, and their labels, int64 ``[n]``.
 
     ``folder`` holds a folder for each class; ``classes`` are their names, by default :func:`class_names`, so that a
@@ -278,7 +268,7 @@ def read_folder(
     return images, np.array(labels, dtype=np.int64)
 
 
-def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
+def _read_image(path: Path, size: int | None) -> Images:
     with read_by("Pillow", path, f"an image of {', '.join(FORMATS)}"):
         from PIL import Image, ImageOps
 

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fastcaps.checks import check_count, did_you_mean, known_arguments
-from fastcaps.data import readers
-from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, Place, check_labels, find, sizes_text
+from fastcaps.data import files, readers
+from fastcaps.data.files import Arrays, CorruptDataError, DataError, MissingDataError, Place, check_labels, find
 from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps.data.images import ImageDataset
 from fastcaps.data.text import PLACE, Phrases, TextDataset, TextEmbedder, load_treebank
 from fastcaps.data.transforms import RandomCropFlip
-
-Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 _CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -211,7 +208,7 @@ def names() -> list[str]:
     return [*SOURCES, *_GENERATED, *_TEXTS]
 
 
-def _scale(images: npt.NDArray[np.uint8]) -> Scale:
+def _scale(images: files.Images) -> Scale:
     count = images.size // images.shape[1]
     sums = images.sum((0, 2, 3), dtype=np.uint64).tolist()  # Python ints, so the difference below is exact
     squares = np.einsum("nchw,nchw->c", images, images, dtype=np.uint64).tolist()
@@ -228,7 +225,7 @@ def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tup
     try:
         train, test = (source.read(folder, part, **size) for part in ("train", "test"))
         if train[0].shape[1:] != test[0].shape[1:]:
-            got, wanted = (sizes_text(part[0].shape[2:]) for part in (test, train))
+            got, wanted = (files.sizes_text(part[0].shape[2:]) for part in (test, train))
             raise CorruptDataError(
                 f"{folder}: test images of {got} pixels, want {wanted} as in train; image_size= brings all to one"
             )
