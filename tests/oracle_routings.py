@@ -39,13 +39,12 @@ def positions(
             there = 0 <= place[1] < height and 0 <= place[2] < width
             if there and (gate is None or gate[place] != 0):  # a gate of 0: a child that is not there
                 i = (ky * kw + kx) * types + n
-                matrices = (
-                    torch.eye(depth).to(children).expand(parents, -1, -1) if weight is None else weight[i % len(weight)]
-                )
+                pose = children[place].expand(parents, -1, -1)
+                every = pose if weight is None else pose @ weight[i % len(weight)]
                 offset = 0.0 if bias is None else bias[i if len(bias) > 1 else 0]
                 index.append(i)
                 gates.append(1.0 if gate is None else float(gate[place]))
-                votes.append((votes_of_child + offset)[None])
+                votes.append((every + offset)[None])
         yield (b, y, x), Seen(index, children.new_tensor(gates), torch.cat(votes).flatten(2))
 
 
