@@ -69,7 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
         wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))
     except ValueError as error:
         raise pytest.UsageError(f"--workload: {error}") from error
-    config.stash[_CASES] = [one for one in wanted if not (option("resume") and record.has(_results(config), one))]
+    if option("resume"):
+        complete = _names(config) == [*ALTERNATIVES]
+        done = record.finished(_results(config), option("threads"), _quick(config), complete)
+        wanted = [one for one in wanted if one.key not in done]
+    config.stash[_CASES] = wanted
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

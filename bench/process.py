@@ -6,10 +6,12 @@ process's hold of the device with it.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,6 +35,8 @@ _SERVED: list[Any] = []
 def _start(threads: int, memory: float | None) -> None:
     """Make a process quiet, and keep it to its threads and to so many bytes. Runs in the process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes themselves are side by side
+    if sys.platform == "linux":  # end with the parent, even one that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)

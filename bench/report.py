@@ -95,12 +95,12 @@ def table(rows: Sequence[Row], short: bool = False) -> list[list[str]]:
 
 def about(rows: Sequence[Row]) -> str:
     """Return sentences on machine, versions, commits and dates of rows of one machine."""
-    newest = max(rows, key=lambda row: row["machine"]["date"])
+    newest = max(rows, key=_date)
     found = newest["machine"]
     commits = Counter(
         f"{row['machine']['commit']}{' (modified)' if row['machine']['modified'] else ''} of "
         f"{row['machine']['date'][:10]}"
-        for row in sorted(rows, key=lambda row: row["machine"]["date"])
+        for row in sorted(rows, key=_date)
     )
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
@@ -168,6 +168,10 @@ def markdown(rows: Sequence[Row], short: bool = False) -> str:
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
     return "\n".join(lines).rstrip()
+
+
+def _date(row: Row) -> str:
+    return row["machine"]["date"]
 
 
 def _by_device(rows: Sequence[Row]) -> list[list[Row]]:
@@ -293,9 +297,10 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
     docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
     passes = {name for name, work in names.items() if isinstance(work.routing, AttentionPass)}
     on_cpu = [row for row in rows if "rates" not in row["machine"] and row["batch"] in names[row["workload"]].batches]
-    on_cpu = max(_by_device(on_cpu), key=len, default=[])  # a page shows one: that of the most rows
-    newest = max((row["machine"]["date"] for row in programs), default="")
-    programs = [row for row in programs if row["machine"]["date"] == newest]
+    # a page shows one machine: that of the most rows, of two as many the one that was measured last
+    on_cpu = max(_by_device(on_cpu), key=lambda part: (len(part), max(map(_date, part))), default=[])
+    newest = max(map(_date, programs), default="")
+    programs = [row for row in programs if _date(row) == newest]
     wanted: dict[Path, str] = {}
     for path, name, part, make in (
         (root / "README.md", "figures", on_cpu, first),

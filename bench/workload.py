@@ -210,6 +210,11 @@ class Case:
         """As the tables call it."""
         return "training step" if self.training else "forward"
 
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        """By which a record is searched for the row."""
+        return self.workload.name, self.batch, self.mode, self.precision
+
     def __str__(self) -> str:
         precision = "" if self.precision == "fp32" else f" {self.precision}"
         return f"{self.workload.name} batch {self.batch} {self.mode}{precision}"

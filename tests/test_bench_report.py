@@ -129,8 +129,10 @@ def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
     assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
     assert "refused: parents errs by 1" in report.markdown(session.rows)
     folder = session.file.parent
-    monkeypatch.setattr(record, "describe", lambda threads: MACHINE)
-    assert record.has(folder, Case(CONV1, 8, False)) and not record.has(folder, Case(CONV1, 8, True))
+    monkeypatch.setattr(record, "describe", lambda threads: MACHINE | {"threads": threads})
+    wanted = {Case(CONV1, 8, False).key, Case(find("zhao-pool"), 1, False).key}
+    assert record.finished(folder, 2, quick=False, complete=True) == wanted
+    assert not record.finished(folder, 1, quick=False, complete=True) and not record.finished(folder, 2, True, False)
 
 
 def test_a_session_on_a_device_compares_writes_and_says_what_failed(
