@@ -55,8 +55,7 @@ def _names(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     option = config.getoption
-    shown = ("verbose", "compare", "histogram", "autosave")
-    if not any(config.getoption(f"benchmark_{name}", None) for name in shown):
+    if not any(option(f"benchmark_{name}", None) for name in ("verbose", "compare", "histogram", "autosave")):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
     for name, known in (("against", (*ALTERNATIVES, VERBS)), ("device", ("cpu", "cuda")), ("precision", PRECISIONS)):
         given = option(name)
@@ -77,15 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        names, on = _names(metafunc.config), metafunc.config.getoption("device")
-        wanted = [
-            (case, name)
-            for case in metafunc.config.stash[_CASES]
-            for name in (OURS, *suited(names, case.workload, case.batch, on == "cpu"))
-        ]
-        ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
-        metafunc.parametrize(("case", "contender"), wanted, ids=ids)
+    config = metafunc.config
+    names, on_cpu = _names(config), config.getoption("device") == "cpu"
+    wanted = [(case, name) for case in config.stash[_CASES]
+              for name in (OURS, *suited(names, case.workload, case.batch, on_cpu))]  # fmt: skip
+    ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
+    metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +92,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
     how = option("threads"), device, option("seconds")
-    made = Session(_results(config), _names(config), _quick(config), *how)
-    config.stash[_SESSION] = made
+    made = config.stash[_SESSION] = Session(_results(config), _names(config), _quick(config), *how)
     yield made
     made.close()
 

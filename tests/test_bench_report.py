@@ -296,7 +296,7 @@ def test_the_older_side_has_its_own_package_and_this_checkouts_benchmark(tmp_pat
 
 
 def test_two_commits_are_judged_by_their_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, *_ = compare.rows_of(["tiny-attention"])
+    case, *_ = cases(["tiny-attention"], quick=False)
     took = TOOK | {BEFORE: 0.004}
     found = []
     for wrong in ("", OURS, BEFORE):
