@@ -19,7 +19,6 @@ from fastcaps.data.images import ImageDataset
 from fastcaps.data.text import PLACE, Phrases, TextDataset, TextEmbedder, load_treebank
 from fastcaps.data.transforms import RandomCropFlip
 
-_CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 Scale = tuple[Sequence[float], Sequence[float]]
@@ -77,59 +76,48 @@ def _read_folder(folder: Path, part: str, image_size: int | None = None) -> Arra
     return readers.read_folder(here, classes=readers.class_names(folder / "train"), image_size=image_size)
 
 
-_IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-_IDX_WHERE = (
-    "the four IDX files of {maker}, plain or .gz; torchvision.datasets.{name}(data_dir, download=True) puts them in "
-    "{name}/raw, which is found too"
-)
-_CIFAR_WHERE = (
-    "the archive 'CIFAR-{classes} binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
-    "unpacked; its folder is {folder}"
-)
+def _mnist(title: str, folders: tuple[str, ...], maker: str, name: str, classes: Sequence[str], scale: Scale) -> Source:
+    where = (
+        f"the four IDX files of {maker}, plain or .gz; torchvision.datasets.{name}(data_dir, download=True) puts them "
+        f"in {name}/raw, which is found too"
+    )
+    files = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+    return Source(title, folders, files, where, _read_mnist, classes, scale)
+
+
+def _cifar(folder: str, files: tuple[str, ...], label_bytes: int, classes: Sequence[str], scale: Scale) -> Source:
+    count = len(classes)
+    where = (
+        f"the archive 'CIFAR-{count} binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
+        f"unpacked; its folder is {folder}"
+    )
+    folders = (folder, f"cifar{count}/{folder}", f"cifar{count}")
+    read = partial(_read_cifar, classes=count, label_bytes=label_bytes)
+    # a mirrored image has the same class
+    return Source(
+        f"CIFAR-{count} (binary version)", folders, files, where, read, classes, scale, augment=True, flip=True
+    )
+
+
+_MNIST = "'The MNIST database of handwritten digits' (LeCun, Cortes, Burges)"
+_DIGITS = "0123456789"
+_THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_NUMBERS = [str(label) for label in range(100)]
+_SCALE_10 = ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
+_SCALE_100 = ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762])
 
 SOURCES = {
-    "mnist": Source(
-        "MNIST",
-        folders=("mnist", "MNIST/raw", "MNIST"),
-        files=_IDX_FILES,
-        where=_IDX_WHERE.format(
-            maker="'The MNIST database of handwritten digits' (LeCun, Cortes, Burges)", name="MNIST"
-        ),
-        read=_read_mnist,
-        classes="0123456789",
-        scale=([0.1307], [0.3081]),
-    ),
-    "fashion-mnist": Source(
+    "mnist": _mnist("MNIST", ("mnist", "MNIST/raw", "MNIST"), _MNIST, "MNIST", _DIGITS, ([0.1307], [0.3081])),
+    "fashion-mnist": _mnist(
         "Fashion-MNIST",
-        folders=("fashion-mnist", "FashionMNIST/raw", "fashion"),
-        files=_IDX_FILES,
-        where=_IDX_WHERE.format(maker="Zalando Research's Fashion-MNIST", name="FashionMNIST"),
-        read=_read_mnist,
-        classes=_CLOTHES,
-        scale=([0.2860], [0.3530]),
+        ("fashion-mnist", "FashionMNIST/raw", "fashion"),
+        "Zalando Research's Fashion-MNIST",
+        "FashionMNIST",
+        _CLOTHES,
+        ([0.2860], [0.3530]),
     ),
-    "cifar10": Source(
-        "CIFAR-10 (binary version)",
-        folders=("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
-        files=("data_batch_1.bin", "test_batch.bin"),
-        where=_CIFAR_WHERE.format(classes=10, folder="cifar-10-batches-bin"),
-        read=partial(_read_cifar, classes=10, label_bytes=1),
-        classes=_CIFAR10,
-        scale=([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
-        augment=True,
-        flip=True,  # a mirrored image has the same class
-    ),
-    "cifar100": Source(
-        "CIFAR-100 (binary version)",
-        folders=("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
-        files=("train.bin", "test.bin"),
-        where=_CIFAR_WHERE.format(classes=100, folder="cifar-100-binary"),
-        read=partial(_read_cifar, classes=100, label_bytes=2),
-        classes=[str(label) for label in range(100)],
-        scale=([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
-        augment=True,
-        flip=True,
-    ),
+    "cifar10": _cifar("cifar-10-batches-bin", ("data_batch_1.bin", "test_batch.bin"), 1, _THINGS, _SCALE_10),
+    "cifar100": _cifar("cifar-100-binary", ("train.bin", "test.bin"), 2, _NUMBERS, _SCALE_100),
     "digits": Source(
         "scikit-learn's digits",
         folders=(),
