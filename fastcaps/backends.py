@@ -321,7 +321,7 @@ def on_cpu(stem: str, children: Tensor) -> bool:
 
     They run all iterations in one call, forward and backward. Sizes may be symbols.
     """
-    return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves(stem)
+    return children.is_cpu and children.dtype in _CPU_DTYPES and _forced.get() in (None, "cpu") and native_serves(stem)
 
 
 def tf32_allowed() -> bool:
