@@ -138,28 +138,9 @@ class Routing:
     def __str__(self) -> str:
         return self.stem
 
-    @property
-    def stem(self) -> str:
-        """The name of the routing's files, everywhere."""
-        return self.border.stem
-
-    @property
-    def name(self) -> str:
-        """Of the op; that of its backward ends in ``_backward``."""
-        return self.border.name
-
-    @property
-    def op(self) -> Any:
-        return self.border.op
-
-    @property
-    def backward_op(self) -> Any:
-        return self.border.backward_op
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """The arguments that an iteration takes from the iteration before."""
-        return self.border.state
+    def __getattr__(self, name: str) -> Any:
+        """Return what the border says: stem, name, op, backward_op, state, competing, wide."""
+        return getattr(self.border, name)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -197,16 +178,6 @@ class Routing:
         """The arguments that act through the coefficients alone, and have no gradient where those are constants; none:
         they never are."""
         return self.border.constant
-
-    @property
-    def competing(self) -> bool:
-        """Whether parents compete for a child, or else children for a parent."""
-        return self.border.competing
-
-    @property
-    def wide(self) -> bool:
-        """Whether its results are in the dtype of sums, whatever that of the children is."""
-        return self.border.wide
 
     @property
     def cases(self) -> tuple[Case, ...]:

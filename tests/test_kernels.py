@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,13 +215,6 @@ def test_a_gate_of_0_leaves_no_trace(routing: Routing, case: Case, trash: float,
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def bits(routing: Routing, case: Case) -> list[bytes]:
     call, back = routing.call(case), routing.backward_call(case)
     found = [*call.training(by_op).values(), *back.results(routing.backward_op).values()]
@@ -232,7 +226,7 @@ def bits(routing: Routing, case: Case) -> list[bytes]:
     "twice-positions-float32", "children-float64", "sharing-float32", "ranges", "conv", "stay-float32", "rows-float32",
     "sharing-by-type", "folded-sharing-4x4", "folded-types", "same-any-float32", "same-any-children",
 ])  # fmt: skip
-def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads: None) -> None:
+def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads_kept: None) -> None:
     found = []
     for count in (1, 3, 3):
         torch.set_num_threads(count)
@@ -246,7 +240,7 @@ def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threa
 @native_only
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
-    """Forward and every gradient at the levels that are not the one of this process: what goes by lanes or dtypes."""
+    """What goes by lanes or dtypes at the levels that are not the one of this process, verbs and squash_sum too."""
     if level == backends.native_capability():
         pytest.skip(f"{level} is what this process runs on")
     variables = {"FASTCAPS_CPU_CAPABILITY": level}
@@ -254,9 +248,11 @@ def test_every_instruction_set(level: str) -> None:
     if seen.stdout.strip() == "None":
         pytest.skip(f"{level} is not built, or this processor does not have it")
     assert seen.stdout.strip() == level
-    selected = "test_results and (float or folded or same) and not twice"
+    selected = "(test_results and (float or folded or same) and not twice) or verbs_follow"
+    selected += " or (kernel_is_the_reference and cpu)"
     options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
-    done = python("-m", "pytest", *options, __file__, **variables)
+    files = [str(Path(__file__).with_name(name)) for name in ("test_verbs_cpu.py", "encapnet/test_squash_sum.py")]
+    done = python("-m", "pytest", *options, __file__, *files, **variables)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -10,8 +10,8 @@ import case_rows
 import oracle_routings
 import pytest
 import torch
+from case_rows import every_value, pairs_of, rows_covering
 from cases import LAYOUTS, Case
-from covering import every_value, pairs_of, rows_covering
 from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import pickle
 import random
@@ -26,7 +25,7 @@ from test_training import KILLED_WHILE_WRITING, start
 
 from fastcaps import cli
 from fastcaps.training import RunError, TrainConfig, train
-from fastcaps.training.callbacks import Report, replacing
+from fastcaps.training.callbacks import Report
 from fastcaps.training.folder import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,14 +48,14 @@ def weights_of(checkpoint: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_ten_random_moments_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Any moment between start and end of the process; every other one while a checkpoint is being written."""
     whole = tmp_path / "whole"
     began = time.monotonic()
     assert start(*COMMAND, *arguments(whole)).wait(300) == 0
     lasts, wanted = time.monotonic() - began, weights_of(whole / "last.ckpt")
     out, chance, kills = tmp_path / "run", random.Random(), 0
-    while kills < 10:
+    while kills < 6:
         go_on = ["train", "--resume", "--out", str(out)] if (out / "config.json").exists() else arguments(out)
         if kills % 2:
             running = start("-c", KILLED_WHILE_WRITING, str(chance.randint(1, 2)), *go_on)
@@ -118,15 +117,6 @@ def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: py
         assert not mark.exists()
     with pytest.raises(RunError, match=f"last.ckpt cannot be read: {message}"):
         read_checkpoint(checkpoint)
-
-
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    last = tmp_path / "last.ckpt"
-    last.write_bytes(b"old")
-    with pytest.raises(OSError, match="No space"), replacing(last) as fresh:
-        fresh.write_bytes(b"half of a ne")
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert list(tmp_path.iterdir()) == [last] and last.read_bytes() == b"old"
 
 
 @pytest.mark.slow
