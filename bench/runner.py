@@ -20,11 +20,11 @@ from fastcaps.measure import give_back, peak_growth, status
 
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 _SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
-KEEPING = {-4: 0, -1: 2**31 - 1}  # of mallopt, as malloc.h numbers them: no mmap, and no trim
-"""By default glibc returns every large block to the system, and each call pays for the first touch of its pages: on a
-virtual machine that took longer than the votes' arithmetic, and differed from call to call."""
+# Settings of mallopt, as malloc.h numbers them. By default glibc returns every large block to the system, and each call
+# pays for the first touch of its pages: on a virtual machine that took longer than the votes' arithmetic, and differed
+# from call to call. And it holds ever larger blocks the longer a process runs: the peak would be of its habits.
+KEEPING = {-4: 0, -1: 2**31 - 1}  # no mmap, and no trim
 RETURNING = {-3: 128 << 10}  # the size from which blocks are mapped
-"""By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits."""
 
 
 def set_allocator(settings: dict[int, int]) -> None:
@@ -46,7 +46,6 @@ class Runner:
         self._ready: Callable[[], Any] = dict
 
     def describe(self) -> dict[str, Any]:
-        """Return the device and its own rates; see :mod:`bench.timing`."""
         return describe(self.device)
 
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
@@ -61,8 +60,7 @@ class Runner:
         precision.use()
         self._ready = dict  # what the last call keeps may be large
         inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
-        file = f"{case.workload.name}-{case.batch}-{case.precision}.pt"
-        shared = None if self._gates is None else self._gates / file
+        shared = self._gates and self._gates / f"{case.workload.name}-{case.batch}-{case.precision}.pt"
         gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # tensors of its own
         if self.device.type == "cpu":
             set_allocator(KEEPING)
@@ -80,24 +78,20 @@ class Runner:
         self._ready = call
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process need not keep, others need
-        told = {"errors": verdict.errors, "allowed": verdict.allowed, "seconds": seconds}
-        return told | {"complaint": "; ".join(verdict.complaints)}
+        return verdict._asdict() | {"seconds": seconds, "complaint": "; ".join(verdict.complaints)}
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of the case that was checked last."""
         return time_calls(self._ready, calls, warm)
 
     def time_sgemm(self, size: int, calls: int, warm: int) -> list[float]:
-        """Return the seconds of a square matrix product by the library: what this machine reaches."""
         left, right, out = torch.randn(3, size, size)
         return time_calls(partial(torch.mm, left, right, out=out), calls, warm)
 
     def time_peak(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of multiply-adds and nothing else on all threads; see :mod:`bench.timing`."""
         return time_calls(multiply_adds(torch.get_num_threads()), calls, max(1, warm))
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""
         return measure(self.device, self._ready, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
@@ -127,11 +121,9 @@ def grown(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def peak_of(call: Callable[[], Any], inputs: Inputs, training: bool) -> dict[str, int]:
-    """Return the bytes of one call, by the operating system's count of resident memory.
-
-    ``peak`` is the growth; ``results`` its part that the call returned, ``beyond`` the rest: what the call needed for
-    itself. ``inputs`` lay in memory before; ``total`` counts all tensors of the layer.
-    """
+    """Return the bytes of one call, by the operating system's count of resident memory: ``peak`` is the growth,
+    ``results`` its part that the call returned, ``beyond`` the rest. ``inputs`` lay in memory before; ``total`` counts
+    all tensors of the layer."""
     growth, results = grown(call)
     size = size_of(results.values())
     given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])

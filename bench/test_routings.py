@@ -20,10 +20,8 @@ _now = [0.0]
 
 @pytest.mark.benchmark(timer=lambda: _now[0])
 def test_routing(case: Case, contender: str, session: Any, benchmark: Any, request: pytest.FixtureRequest) -> None:
-    """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference.
-
-    It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`.
-    """
+    """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference, and where a
+    goal that was held is lost."""
     try:
         row = session.run(case)
     except LeftOut as reason:
