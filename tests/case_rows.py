@@ -184,7 +184,12 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
             make("rows", batch=17, types=2, parents=5, pose=(1, 64, 64), gate="some"),
             # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
+            # two groups of 45 positions backward: the last lanes of the first are nobody's, not the second's
+            make("ends-within-a-vector", batch=10, grid=(5, 5), types=1, parents=8, pose=(4, 4, 4), start=False,
+                 window=(3, 3, 1, 1, 0, 0, 1, 1)),
         ),
+        # too many children to stay: every range waits for the iteration before, and reads its parents
+        make("ranges-of-iterations", batch=2, types=300, parents=8, pose=(4, 4, 4), iterations=3),
         make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
         make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types", window=WHOLE,
              bias="1M", iterations=2),
@@ -260,6 +265,13 @@ _ATTENTION_LANES = (
           iterations=2),
     _norm("folded-types", batch=3, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
           groups="types"),
+    # votes that are the children, and windows that see padding alone: there is no LayerNorm of nothing
+    *(_norm(f"same-{types}-{bias}-{rule.name}", rule=rule, dtype=dtype, batch=batch, types=types, pose=(2, 3, 3),
+            groups="none", bias=bias, iterations=2, gate="some")
+      for batch, types in ((20, 9), (1, 70)) for bias in (None, "IM")
+      for rule, dtype in zip(Rule, (torch.float32, torch.float64, torch.bfloat16), strict=False)),
+    *(_norm(f"nobody-no-eps-{batch}-{bias}", batch=batch, window=WINDOWS["nobody"][1], bias=bias, eps=0.0, iterations=2)
+      for batch in (1, 20) for bias in (None, "IM", "11")),
     # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-children", batch=1, types=18, parents=2, pose=(2, 32, 32), dtype=torch.bfloat16, gate="some"),

@@ -16,7 +16,6 @@ from oracle_routings import Seen, positions
 from torch import Tensor
 
 from fastcaps import Window, nn
-from fastcaps.functional.em import inverse_temperatures
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
 from fastcaps.votes import SET_WINDOW, as_grid, to_op
 
@@ -47,9 +46,11 @@ def dynamic(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
 
 
 def em(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
-    given = 1.0 if layer.inverse_temperature is None and layer.normalize_cost else layer.inverse_temperature
-    first = 1.0 if layer.first_coefficients == "ones" else None
-    temperatures = inverse_temperatures(given, iterations)
+    given, first = layer.inverse_temperature, 1.0 if layer.first_coefficients == "ones" else None
+    if given is None:
+        given = (lambda _: 1.0) if layer.normalize_cost else lambda t: 0.01 * (1 - 0.95 ** (t + 1))
+    given = given if isinstance(given, list) else [given] * iterations
+    temperatures = [each(t) if callable(each) else each for t, each in enumerate(given)]
     return loops.em(seen, layer.beta_u, layer.beta_a, temperatures, layer.eps, first, layer.normalize_cost)
 
 

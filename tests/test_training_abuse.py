@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import random
@@ -25,7 +26,7 @@ from test_training import KILLED_WHILE_WRITING, start
 
 from fastcaps import cli
 from fastcaps.training import RunError, TrainConfig, train
-from fastcaps.training.callbacks import Report
+from fastcaps.training.callbacks import Report, replacing
 from fastcaps.training.folder import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,6 +118,15 @@ def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: py
         assert not mark.exists()
     with pytest.raises(RunError, match=f"last.ckpt cannot be read: {message}"):
         read_checkpoint(checkpoint)
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+    last.write_bytes(b"old")
+    with pytest.raises(OSError, match="No space"), replacing(last) as fresh:
+        fresh.write_bytes(b"half of a ne")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == [last] and last.read_bytes() == b"old"
 
 
 @pytest.mark.slow
