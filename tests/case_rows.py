@@ -184,9 +184,6 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
             make("rows", batch=17, types=2, parents=5, pose=(1, 64, 64), gate="some"),
             # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
-            # two groups of 45 positions backward: the last lanes of the first are nobody's, not the second's
-            make("ends-within-a-vector", batch=10, grid=(5, 5), types=1, parents=8, pose=(4, 4, 4), start=False,
-                 window=(3, 3, 1, 1, 0, 0, 1, 1)),
         ),
         # too many children to stay: every range waits for the iteration before, and reads its parents
         make("ranges-of-iterations", batch=2, types=300, parents=8, pose=(4, 4, 4), iterations=3),

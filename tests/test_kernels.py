@@ -146,6 +146,15 @@ def test_only_the_gradients_asked_for(routing: Routing, case: Case, name: str, c
 
 
 @every_routing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_groups_of_samples_that_end_within_a_vector(routing: Routing, dtype: torch.dtype) -> None:
+    """The backward of two groups of 45 positions: the last lanes of the first are nobody's, not the second's."""
+    case = replace(routing.case("stay-float32"), batch=10, grid=(5, 5), types=1, parents=8, iterations=1, dtype=dtype)
+    case = replace(case, window=(3, 3, 1, 1, 0, 0, 1, 1))
+    routing.backward_bar(case).hold(routing.backward_call(case).results(routing.backward_op))
+
+
+@every_routing
 def test_a_backward_takes_its_iterations_as_they_lie(routing: Routing) -> None:
     """Gradients that are one number, and stacks of which the iterations lie innermost."""
     call = routing.backward_call(replace(routing.case("padded"), iterations=3))
