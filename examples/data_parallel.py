@@ -33,7 +33,11 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = dist.init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    train(options, mesh, device)
+    dist.destroy_process_group()  # when no network is left: DDP, if it holds a process group last, can wait for ever
 
+
+def train(options: argparse.Namespace, mesh: dist.DeviceMesh, device: str) -> None:
     torch.manual_seed(0)
     network: nn.Module = models.create("digits", device=device)
     if options.fsdp:
@@ -61,7 +65,6 @@ def main() -> None:
         dist.all_reduce(total)
         if mesh.get_rank() == 0:
             print(f"epoch {epoch}: loss {total.item() / (len(loader) * mesh.size()):.4f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ class Setting(Generic[Value]):
 
     def get(self) -> Value:
         """Return the value. In compiled code it is a constant, made anew where other blocks are open in the process."""
-        if torch.compiler.is_compiling() and not self.open:  # what compiled code asks before it runs
-            return self.default
-        return self._get()
+        return self._get() if self.open else self.default
 
     @torch.compiler.assume_constant_result
     def _get(self) -> Value:

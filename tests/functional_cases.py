@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from oracle_routings import Child, positions
+from oracle_routings import Seen, positions
 from torch import Tensor
 
 from fastcaps import Window
@@ -25,16 +25,15 @@ def layer(groups: int = 6) -> tuple[Tensor, Tensor, Tensor]:
 
 def seen_by(
     window: Window | None, children: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
-) -> Iterator[tuple[tuple[int, int, int], list[Child]]]:
+) -> Iterator[tuple[tuple[int, int, int], Seen]]:
     """Yield every position with its children, as the oracle wants them."""
     place = as_grid if window is None else lambda tensor: to_op(tensor, window)
-    given = [place(children), weight, bias, None if gate is None else place(gate)]
-    lists = [None if tensor is None else tensor.tolist() for tensor in given]
-    yield from positions(*lists, SET_WINDOW if window is None else window.spec)
+    gates = None if gate is None else place(gate)
+    yield from positions(place(children), weight, bias, gates, SET_WINDOW if window is None else window.spec)
 
 
-def expect(found: Tensor, expected: list) -> None:
-    torch.testing.assert_close(found.reshape(-1), torch.tensor(expected, dtype=torch.float64).reshape(-1), **CLOSE)
+def expect(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.flatten(), expected.flatten(), **CLOSE)
 
 
 def at(result: Tensor, window: Window | None, place: tuple[int, int, int], coefficients: bool = False) -> Tensor:

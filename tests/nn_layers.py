@@ -12,7 +12,7 @@ from typing import Any
 
 import oracle_routings as loops
 import torch
-from oracle_routings import Child
+from oracle_routings import Seen
 from torch import Tensor
 
 from fastcaps import nn
@@ -31,57 +31,34 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
-def attention(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    poses = None if layer.first_poses is None else layer.first_poses.tolist()
-    shares: list[list[float]] = []
+def attention(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    poses, shares = layer.first_poses, None
     for _ in range(iterations):
-        poses, shares = loops.attend(seen, layer.out_capsules, poses, layer.out_dim**-0.5)
+        poses, shares = loops.attend(seen, poses, layer.out_dim**-0.5)
         if layer.norm is not None:
-            affine = layer.norm.weight.tolist(), layer.norm.bias.tolist()
-            poses = [loops.layer_norm(pose, *affine, layer.eps) for pose in poses]
+            poses = loops.layer_norm(poses, layer.norm.weight, layer.norm.bias, layer.eps)
     return poses, shares
 
 
-def dynamic(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    prior = None if layer.prior is None else [layer.prior.tolist()[child.index % layer.groups] for child in seen]
-    votes, gates = [child.votes for child in seen], [child.gate for child in seen]
-    return loops.dynamic(votes, iterations, layer.compete, layer.leaky, prior, layer.eps, gates)
+def dynamic(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    prior = None if layer.prior is None else layer.prior[[i % layer.groups for i in seen.index]]
+    return loops.dynamic(seen, iterations, layer.compete, layer.leaky, prior, layer.eps)
 
 
-def em(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
+def em(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
     given = 1.0 if layer.inverse_temperature is None and layer.normalize_cost else layer.inverse_temperature
-    return loops.em(
-        [child.votes for child in seen],
-        [child.gate for child in seen],
-        layer.beta_u.tolist(),
-        layer.beta_a.tolist(),
-        inverse_temperatures(given, iterations),
-        layer.eps,
-        1.0 if layer.first_coefficients == "ones" else None,
-        layer.normalize_cost,
-    )
+    first = 1.0 if layer.first_coefficients == "ones" else None
+    temperatures = inverse_temperatures(given, iterations)
+    return loops.em(seen, layer.beta_u, layer.beta_a, temperatures, layer.eps, first, layer.normalize_cost)
 
 
-def heinsen(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    betas = [layer.beta_use, layer.beta_use if layer.beta_ignore is None else layer.beta_ignore]
-    there = [child.index for child in seen] if len(betas[0]) > 1 else [0]
-    tables = [beta[there].tolist() for beta in betas]
-    votes, scores = [child.votes for child in seen], [child.gate for child in seen]
-    found, poses, variances, shares = loops.heinsen(votes, scores, *tables, iterations, layer.model, layer.eps)
-    return poses, found, variances, shares
+def heinsen(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    ignore = layer.beta_use if layer.beta_ignore is None else layer.beta_ignore
+    return loops.heinsen(seen, layer.beta_use, ignore, iterations, layer.model, layer.eps)
 
 
-def pool(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    poses, columns = [], []
-    for m in range(layer.out_capsules):
-        query: Any = None
-        for _ in range(iterations):
-            found, *_ = loops.pool(seen, m, query, layer.sharpness, True)
-            query = loops.added(query and [query], [loops.norm(found)])[0]
-        pose, _, shares = loops.pool(seen, m, query, layer.sharpness, True)
-        poses.append(pose)
-        columns.append(shares)
-    return poses, [list(row) for row in zip(*columns, strict=True)]
+def pool(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    return loops.vector_normed(seen, iterations, layer.sharpness)
 
 
 @dataclass(frozen=True)
@@ -112,7 +89,7 @@ class Row:
     name: str
     kind: Any
     results: tuple[type, type]
-    loop: Callable[[Any, list[Child], int], tuple[Any, ...]]
+    loop: Callable[[Any, Seen, int], tuple[Any, ...]]
     std: Callable[[int, int, int], float]
     parameters: set[str]
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -116,7 +116,7 @@ class Routing:
         Its cases.
     rest, following, loop
         The arguments beside the votes; the next iteration's state, from the results and the state of one; all
-        iterations of one position as a plain loop.
+        iterations of one position over its stored votes.
     folds, rounds
         Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
     rounded

@@ -185,11 +185,11 @@ def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: boo
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:
-        why = _misfit(module, kind, options) or (f"its class has {', '.join(own)} of its own" if own else "")
-        if why:
-            return None, why
-        with torch.device("meta"):  # no memory and no random draw for values that are replaced at once
-            new = kind._like(module, **options)
+        new = _twin(module, kind, options)
+        if isinstance(new, str):
+            return None, new
+        if own:
+            return None, f"its class has {', '.join(own)} of its own"
         new._adopt(module)
         if not check and not renamed:
             return new, "not compared, as asked"
@@ -200,8 +200,8 @@ def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: boo
     return None, next((why for why in said if "s differ from" in why), said[0])
 
 
-def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
-    """Return why ``module`` is not the published layer with further ``options``; an empty string if it is."""
+def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
+    """Return a twin of ``module``, newly initialised; or why that is not the published layer with such ``options``."""
     if isinstance(module, kind):
         return "runs on fastcaps already"
     given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it recompiles
@@ -213,7 +213,7 @@ def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
     if wrong := kind._unfit(module):
         return wrong
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # no memory and no random draw for values that are replaced at once
             twin = kind._like(module, **options)
     except (AttributeError, TypeError, ValueError) as error:
         return f"its attributes do not fit a layer: {error}"
@@ -230,7 +230,7 @@ def _misfit(module: Any, kind: type[Twin], options: dict[str, Any]) -> str:
             return f"{name} has hooks, which would not be called"
     others = {name for name in parameters if name.partition(".")[0] not in (*twin._parameters, *twin._modules)}
     others |= {name for name, _ in module.named_buffers()} - {*twin._buffers}
-    return f"holds {', '.join(sorted(others))}, which the authors' layer does not" if others else ""
+    return f"holds {', '.join(sorted(others))}, which the authors' layer does not" if others else twin
 
 
 class _Verdict(Exception):

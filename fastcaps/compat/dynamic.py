@@ -8,54 +8,35 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
 from fastcaps.checks import check_count, known_arguments, require_tensor, shape_text
-from fastcaps.compat.twin import Draw, Twin
+from fastcaps.compat.twin import Twin, VectorTwin, arranged
 from fastcaps.vectors import length, squash
 
 
-class DynamicTwin(Twin):
-    """A layer of dynamic routing.
+class DynamicTwin(VectorTwin):
+    """A layer of dynamic routing."""
 
-    Small children agree almost equally with all parents, which hides differences between copies of the code, so larger
-    ones are compared, too. (Other routings normalise what they compare; large poses would only magnify roundings.)
-
-    Attributes
-    ----------
-    _children : (str, str)
-        The attributes with the number of children, and of values in a child.
-    """
-
-    _sizes = (1.0, 10.0)
-    _children: ClassVar[tuple[str, str]]
-
-    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, *(getattr(self, name) for name in self._children)),)]
-
-    def _route(self, name: str, children: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        """Route children ``[b, i, d]``, an argument called ``name``, by ``[i, m, d, e]`` to parents ``[b, m, e]``."""
-        require_tensor(children, name)
-        count, numbers = (getattr(self, each) for each in self._children)
-        if children.dim() != 3 or children.shape[1:] != (count, numbers):
-            raise ValueError(f"{name} must be [batch, {count}, {numbers}], got {shape_text(children)}")
-        return routed(children, weight, **options)
+    def _parents(self, name: str, children: Tensor, **options: Any) -> Tensor:
+        """Return the parents ``[b, m, e]`` of children, an argument called ``name``."""
+        return routed(*self._checked(name, children), **options)
 
 
 def routed(children: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    """Return the parents ``[b, m, e]`` of vectors ``[b, i, d]``."""
-    parents = functional.dynamic_routing(children.unsqueeze(-2), weight, **options)
+    """Return the parents ``[b, m, e]`` of vectors ``[b, i, 1, d]``."""
+    parents = functional.dynamic_routing(children, weight, **options)
     assert isinstance(parents, Tensor)
     return parents.squeeze(-2)
 
 
 def standing(parents: Tensor) -> Tensor:
     """Return parents ``[b, m, e]`` as ``[m, b, 1, 1, e]``, contiguous: callers may use ``view``."""
-    return parents.transpose(0, 1).contiguous()[:, :, None, None]
+    return arranged(parents, "bme", "mb11e").contiguous()
 
 
 def shorten(parents: Tensor) -> Tensor:
@@ -73,17 +54,14 @@ def shorten(parents: Tensor) -> Tensor:
 class DenseCapsule(DynamicTwin):
     r"""``DenseCapsule`` of CapsNet-Pytorch (X. Guo), the most used code of dynamic routing, with many copies.
 
-    The parents compete for each child. Gradients flow through the last iteration only: the coefficients are constants.
-    Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with :math:`n = \lVert s \rVert`.
+    It routes ``[batch, in_num_caps, in_dim_caps]`` to ``[batch, out_num_caps, out_dim_caps]`` in ``routings``
+    iterations, at least 1. Its parameter ``weight``, ``[out_num_caps, in_num_caps, out_dim_caps, in_dim_caps]``, is
+    drawn from N(0, 0.01^2). The parents compete for each child. Gradients flow through the last iteration only: the
+    coefficients are constants. Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with
+    :math:`n = \lVert s \rVert`.
 
     Parameters
     ----------
-    in_num_caps, in_dim_caps : int
-        Children, and the values in a child's pose.
-    out_num_caps, out_dim_caps : int
-        Parents, and the values in a parent's pose.
-    routings : int
-        Iterations, at least 1.
     stored : (str, str)
         The name of the matrices, and their dimensions: i and m for children and parents, d and e for the values in
         their poses. Copies of the code differ in both.
@@ -91,11 +69,6 @@ class DenseCapsule(DynamicTwin):
         The dimensions of the result, where b is the batch.
     detach : bool
         Whether the coefficients are constants in the gradient; copies differ.
-
-    Attributes
-    ----------
-    weight : Parameter
-        ``[out_num_caps, in_num_caps, out_dim_caps, in_dim_caps]``, drawn from N(0, 0.01^2).
 
     Examples
     --------
@@ -105,9 +78,9 @@ class DenseCapsule(DynamicTwin):
     torch.Size([2, 10, 16])
     """
 
-    _children = ("in_num_caps", "in_dim_caps")
-    _known_by = (*_children, "out_num_caps", "out_dim_caps", "routings")
-    _drawn = ("weight", 0.01)
+    _names = ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps")
+    _known_by = (*_names, "routings")
+    _std = 0.01
 
     def __init__(
         self,
@@ -122,66 +95,45 @@ class DenseCapsule(DynamicTwin):
         detach: bool = True,
     ) -> None:
         super().__init__()
-        self._count(in_num_caps=in_num_caps, in_dim_caps=in_dim_caps, out_num_caps=out_num_caps)
-        self._count(out_dim_caps=out_dim_caps, routings=routings)
         self.stored, self.returned, self.detach = stored, returned, detach
-        sizes = {"i": in_num_caps, "d": in_dim_caps, "m": out_num_caps, "e": out_dim_caps, "1": 1}
-        self._drawn = (stored[0], 0.01)
-        self.register_parameter(stored[0], nn.Parameter(torch.empty([sizes[axis] for axis in stored[1]])))
-        self.reset_parameters()
+        self._drawn, self._axes = stored
+        sizes = {"in_num_caps": in_num_caps, "in_dim_caps": in_dim_caps, "out_num_caps": out_num_caps}
+        self._make(**sizes, out_dim_caps=out_dim_caps, routings=routings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, in_num_caps, in_dim_caps]`` to ``[batch, out_num_caps, out_dim_caps]``."""
-        name, axes = self.stored
-        kept = axes.replace("1", "")
-        weight = getattr(self, name).reshape([getattr(self, name).shape[axes.index(axis)] for axis in kept])
-        weight = weight.permute([kept.index(axis) for axis in "imde"])
-        parents = shorten(self._route("x", x, weight, iterations=self.routings, detach=self.detach))
-        for place, axis in enumerate(self.returned):
-            parents = parents.unsqueeze(place) if axis == "1" else parents
-        return parents
+        """Return the parents."""
+        parents = shorten(self._parents("x", x, iterations=self.routings, detach=self.detach))
+        return arranged(parents, "bme", self.returned)
 
     @classmethod
     def _renamed(cls, old: Any) -> list[dict[str, Any]]:
         """Return the possible sizes of a copy, from its only parameter with dimensions in one of several orders."""
         found = list(old.named_parameters())
         shape = list(found[0][1].shape) if len(found) == 1 else []
-        front = shape[: max(0, len(shape) - 4)]
-        if len(shape) < 4 or any(size != 1 for size in front):
+        ones = "1" * (len(shape) - 4)
+        if len(shape) < 4 or any(size != 1 for size in shape[:-4]):
             return []
         counts = [x for name, x in vars(old).items() if type(x) is int and ("iter" in name or "routing" in name)]
         options = []
         for axes, detach, returned in product(("mied", "imed", "imde", "mide"), (True, False), ("bme", "b1me1")):
-            sizes = dict(zip(axes, shape[len(front) :], strict=True))
-            names = {"i": "in_num_caps", "d": "in_dim_caps", "m": "out_num_caps", "e": "out_dim_caps"}
-            own = {"stored": (found[0][0], "1" * len(front) + axes), "returned": returned, "detach": detach}
-            options.append({names[axis]: size for axis, size in sizes.items()} | own | {"routings": [*counts, 3][0]})
+            sizes = {name: shape[-4:][axes.index(axis)] for axis, name in zip("idme", cls._names, strict=True)}
+            own = {"stored": (found[0][0], ones + axes), "returned": returned, "detach": detach}
+            options.append(sizes | own | {"routings": [*counts, 3][0]})
         return options
 
 
 class RoutingCapsules(DynamicTwin):
     """``RoutingCapsules`` of capsule-network (D. Havir): what :class:`DenseCapsule` computes, under other names.
 
-    Parameters
-    ----------
-    in_dim, in_caps : int
-        Values in a child's pose, and children.
-    num_caps, dim_caps : int
-        Parents, and the values in a parent's pose.
-    num_routing : int
-        Iterations, at least 1.
-    device : torch.device, optional
-        Stored, without effect: the published layer creates its logits there.
-
-    Attributes
-    ----------
-    W : Parameter
-        ``[1, num_caps, in_caps, dim_caps, in_dim]``, drawn from N(0, 0.01^2).
+    It routes ``[batch, in_caps, in_dim]`` to ``[batch, num_caps, dim_caps]`` in ``num_routing`` iterations, at least 1.
+    Its parameter ``W``, ``[1, num_caps, in_caps, dim_caps, in_dim]``, is drawn from N(0, 0.01^2). ``device`` is stored,
+    without effect: the published layer creates its logits there.
     """
 
-    _children = ("in_caps", "in_dim")
-    _known_by = (*_children, "num_caps", "dim_caps", "num_routing")
-    _drawn = ("W", 0.01)
+    num_routing: int
+    _names = ("in_caps", "in_dim", "num_caps", "dim_caps")
+    _known_by = (*_names, "num_routing")
+    _axes, _std = "1mied", 0.01
 
     def __init__(
         self,
@@ -193,40 +145,24 @@ class RoutingCapsules(DynamicTwin):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self._count(in_dim=in_dim, in_caps=in_caps, num_caps=num_caps, dim_caps=dim_caps, num_routing=num_routing)
         self.device = device
-        self.W = nn.Parameter(torch.empty(1, num_caps, in_caps, dim_caps, in_dim))
-        self.reset_parameters()
+        self._make(in_dim=in_dim, in_caps=in_caps, num_caps=num_caps, dim_caps=dim_caps, num_routing=num_routing)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, in_caps, in_dim]`` to ``[batch, num_caps, dim_caps]``."""
-        return shorten(self._route("x", x, self.W[0].permute(1, 0, 3, 2), iterations=self.num_routing, detach=True))
-
-    @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, device=getattr(old, "device", None), **options)  # some copies have no device
+        """Return the parents."""
+        return shorten(self._parents("x", x, iterations=self.num_routing, detach=True))
 
 
 class DigitCaps(DynamicTwin):
     """``DigitCaps`` of the tutorial capsule_net_pytorch (cezannec): three iterations, the **children** compete.
 
-    Parameters
-    ----------
-    num_capsules : int
-        Parents.
-    previous_layer_nodes : int
-        Children.
-    in_channels, out_channels : int
-        Values in a child's pose and in a parent's.
-
-    Attributes
-    ----------
-    W : Parameter
-        ``[num_capsules, previous_layer_nodes, in_channels, out_channels]``, drawn from N(0, 1).
+    It routes ``[batch, previous_layer_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]``. Its
+    parameter ``W``, ``[num_capsules, previous_layer_nodes, in_channels, out_channels]``, is drawn from N(0, 1).
     """
 
-    _children = ("previous_layer_nodes", "in_channels")
-    _known_by = ("num_capsules", *_children)
+    _names = ("previous_layer_nodes", "in_channels", "num_capsules", "out_channels")
+    _known_by = _names[:3]
+    _axes = "mide"
 
     @partial(known_arguments, note="; compat.batch_averaged.DigitCaps is the twin of other codes")
     def __init__(
@@ -237,49 +173,26 @@ class DigitCaps(DynamicTwin):
         out_channels: int = 16,
     ) -> None:
         super().__init__()
-        self._count(num_capsules=num_capsules, previous_layer_nodes=previous_layer_nodes)
-        self._count(in_channels=in_channels, out_channels=out_channels)
-        self.W = nn.Parameter(torch.empty(num_capsules, previous_layer_nodes, in_channels, out_channels))
-        self.reset_parameters()
+        sizes = {"num_capsules": num_capsules, "previous_layer_nodes": previous_layer_nodes}
+        self._make(**sizes, in_channels=in_channels, out_channels=out_channels)
 
     def forward(self, u: Tensor) -> Tensor:
-        """Route ``[batch, previous_layer_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]``."""
-        return standing(self._route("u", u, self.W.transpose(0, 1), iterations=3, compete="children"))
-
-    @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, out_channels=old.W.shape[-1], **options)  # it has no such attribute
+        """Return the parents."""
+        return standing(self._parents("u", u, iterations=3, compete="children"))
 
 
 class CapsuleLayer(DynamicTwin):
     """``CapsuleLayer`` of gram-ai's capsule-networks: dynamic routing in which the **children** compete, or primary
     capsules by convolutions.
 
-    The routing starts from logits of zero, or from learned ones as in the code's first revisions.
+    It routes ``[batch, num_route_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]`` in
+    ``num_iterations`` iterations. Its parameter ``route_weights``, ``[num_capsules, num_route_nodes, in_channels,
+    out_channels]``, is drawn from N(0, 1). The logits start from zero, or with ``learned_logits`` from the parameter
+    ``route_logits``, ``[num_capsules, 1, num_route_nodes, 1, 1]``, zero at first, as in the code's first revisions.
 
-    Parameters
-    ----------
-    num_capsules : int
-        Parents; for primary capsules the values in a pose, one convolution for each.
-    num_route_nodes : int
-        Children; -1 for primary capsules.
-    in_channels, out_channels : int
-        Values in a child's pose and in a parent's; for primary capsules, channels of the map and of each convolution.
-    kernel_size, stride : int, optional
-        Of primary capsules.
-    num_iterations : int
-        Iterations.
-    learned_logits : bool
-        Have ``route_logits``, as the first revisions and their checkpoints do.
-
-    Attributes
-    ----------
-    route_weights : Parameter
-        ``[num_capsules, num_route_nodes, in_channels, out_channels]``, drawn from N(0, 1).
-    route_logits : Parameter
-        With ``learned_logits``: ``[num_capsules, 1, num_route_nodes, 1, 1]``, zero at the start.
-    capsules : nn.ModuleList
-        Of primary capsules.
+    With ``num_route_nodes=-1`` it makes primary capsules, ``[batch, out_channels * h' * w', num_capsules]``, of a map
+    ``[batch, in_channels, h, w]``. Its ``capsules`` are convolutions with ``kernel_size`` and ``stride``, one for each
+    of the ``num_capsules`` values in a pose.
 
     Examples
     --------
@@ -290,9 +203,11 @@ class CapsuleLayer(DynamicTwin):
     torch.Size([2, 10, 16])
     """
 
-    _children = ("num_route_nodes", "in_channels")
+    num_route_nodes: int
+    num_iterations: int
+    _names = ("num_route_nodes", "in_channels", "num_capsules", "out_channels")
     _known_by = ("num_capsules", "num_route_nodes", "num_iterations")
-    _drawn = ("route_weights", 1.0)
+    _drawn, _axes = "route_weights", "mide"
 
     @partial(known_arguments, note="; compat.batch_averaged.CapsuleLayer is the twin of another code")
     def __init__(
@@ -308,41 +223,35 @@ class CapsuleLayer(DynamicTwin):
         learned_logits: bool = False,
     ) -> None:
         super().__init__()
-        self._count(num_capsules=num_capsules, in_channels=in_channels, out_channels=out_channels)
-        self._count(num_iterations=num_iterations)
-        self.num_route_nodes = -1 if num_route_nodes == -1 else check_count("num_route_nodes", num_route_nodes)
+        sizes = {"num_capsules": num_capsules, "in_channels": in_channels, "out_channels": out_channels}
+        self._count(**sizes, num_iterations=num_iterations)
         self.kernel_size, self.stride = kernel_size, stride
         self.learned_logits = bool(learned_logits)
         if num_route_nodes == -1:
+            self.num_route_nodes = -1
             size, step = check_count("kernel_size", kernel_size), check_count("stride", stride)
             self.capsules = nn.ModuleList(
                 nn.Conv2d(in_channels, out_channels, size, stride=step) for _ in range(num_capsules)
             )
             return
+        self._count(num_route_nodes=num_route_nodes)
         if learned_logits:
             self.route_logits = nn.Parameter(torch.empty(num_capsules, 1, num_route_nodes, 1, 1))
-        self.route_weights = nn.Parameter(torch.empty(num_capsules, num_route_nodes, in_channels, out_channels))
-        self.reset_parameters()
+        self._make()
 
     def reset_parameters(self) -> None:
         """Initialise the parameters."""
-        if self.num_route_nodes == -1:
-            for convolution in self.capsules:
-                convolution.reset_parameters()  # type: ignore[operator]
-            return
         super().reset_parameters()
+        for convolution in getattr(self, "capsules", ()):
+            convolution.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route ``[batch, num_route_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]``.
-
-        For primary capsules, map ``[batch, in_channels, h, w]`` to ``[batch, out_channels * h' * w', num_capsules]``.
-        """
+        """Return the parents, or primary capsules."""
         if self.num_route_nodes == -1:
             require_tensor(x, "x")
             return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
         options = {"prior": self.route_logits.flatten(1).T} if self.learned_logits else {}
-        weight = self.route_weights.transpose(0, 1)
-        return standing(self._route("x", x, weight, iterations=self.num_iterations, compete="children", **options))
+        return standing(self._parents("x", x, iterations=self.num_iterations, compete="children", **options))
 
     @classmethod
     def _unfit(cls, old: Any) -> str:
@@ -350,25 +259,14 @@ class CapsuleLayer(DynamicTwin):
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
-        _, _, in_channels, out_channels = old.route_weights.shape  # the layer has no attributes for them
-        options["learned_logits"] = hasattr(old, "route_logits")  # as its first versions have
-        return super()._like(old, in_channels=in_channels, out_channels=out_channels, **options)
+        return super()._like(old, learned_logits=hasattr(old, "route_logits"), **options)
 
 
 class AgreementRouting(Twin):
     """The routing of a :class:`CapsLayer`, from learned logits. The parents compete for each child.
 
-    Parameters
-    ----------
-    input_caps, output_caps : int
-        Children and parents.
-    n_iterations : int
-        Iterations after the first; with 0 the logits alone give the coefficients.
-
-    Attributes
-    ----------
-    b : Parameter
-        ``[input_caps, output_caps]``, the logits that every iteration starts from; zero at first.
+    ``n_iterations`` counts the iterations after the first; with 0 the logits alone give the coefficients. The parameter
+    ``b``, ``[input_caps, output_caps]``, holds the logits that every iteration starts from; zero at first.
     """
 
     def __init__(self, input_caps: int, output_caps: int, n_iterations: int) -> None:
@@ -390,25 +288,15 @@ class AgreementRouting(Twin):
         children = u_predict.flatten(2)  # a child holds its votes for all parents, and each parent's matrix picks one
         own = torch.eye(children.shape[-1], device=children.device, dtype=children.dtype)
         weight = own.unflatten(1, u_predict.shape[2:]).movedim(1, 0).unsqueeze(0)
-        return routed(children, weight, iterations=self.n_iterations + 1, prior=self.b)
+        return routed(children.unsqueeze(-2), weight, iterations=self.n_iterations + 1, prior=self.b)
 
 
 class CapsLayer(DynamicTwin):
     """``CapsLayer`` of CapsNet-pytorch (A. Bielski): dynamic routing from learned logits.
 
-    Parameters
-    ----------
-    input_caps, input_dim : int
-        Children, and the values in a child's pose.
-    output_caps, output_dim : int
-        Parents, and the values in a parent's pose.
-    routing_module : AgreementRouting
-        Holds the logits and the number of iterations.
-
-    Attributes
-    ----------
-    weights : Parameter
-        ``[input_caps, input_dim, output_caps * output_dim]``, drawn uniformly from ±1 / sqrt(input_caps).
+    It routes ``[batch, input_caps, input_dim]`` to ``[batch, output_caps, output_dim]``. ``routing_module``, an
+    :class:`AgreementRouting`, holds the logits and the number of iterations. The parameter ``weights``, ``[input_caps,
+    input_dim, output_caps * output_dim]``, is drawn uniformly from ±1 / sqrt(input_caps).
 
     Examples
     --------
@@ -419,8 +307,8 @@ class CapsLayer(DynamicTwin):
     """
 
     output_dim: int
-    _children = ("input_caps", "input_dim")
-    _known_by = (*_children, "output_caps", "output_dim", "routing_module")
+    _names = ("input_caps", "input_dim", "output_caps", "output_dim")
+    _known_by = (*_names, "routing_module")
 
     def __init__(
         self, input_caps: int, input_dim: int, output_caps: int, output_dim: int, routing_module: nn.Module
@@ -442,10 +330,12 @@ class CapsLayer(DynamicTwin):
         nn.init.uniform_(self.weights, -bound, bound)
 
     def forward(self, caps_output: Tensor) -> Tensor:
-        """Route ``[batch, input_caps, input_dim]`` to ``[batch, output_caps, output_dim]``."""
+        """Return the parents."""
         routing: Any = self.routing_module
-        weight = self.weights.unflatten(2, (-1, self.output_dim)).movedim(2, 1)
-        return self._route("caps_output", caps_output, weight, iterations=routing.n_iterations + 1, prior=routing.b)
+        return self._parents("caps_output", caps_output, iterations=routing.n_iterations + 1, prior=routing.b)
+
+    def _matrices(self) -> Tensor:
+        return self.weights.unflatten(2, (-1, self.output_dim)).movedim(2, 1)
 
     @classmethod
     def _unfit(cls, old: Any) -> str:

@@ -25,14 +25,16 @@ MODELS = {"gaussian": "gaussian", "skm": "kmeans"}
 class GenerativeMatrixRouting(Twin):
     """Heinsen routing of capsules with scores, with the author's names.
 
+    A child's pose is d_cov x d_inp, a parent's d_cov x d_out. ``W``, ``[n_inp or 1, n_out, d_inp, d_out]``, is drawn from
+    N(0, 1) / d_inp; ``B``, ``[n_inp or 1, n_out, d_cov, d_out]``, and ``beta_use`` and ``beta_ign``, ``[n_inp or 1,
+    n_out]``, are zero at the start. The buffer ``CONST_one`` is in the author's checkpoints, and unused here.
+
     Parameters
     ----------
     n_inp : int
         Children; -1 for any number of them, which then share their parameters.
     n_out : int
         Parents, at least 2.
-    d_cov, d_inp, d_out : int
-        A child's pose is d_cov x d_inp, a parent's d_cov x d_out.
     n_iters : int
         Iterations.
     single_beta : bool
@@ -43,16 +45,6 @@ class GenerativeMatrixRouting(Twin):
         Added to the sums of coefficients and to the variances.
     return_dict : bool
         Return all intermediate results, votes included, as a dict.
-
-    Attributes
-    ----------
-    W, B : Parameter
-        ``[n_inp or 1, n_out, d_inp, d_out]``, drawn from N(0, 1) / d_inp, and ``[n_inp or 1, n_out, d_cov, d_out]``,
-        zero at the start.
-    beta_use, beta_ign : Parameter
-        ``[n_inp or 1, n_out]``, zero at the start.
-    CONST_one : Tensor
-        A buffer in the author's checkpoints, unused here.
 
     Examples
     --------
@@ -104,21 +96,12 @@ class GenerativeMatrixRouting(Twin):
             self.W.div_(self.d_inp)
 
     def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, Tensor, Tensor] | dict[str, Tensor]:
-        """Return the parents' scores, means and variances.
+        """Return the parents' scores, means and variances, of children with scores ``[..., n_inp]`` and poses
+        ``[..., n_inp, d_cov, d_inp]``. A score of minus infinity is a child that does not exist.
 
-        Parameters
-        ----------
-        a_inp : Tensor
-            Scores ``[..., n_inp]``, minus infinity for a child that does not exist.
-        mu_inp : Tensor
-            Poses ``[..., n_inp, d_cov, d_inp]``, with the same leading dimensions, or none.
-
-        Returns
-        -------
-        tuple or dict
-            ``a_out`` ``[..., n_out]``, ``mu_out`` and ``sig2_out`` ``[..., n_out, d_cov, d_out]``; with
-            ``return_dict`` a dict of these, of the votes ``V`` ``[..., n_inp, n_out, d_cov, d_out]``, and of
-            ``log_p``, ``R``, ``D_use``, ``D_ign`` ``[..., n_inp, n_out]`` of the last iteration.
+        They are ``a_out``, ``[..., n_out]``, ``mu_out`` and ``sig2_out``, ``[..., n_out, d_cov, d_out]``. With
+        ``return_dict``, a dict of these, of the votes ``V``, ``[..., n_inp, n_out, d_cov, d_out]``, and of ``log_p``,
+        ``R``, ``D_use``, ``D_ign``, ``[..., n_inp, n_out]``, of the last iteration.
         """
         require_tensor(a_inp, "a_inp")
         require_tensor(mu_inp, "mu_inp")
@@ -134,9 +117,8 @@ class GenerativeMatrixRouting(Twin):
         outputs = dict(zip(("a_out", "mu_out", "sig2_out"), found, strict=True))
         if self.return_dict:
             outputs = {**self._inside(children, scores), **outputs}
-            return {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
-        a_out, mu_out, sig2_out = (tensor.reshape(*lead, *tensor.shape[1:]) for tensor in found)
-        return a_out, mu_out, sig2_out
+        outputs = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
+        return outputs if self.return_dict else (outputs["a_out"], outputs["mu_out"], outputs["sig2_out"])
 
     def _route(self, children: Tensor, scores: Tensor, iterations: int) -> tuple[Tensor, ...]:
         options: dict[str, Any] = {"iterations": iterations, "model": MODELS[self.p_model], "eps": self.eps}

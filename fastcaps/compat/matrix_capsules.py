@@ -22,27 +22,11 @@ class ConvCaps(Twin):
     As in that code, a child's coefficients times its activation a are divided by their sum: its weight is
     :math:`a / (a + 10^{-8})`, about 1 for all activations but 0. :math:`\lambda` is 0.001 in every iteration.
 
-    Parameters
-    ----------
-    B, C : int
-        Child types and parent types.
-    K, stride : int
-        The window's size and stride; both 1 if ``w_shared``.
-    P : int
-        Poses are P x P.
-    iters : int
-        Iterations.
-    coor_add : bool
-        Add a child's position to its votes, if ``w_shared``.
-    w_shared : bool
-        One parent for the whole grid, with matrices shared over space.
-
-    Attributes
-    ----------
-    weights : Parameter
-        ``[1, K * K * B, C, P, P]``, drawn from N(0, 1).
-    beta_u, beta_a : Parameter
-        ``[C]``, zero at the start.
+    It routes ``[b, h, w, B * (P * P + 1)]``, P x P poses and then activations of B child types, to ``[b, h', w', C * (P *
+    P + 1)]`` in ``iters`` iterations, over windows of K x K with a ``stride``. With ``w_shared``, for which both must be
+    1, the whole grid is one window with matrices shared over space, and the result is activations ``[b, C]``;
+    ``coor_add`` then adds a child's position to its votes. The parameter ``weights``, ``[1, K * K * B, C, P, P]``, is
+    drawn from N(0, 1); ``beta_u`` and ``beta_a``, ``[C]``, are zero at the start.
 
     Examples
     --------
@@ -59,7 +43,7 @@ class ConvCaps(Twin):
     stride: int
     iters: int
     _known_by = ("B", "C", "K", "P", "stride", "iters", "coor_add", "w_shared")
-    _drawn = ("weights", 1.0)
+    _drawn = "weights"
 
     def __init__(
         self,
@@ -84,10 +68,7 @@ class ConvCaps(Twin):
         self.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route ``[b, h, w, B * (P * P + 1)]`` to ``[b, h', w', C * (P * P + 1)]``: poses, then activations.
-
-        With ``w_shared`` the result is activations ``[b, C]``.
-        """
+        """Return the parents' poses and activations, or with ``w_shared`` their activations."""
         require_tensor(x, "x")
         numbers = self.B * self.psize
         if x.dim() != 4 or x.shape[-1] != numbers + self.B:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, require_tensor, shape_text
+from fastcaps.checks import require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.nn.inverted_attention import attend
 from fastcaps.nn.layer import LayerCall
@@ -25,13 +25,7 @@ from fastcaps.votes import Window
 
 
 class _Capsule(Twin):
-    """The base of the two layers: names, initialisation and the pass.
-
-    Parameters
-    ----------
-    sides : tuple of int
-        Of the window, for a grid.
-    """
+    """The base of the two layers: names, initialisation and the pass."""
 
     in_n_capsules: int
     in_d_capsules: int
@@ -42,19 +36,10 @@ class _Capsule(Twin):
         "in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", "nonlinear_act", "drop",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        sides: tuple[int, ...],
-        in_n_capsules: int,
-        in_d_capsules: int,
-        out_n_capsules: int,
-        out_d_capsules: int,
-        matrix_pose: bool,
-        dp: float,
-    ) -> None:
-        super().__init__()
-        self._count(in_n_capsules=in_n_capsules, in_d_capsules=in_d_capsules)
-        self._count(out_n_capsules=out_n_capsules, out_d_capsules=out_d_capsules)
+    def _make(self, sides: tuple[int, ...], matrix_pose: bool, dp: float) -> None:
+        """Create what the layer holds; on a grid, ``sides`` are the window's."""
+        in_n_capsules, in_d_capsules = self.in_n_capsules, self.in_d_capsules
+        out_n_capsules, out_d_capsules = self.out_n_capsules, self.out_d_capsules
         lead = (*sides, in_n_capsules)
         self.matrix_pose = bool(matrix_pose)
         if matrix_pose and out_d_capsules != in_d_capsules:
@@ -90,19 +75,10 @@ class _Capsule(Twin):
     def forward(self, input: Tensor, num_iter: int, next_capsule_value: Tensor | None = None) -> Tensor:
         """Return the parents after one iteration.
 
-        Parameters
-        ----------
-        input : Tensor
-            ``[b, n, d]``; or a grid ``[b, n, h, w, d]``, which :class:`CapsuleFC` flattens.
-        num_iter : int
-            Unused, as in the authors' layer: a call is one iteration.
-        next_capsule_value : Tensor, optional
-            The parents' last poses, of the result's shape; None spreads every child evenly.
-
-        Returns
-        -------
-        Tensor
-            ``[b, m, d]``; of :class:`CapsuleCONV` ``[b, m, h', w', d]``.
+        ``input`` is ``[b, n, d]``, or a grid ``[b, n, h, w, d]``, which :class:`CapsuleFC` flattens.
+        ``next_capsule_value`` are the parents' last poses, of the result's shape; None spreads every child evenly.
+        ``num_iter`` is unused, as in the authors' layer: a call is one iteration. The result is ``[b, m, d]``, of
+        :class:`CapsuleCONV` ``[b, m, h', w', d]``.
         """
         require_tensor(input, "input")
         children, parents = self._flat(input), next_capsule_value
@@ -171,23 +147,9 @@ class _Capsule(Twin):
 class CapsuleFC(_Capsule):
     """Routing from a set of capsules to a set of parents, with the authors' names.
 
-    Parameters
-    ----------
-    in_n_capsules, in_d_capsules : int
-        Children, and the values in a child's pose.
-    out_n_capsules, out_d_capsules : int
-        Parents, and the values in a parent's pose.
-    matrix_pose : bool
-        Poses are square matrices (then the two ``d`` must be equal squares); False: vectors.
-    dp : float
-        Dropout between the sum and LayerNorm.
-
-    Attributes
-    ----------
-    w : Parameter
-        ``[n, x, d, m]`` for matrix poses, ``[n, a, m, d]`` for vectors.
-    nonlinear_act : nn.LayerNorm
-        Over a parent's values. Skipped if there is only one.
+    With ``matrix_pose`` poses are square matrices (then the two ``d`` must be equal squares), otherwise vectors. ``dp``
+    is the dropout between the sum and LayerNorm. The parameter ``w`` is ``[n, x, d, m]`` for matrix poses, ``[n, a, m,
+    d]`` for vectors. ``nonlinear_act`` is a LayerNorm over a parent's values, skipped if there is only one.
 
     Examples
     --------
@@ -207,7 +169,10 @@ class CapsuleFC(_Capsule):
         matrix_pose: bool,
         dp: float,
     ) -> None:
-        super().__init__((), in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
+        super().__init__()
+        self._count(in_n_capsules=in_n_capsules, in_d_capsules=in_d_capsules)
+        self._count(out_n_capsules=out_n_capsules, out_d_capsules=out_d_capsules)
+        self._make((), matrix_pose, dp)
 
     def _flat(self, poses: Tensor) -> Tensor:
         return poses.flatten(1, 3) if poses.dim() == 5 else super()._flat(poses)
@@ -216,22 +181,12 @@ class CapsuleFC(_Capsule):
 class CapsuleCONV(_Capsule):
     """Routing from a grid of capsules to a grid of parents in sliding windows, with the authors' names.
 
-    Parameters
-    ----------
-    in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp
-        As :class:`CapsuleFC` has them; capsules are counted per position.
-    kernel_size, stride : int
-        Of the square window. There is no padding.
-    coordinate_add : bool
-        Stored, without effect: the authors' forward does not read it either.
-    mixed_windows : bool
-        Mix the positions of a window, as the first commit of the authors' code does; this copies the windows. Only for
-        checkpoints trained with that commit.
+    It is as :class:`CapsuleFC`, with square windows of ``kernel_size`` and ``stride``, without padding. Capsules are
+    counted per position. The parameter ``w`` is ``[k, l, n, x, d, m]`` for matrix poses, ``[k, l, n, a, m, d]`` for
+    vectors. ``coordinate_add`` is stored, without effect: the authors' forward does not read it either.
 
-    Attributes
-    ----------
-    w : Parameter
-        ``[k, l, n, x, d, m]`` for matrix poses, ``[k, l, n, a, m, d]`` for vectors.
+    ``mixed_windows=True`` mixes the positions of a window, as the first commit of the authors' code does; this copies
+    the windows. Only for checkpoints trained with that commit.
 
     Examples
     --------
@@ -260,9 +215,10 @@ class CapsuleCONV(_Capsule):
         *,
         mixed_windows: bool = False,
     ) -> None:
-        sides = (check_count("kernel_size", kernel_size),) * 2
-        super().__init__(sides, in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
-        self._count(kernel_size=kernel_size, stride=stride)
+        super().__init__()
+        self._count(in_n_capsules=in_n_capsules, in_d_capsules=in_d_capsules, kernel_size=kernel_size, stride=stride)
+        self._count(out_n_capsules=out_n_capsules, out_d_capsules=out_d_capsules)
+        self._make((kernel_size, kernel_size), matrix_pose, dp)
         self.coordinate_add, self.mixed_windows = coordinate_add, bool(mixed_windows)
         self.window = Window(kernel_size, kernel_size if mixed_windows else stride)
 
@@ -279,10 +235,6 @@ class CapsuleCONV(_Capsule):
         seen = input.unfold(2, size, step).unfold(3, size, step).permute(0, 1, 5, 6, 4, 2, 3)  # b n k l d h w
         mixed = seen.reshape(*seen.shape[:4], *seen.shape[5:], self.in_d_capsules)  # read as h w d
         return mixed.permute(0, 1, 4, 2, 5, 3, 6).flatten(4, 5).flatten(2, 3)
-
-    @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, coordinate_add=getattr(old, "coordinate_add", False), **options)
 
     def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.kernel_size, self.kernel_size + self.stride), (1, 2)

@@ -238,15 +238,9 @@ class SlimTwin(Twin):
         return votes.unflatten(2, self.biases.shape[:2])
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
+    def _holders(cls, old: Any) -> list[Any]:
         votes = getattr(old, cls._places[0])
-        made = getattr(votes, cls._places[1])
-        for name in ("input_atoms", "output_atoms", "share_weight"):
-            options[name] = getattr(votes if hasattr(votes, name) else old, name)
-        for name in ("kernel_size", "stride", "padding", "dilation"):
-            if name != "dilation" or not made.transposed:
-                options[name] = getattr(made, name)
-        return super()._like(old, **options)
+        return [getattr(votes, cls._places[1]), votes, old]
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         made = self._convolution

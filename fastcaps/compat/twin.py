@@ -1,4 +1,4 @@
-"""The base of the twins: the names of published code, and what ``convert`` needs of a twin."""
+"""The bases of the twins: the names of published code, and what ``convert`` needs of a twin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count
+from fastcaps.checks import check_count, require_tensor, shape_text
 
 Draw = Callable[..., Tensor]
 """Returns random values of a shape, given as several ints."""
@@ -28,14 +28,15 @@ class Twin(nn.Module):
         Scales of the children on which the published layer and its twin are compared.
     _versions : tuple of dict
         Further arguments of the twin for each public version of the layer, the maintained one first.
-    _drawn : (str, float)
+    _drawn, _std : str and float
         The parameter drawn from a normal distribution, and its standard deviation; all others start at zero.
     """
 
     _known_by: ClassVar[tuple[str, ...]]
     _sizes: ClassVar[tuple[float, ...]] = (1.0,)
     _versions: ClassVar[tuple[dict[str, Any], ...]] = ({},)
-    _drawn: tuple[str, float] = ("W", 1.0)
+    _drawn: str = "W"
+    _std: ClassVar[float] = 1.0
 
     def _count(self, **numbers: int) -> None:
         """Store arguments that must be ints >= 1."""
@@ -44,10 +45,9 @@ class Twin(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the parameters."""
-        drawn, std = self._drawn
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                parameter.normal_().mul_(std) if name == drawn else parameter.zero_()
+                parameter.normal_().mul_(self._std) if name == self._drawn else parameter.zero_()
 
     def extra_repr(self) -> str:
         given = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
@@ -61,8 +61,16 @@ class Twin(nn.Module):
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
         """Return a twin, newly initialised, from a layer's attributes and further arguments."""
-        names = inspect.signature(cls).parameters.keys() - options.keys()
-        return cls(**{name: getattr(old, name) for name in cls._known_by if name in names}, **options)
+        arguments = inspect.signature(cls).parameters.values()
+        published = {each.name for each in arguments if each.kind is not each.KEYWORD_ONLY} - options.keys()
+        for holder in cls._holders(old):
+            options = {name: getattr(holder, name) for name in published if hasattr(holder, name)} | options
+        return cls(**options)
+
+    @classmethod
+    def _holders(cls, old: Any) -> list[Any]:
+        """Return a layer, after the parts of it that hold some of its arguments."""
+        return [old]
 
     @classmethod
     def _renamed(cls, old: Any) -> list[dict[str, Any]]:
@@ -77,3 +85,67 @@ class Twin(nn.Module):
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         """Return arguments of ``forward`` on which to compare the two."""
         raise NotImplementedError
+
+
+class VectorTwin(Twin):
+    """A layer that routes vectors by a matrix for every child and parent; published layers differ in names and layout.
+
+    Dimensions are letters: b the batch, i the children and d the values in a child's pose, m the parents and e the
+    values in a parent's, 1 a dimension of size 1.
+
+    Attributes
+    ----------
+    _names : tuple of str
+        The arguments of the constructor for i, d, m and e.
+    _given : str
+        The dimensions of the children.
+    _axes : str
+        The dimensions of the matrices, the parameter ``_drawn``.
+    """
+
+    # small children agree almost equally with all parents, which hides differences between copies of the code
+    _sizes = (1.0, 10.0)
+    _names: ClassVar[tuple[str, str, str, str]]
+    _given: ClassVar[str] = "bid"
+    _axes: str
+
+    def _make(self, **sizes: int) -> None:
+        """Store the arguments that must be ints >= 1, among them the sizes, and create the matrices."""
+        self._count(**sizes)
+        self.register_parameter(self._drawn, nn.Parameter(torch.empty([self._size(axis) for axis in self._axes])))
+        self.reset_parameters()
+
+    def _size(self, axis: str) -> int:
+        return 1 if axis == "1" else getattr(self, self._names["idme".index(axis)])
+
+    def _checked(self, name: str, children: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the children, an argument called ``name``, as ``[b, i, 1, d]``, and the matrices ``[i, m, d, e]``."""
+        require_tensor(children, name)
+        wanted = [self._size(axis) for axis in self._given[1:]]
+        if children.dim() != 3 or list(children.shape[1:]) != wanted:
+            raise ValueError(f"{name} must be [batch, {wanted[0]}, {wanted[1]}], got {shape_text(children)}")
+        return arranged(children, self._given, "bi1d"), self._matrices()
+
+    def _matrices(self) -> Tensor:
+        """Return the matrices ``[i, m, d, e]``."""
+        return arranged(getattr(self, self._drawn), self._axes, "imde")
+
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        for axis, name in zip("idme", cls._names, strict=True):
+            if name not in options and not hasattr(old, name):  # some layers do not store all sizes
+                options[name] = getattr(old, cls._drawn).shape[cls._axes.index(axis)]
+        return super()._like(old, **options)
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(2, *map(self._size, self._given[1:])),)]
+
+
+def arranged(tensor: Tensor, axes: str, wanted: str) -> Tensor:
+    """Return a tensor of dimensions ``axes`` in the order ``wanted``; those called 1 have size 1."""
+    kept = axes.replace("1", "")
+    found = tensor.squeeze(tuple(place for place, axis in enumerate(axes) if axis == "1"))
+    found = found.permute([kept.index(axis) for axis in wanted if axis != "1"])
+    for place, axis in enumerate(wanted):
+        found = found.unsqueeze(place) if axis == "1" else found
+    return found

@@ -28,20 +28,9 @@ def _mix(state: Tensor) -> Tensor:
 class Draws:
     """Random numbers for the items of a batch; every call continues after the last.
 
-    Parameters
-    ----------
-    seed : int
-        Any integer of 63 bits.
-    items : Tensor
-        int64 ``[n]``: the items' indices, on the device of the random numbers.
+    ``seed`` is any integer of 63 bits; ``items`` are the items' indices, int64 ``[n]``, on the device of the random
+    numbers. :meth:`going_on` takes the ``states``, int64 ``[n]``.
 
-    Attributes
-    ----------
-    states : Tensor
-        int64 ``[n]``: the states, for :meth:`going_on`.
-
-    Examples
-    --------
     >>> import torch
     >>> Draws(0, torch.tensor([7, 8])).integers(10, 3).shape
     torch.Size([2, 3])

@@ -23,23 +23,11 @@ from fastcaps.data.transforms import cropped
 class ShiftedDigits(BatchDataset):
     """Each digit shifted by up to ``shift`` pixels in each direction, on a larger black square.
 
-    A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the training half of the affNIST experiment
-    (Sabour et al. 2017, section 5.2).
+    An image is 2·shift larger than the digit. A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the
+    training half of the affNIST experiment (Sabour et al. 2017, section 5.2).
 
-    Parameters
-    ----------
-    images : numpy.ndarray
-        uint8 ``[n, 1, h, w]``.
-    labels : numpy.ndarray
-        int64 ``[n]``, 0 to ``classes`` − 1.
-    shift : int
-        Pixels; an image is 2·shift larger than the digit.
-    classes : int
-        Number of classes.
-    mean, std : float or sequence of float
-        Of pixels scaled to 0..1; MNIST's by default.
-    seed : int, optional
-        As :class:`BatchDataset` takes it.
+    Images are uint8 ``[n, 1, h, w]``; labels int64 ``[n]``, 0 to ``classes`` − 1; the rest is as for
+    :class:`BatchDataset`, with MNIST's mean and std by default.
     """
 
     def __init__(
@@ -49,11 +37,9 @@ class ShiftedDigits(BatchDataset):
         *,
         shift: int = 4,
         classes: int = 10,
-        mean: float | Sequence[float] = (0.1307,),
-        std: float | Sequence[float] = (0.3081,),
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(images, labels, mean=mean, std=std, seed=seed)
+        super().__init__(images, labels, **{"mean": 0.1307, "std": 0.3081, **options})
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
             raise ValueError(f"labels: got {found}, want 0 to {classes - 1}")
@@ -76,14 +62,8 @@ class OverlappingDigits(ShiftedDigits):
     the digits of other classes. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
     images shows one digit. Training images use MNIST's training digits, test images its test digits.
 
-    Parameters
-    ----------
-    images, labels, classes, **options
-        As :class:`ShiftedDigits` takes them.
-    single : float
-        Probability that an image shows only one digit.
-    overlay : str
-        ``"sum"``, clamped to 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do not say.
+    ``overlay`` is ``"sum"``, clamped to 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do
+    not say. The rest is as for :class:`ShiftedDigits`.
     """
 
     def __init__(
@@ -156,16 +136,9 @@ class AffineDigits(ShiftedDigits):
     The angle, the shear and the two scales are uniform in their ranges, and the position is uniform where the digit's
     bounding box is inside the image. Pixels are sampled bilinearly.
 
-    Parameters
-    ----------
-    images, labels, **options
-        As :class:`ShiftedDigits` takes them, except ``shift``; images must be square.
-    size : int
-        Height and width of the generated images.
-    rotation, shear : float
-        Maximum of :math:`|\varphi|` in degrees, and of :math:`|k|`.
-    scale : (float, float)
-        Minimum and maximum of s.
+    ``rotation`` and ``shear`` are the maxima of :math:`|\varphi|` in degrees and of :math:`|k|`, ``scale`` the minimum
+    and maximum of s, ``size`` the height and width of the generated images. The rest is as for
+    :class:`ShiftedDigits`, without ``shift``; images must be square.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Readers of the data sets' files: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN), digits.
+"""Readers of the data sets' files: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN), digits, images.
 
 IDX files and smallNORB's are a header and an array: the element type, the number of dimensions, their sizes, then the
 elements in C order.
@@ -10,19 +10,20 @@ import gzip
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from fastcaps.data import files
 from fastcaps.data.files import (
     CorruptDataError,
+    MissingDataError,
     check_labels,
     existing,
-    find,
     first_bytes,
-    needing,
     read_by,
     sizes_text,
 )
@@ -61,13 +62,8 @@ def read_array(
     """Return the array of a file, plain or gzip; elements are read only after the header passed its checks.
 
     The first bytes decide whether a file is compressed, not its name (a browser may unpack it and keep the name).
-    ``dtype`` and ``shape`` are what the caller wants, ``None`` for any size.
-
-    Raises
-    ------
-    MissingDataError, CorruptDataError
-        If there is no such file; if it has another format, dtype or shape, fewer or more bytes than its header says, or
-        damaged gzip.
+    ``dtype`` and ``shape`` are what the caller wants, ``None`` for any size. MissingDataError if there is no such file;
+    CorruptDataError if it has another format, dtype or shape, other bytes than its header says, or damaged gzip.
     """
     path = existing(path, f"{form.kind}, plain or gzip,")
     with path.open("rb") as file:
@@ -129,7 +125,7 @@ def read_norb(
     the three files is missing or wrong, or they do not match.
     """
     stem = STEMS["train" if train else "test"]
-    images, categories, info = (find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
+    images, categories, info = (files.find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
     # the small files first, to refuse files that do not match before unpacking 448 MB
     labels = read_array(categories, NORB, "int32", (None,)).astype(np.int64)
     check_labels(categories, labels, 0, 4)
@@ -201,7 +197,7 @@ def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     uint8 ``[1797, 1, 8, 8]`` from 0 to 255 (the package stores 0 to 16), and int64 ``[1797]``. MissingDataError if
     scikit-learn is not installed.
     """
-    with needing("scikit-learn", "demo", "its digits"):
+    with files.needing("scikit-learn", "demo", "its digits"):
         from sklearn.datasets import load_digits
     bunch = load_digits()
     # from 0..16 to 0..255, as in the other data sets
@@ -222,3 +218,81 @@ def split_digits(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], 
         test.append(members[: round(len(members) / 5)])
     held_out = np.sort(np.concatenate(test))
     return np.setdiff1d(np.arange(len(labels)), held_out), held_out
+
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+"""Pillow reads more formats, whatever a file's name; PostScript would run in Ghostscript."""
+MOST_PIXELS = 2**26
+"""The maximum for an image, by its header: 8,192 x 8,192."""
+
+
+def class_names(folder: str | Path) -> tuple[str, ...]:
+    """Return the names of a folder's folders, sorted: class k is the k-th. MissingDataError if there are none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise MissingDataError(f"{folder}: no such folder; it should hold a folder of images for each class")
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        raise MissingDataError(f"{folder}: holds no folder; want one for each class, with its images")
+    return tuple(found)
+
+
+def read_folder(
+    folder: str | Path, *, classes: Sequence[str] | None = None, image_size: int | None = None
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Return all images of a folder of classes, uint8 ``[n, 3, size, size]``, and their labels, int64 ``[n]``.
+
+    ``folder`` holds a folder for each class; ``classes`` are their names, by default :func:`class_names`, so that a
+    test set can use the training set's labels. With ``image_size`` the shorter side is resized to it, and the middle is
+    cropped; without it all images must be squares of one size.
+
+    MissingDataError if a folder or Pillow is missing, or a folder is empty; CorruptDataError if a file is damaged or
+    not an image, or has more than 2²⁶ pixels by its header, channels of more than 8 bits, or another size than the
+    first.
+    """
+    folder = Path(folder)
+    if image_size is not None and not 1 <= image_size**2 <= MOST_PIXELS:
+        raise ValueError(f"image_size: got {image_size}, want 1 to {math.isqrt(MOST_PIXELS)}")
+    names = class_names(folder)
+    classes = names if classes is None else tuple(classes)
+    if unknown := sorted(set(names) - set(classes)):
+        raise CorruptDataError(f"{folder / unknown[0]}: not one of the classes {', '.join(classes)}")
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        if not found:
+            raise MissingDataError(f"{folder / name}: holds no image; want files named {', '.join(SUFFIXES)}")
+        paths += found
+        labels += [label] * len(found)
+    shape = _read_image(paths[0], image_size).shape
+    images = np.empty((len(paths), *shape), np.uint8)  # np.stack of a list would take twice the memory
+    for index, path in enumerate(paths):
+        pixels = _read_image(path, image_size)
+        if pixels.shape != shape or shape[1] != shape[2]:
+            raise CorruptDataError(
+                f"{path}: {pixels.shape[2]} x {pixels.shape[1]} pixels, want squares of one size (the first image, "
+                f"{paths[0]}, has {shape[2]} x {shape[1]}); image_size= brings all to one"
+            )
+        images[index] = pixels
+    return images, np.array(labels, dtype=np.int64)
+
+
+def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
+    with read_by("Pillow", path, f"an image of {', '.join(FORMATS)}"):
+        from PIL import Image, ImageOps
+
+        with Image.open(path, formats=FORMATS) as opened:  # reads the header only
+            width, height = opened.size
+            if width * height > MOST_PIXELS:
+                raise CorruptDataError(
+                    f"{path}: its header states {width:,} x {height:,} pixels, want {MOST_PIXELS:,} or fewer"
+                )
+            if opened.mode in ("I", "F") or opened.mode.startswith("I;"):  # Pillow would cut them at 255
+                raise CorruptDataError(f"{path}: pixels of more than 8 bits (Pillow's mode {opened.mode}), want bytes")
+            if size is None:
+                image = opened.convert("RGB")
+            else:
+                opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size
+                image = ImageOps.fit(opened.convert("RGB"), (size, size), method=Image.Resampling.BILINEAR)
+            return np.asarray(image).transpose(2, 0, 1)

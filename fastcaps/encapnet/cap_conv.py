@@ -125,20 +125,11 @@ class CapConv2d(nn.Module):
         return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
-        """Return the capsules of the next layer.
+        """Return the next layer's capsules ``[B, types * out_dim, Ho, Wo]``, of lengths below 1, of ``[B, types * in_dim,
+        H, W]``.
 
-        Parameters
-        ----------
-        capsules : Tensor
-            ``[B, types * in_dim, H, W]``.
-        skipped : Tensor, optional
-            Added before the last BatchNorm instead of the layer's own input: the input of the first of several layers
-            that one connection skips. ``[B, types * out_dim, Ho, Wo]``.
-
-        Returns
-        -------
-        Tensor
-            ``[B, types * out_dim, Ho, Wo]``, each capsule's length below 1.
+        ``skipped``, of the result's shape, is added before the last BatchNorm instead of the layer's own input: the
+        input of the first of several layers that one connection skips.
         """
         require_tensor(capsules, "capsules")
         if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:
@@ -236,18 +227,10 @@ class CapFC(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, capsules: Tensor) -> Tensor:
-        """Return the class capsules.
+        """Return the class capsules ``[B, out_capsules, dim]``, of lengths below 1.
 
-        Parameters
-        ----------
-        capsules : Tensor
-            A map ``[B, types * dim, H, W]``, read types slowest, then rows, then columns; or a set
-            ``[B, in_capsules, dim]``.
-
-        Returns
-        -------
-        Tensor
-            ``[B, out_capsules, dim]``, of lengths below 1.
+        ``capsules`` are a set ``[B, in_capsules, dim]``, or a map ``[B, types * dim, H, W]``, read types slowest, then
+        rows, then columns.
         """
         require_tensor(capsules, "capsules")
         given = capsules

@@ -116,19 +116,10 @@ class FeedbackAgreement(nn.Module):
         return normal.relu() if self.types is None else squash_sum(normal, types=self.types, relu=True)
 
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
-        """Return the loss between the two layers.
+        """Return the loss between a higher layer ``[B, higher_channels, h, w]`` and a lower ``[B, lower_channels, H, W]``.
 
-        Parameters
-        ----------
-        higher : Tensor
-            ``[B, higher_channels, h, w]``.
-        lower : Tensor
-            ``[B, lower_channels, H, W]``; H and W divided by the stride and rounded up are h and w.
-
-        Returns
-        -------
-        Tensor
-            A scalar, float32 or float64; 0 in evaluation mode.
+        H and W divided by the stride and rounded up are h and w. The loss is a scalar, float32 or float64; 0 in
+        evaluation mode.
         """
         for name, value in (("higher", higher), ("lower", lower)):
             check_map(name, value, getattr(self, f"{name}_channels"))
@@ -168,11 +159,6 @@ def feedback_loss(
         A scalar, the sum of the losses of the network's :class:`~fastcaps.encapnet.FeedbackAgreement` units.
     weight : float
         :math:`\lambda`; 10 in the paper.
-
-    Returns
-    -------
-    Tensor
-        A scalar, or ``[B]`` for ``"none"``.
 
     Examples
     --------

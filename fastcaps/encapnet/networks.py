@@ -104,20 +104,10 @@ class EncapNet(nn.Module):
         self.fixed = fixed
 
     def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the logits of ``images``.
+        """Return logits ``[B, classes]``, the lengths of class capsules if there are any, of ``[B, channels, H, W]``.
 
-        Parameters
-        ----------
-        images : Tensor
-            ``[B, channels, H, W]``.
-        return_feedback : bool
-            Also return the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
-            :func:`fastcaps.encapnet.feedback_loss`.
-
-        Returns
-        -------
-        Tensor or (Tensor, Tensor)
-            Logits ``[B, classes]``, which are the lengths of class capsules if there are any.
+        ``return_feedback`` adds the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
+        :func:`fastcaps.encapnet.feedback_loss`.
         """
         check_map("images", images, self.in_channels)
         if self.fixed and tuple(images.shape[2:]) != self.image_size:

@@ -88,23 +88,10 @@ class SinkhornDivergence(nn.Module):
         return (plan * costs).sum()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the divergence of two sets.
+        """Return the divergence of n and m vectors ``[n, ...]`` and ``[m, ...]``: a scalar; 0 for two empty sets.
 
-        Parameters
-        ----------
-        x, y : Tensor
-            ``[n, ...]`` and ``[m, ...]``: n and m vectors, of all dimensions but the first. Half types are computed in
-            float32, also under autocast.
-
-        Returns
-        -------
-        Tensor
-            A scalar; 0 for two empty sets.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument has the wrong type, dtype or shape.
+        Half types are computed in float32, also under autocast. A wrong type, dtype or shape raises TypeError or
+        ValueError.
         """
         for name, value in (("x", x), ("y", y)):
             if not isinstance(value, Tensor):

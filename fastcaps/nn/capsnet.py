@@ -117,10 +117,9 @@ class CapsNet(nn.Module):
             Its height and width.
         capsules, dim : int
             Primary capsule types, and the values in a pose.
-        hidden : sequence of CapsuleSpec
-            The layers between the primary and the class capsules.
-        classes : int or CapsuleSpec
-            The number of classes; or the layer whose parents are the class capsules.
+        hidden, classes : sequence of CapsuleSpec, int or CapsuleSpec
+            The layers between the primary and the class capsules; the number of classes, or the layer whose parents are
+            the class capsules.
         iterations, routing, layer
             As :meth:`RoutingStack.build` has them.
         primary : mapping, optional
@@ -195,29 +194,12 @@ class CapsNet(nn.Module):
         return_trace: bool = False,
         reconstruct: bool | Tensor = False,
     ) -> Tensor | tuple[Any, ...]:
-        """Return the logits of ``images``.
+        """Return logits ``[B, classes]`` of images ``[B, channels, H, W]``, routed in ``iterations``, if given.
 
-        Parameters
-        ----------
-        images : Tensor
-            ``[B, channels, H, W]``.
-        iterations : int, optional
-            Number of routing iterations in this call.
-        return_trace : bool
-            Also return the :class:`~fastcaps.nn.stack.RoutingTrace`: poses, activations, coefficients of every layer.
-        reconstruct : bool or Tensor
-            Also return the decoder's images: of the class capsules of the labels ``[B]``, as in training; with True, of
-            the longest class capsules.
-
-        Returns
-        -------
-        Tensor or tuple
-            Logits ``[B, classes]``; then, if asked for, the reconstruction, shaped as the images, and the trace.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If the images do not fit, or ``reconstruct`` is given to a network without a decoder.
+        ``reconstruct`` adds the decoder's images: of the class capsules of its labels ``[B]``, as in training, or with
+        True of the longest ones. ``return_trace`` adds the :class:`~fastcaps.nn.stack.RoutingTrace`, last: poses,
+        activations, coefficients of every layer. Images that do not fit, or ``reconstruct`` without a decoder, raise
+        ValueError or TypeError.
         """
         check_images(images, self.in_channels)
         children, activity, _ = parts_of(self.primary(self.backbone(channels_last(images))))

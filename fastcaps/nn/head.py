@@ -55,19 +55,9 @@ class ClassHead(nn.Module):
             self.linear.reset_parameters()
 
     def forward(self, poses: Tensor, activations: Tensor | None = None) -> Tensor:
-        """Return the logits.
+        """Return logits ``[B, M]`` of class capsules ``[B, M, dim]``.
 
-        Parameters
-        ----------
-        poses : Tensor
-            ``[B, M, dim]``, the class capsules.
-        activations : Tensor, optional
-            ``[B, M]``: the linear read-out multiplies each pose by its activation.
-
-        Returns
-        -------
-        Tensor
-            ``[B, M]``, for any B.
+        With ``activations``, ``[B, M]``, the linear read-out multiplies each pose by its activation.
         """
         require_tensor(poses, "poses")
         if poses.dim() != 3 or poses.shape[-1] != self.dim:

@@ -255,40 +255,34 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the parents' C x E poses, and the coefficients or None.
 
-    Dropout acts between the sum and LayerNorm, as in the authors' code. If it is active (``dropout > 0``), LayerNorm
-    runs as a step of its own, otherwise inside the pass.
-
-    Parameters
-    ----------
-    parents : Tensor or None
-        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``: the last poses; None for the first iteration.
-    norm : nn.LayerNorm or None
-        Over the C*E values; None does not normalise.
+    ``parents`` are the last poses, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; None for the first iteration. ``norm``
+    is over the C*E values. Dropout acts between the sum and LayerNorm, as in the authors' code. If it is active, every
+    iteration is a call, and LayerNorm runs after it; otherwise the kernel does both.
     """
-    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm, so one call cannot run several iterations
-        for _ in range(iterations - 1):
-            parents, _ = attend(call, parents, scale=scale, norm=norm, dropout=dropout)
-        iterations = 1
-    apart = dropout > 0.0 and norm is not None
-    fused = None if apart else norm
-    found = functional.inverted_attention_routing(
-        call.children,
-        call.weight,
-        parents,
-        bias=call.bias,
-        gate=call.activity,
-        norm_weight=None if fused is None else fused.weight,
-        norm_bias=None if fused is None else fused.bias,
-        eps=1e-5 if norm is None else norm.eps,
-        scale=scale,
-        window=call.window,
-        normalize=fused is not None,
-        iterations=iterations,
-        return_coefficients=return_coefficients,
-    )
-    poses, coefficients = found if isinstance(found, tuple) else (found, None)
-    if dropout > 0.0:
-        poses = F.dropout(poses, dropout)
-    if norm is not None and apart:
-        poses = normalize_poses(poses.flatten(-2), norm).view_as(poses)
-    return poses, coefficients
+    drops = dropout > 0.0
+    calls, each = (iterations, 1) if drops and iterations > 1 else (1, iterations)
+    fused = None if drops else norm
+    coefficients = None
+    for left in reversed(range(calls)):
+        found = functional.inverted_attention_routing(
+            call.children,
+            call.weight,
+            parents,
+            bias=call.bias,
+            gate=call.activity,
+            norm_weight=None if fused is None else fused.weight,
+            norm_bias=None if fused is None else fused.bias,
+            eps=1e-5 if norm is None else norm.eps,
+            scale=scale,
+            window=call.window,
+            normalize=fused is not None,
+            iterations=each,
+            return_coefficients=return_coefficients and left == 0,
+        )
+        parents, coefficients = found if isinstance(found, tuple) else (found, None)
+        if drops:
+            parents = F.dropout(parents, dropout)
+            if norm is not None:
+                parents = normalize_poses(parents.flatten(-2), norm).view_as(parents)
+    assert parents is not None
+    return parents, coefficients

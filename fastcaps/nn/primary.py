@@ -132,18 +132,9 @@ class PrimaryCapsules(nn.Module):
         return size if self.window is None else self.window.output_size(*size)
 
     def forward(self, features: Tensor) -> Tensor | Capsules:
-        """Return the capsules of ``features``.
+        """Return the capsules of ``features`` ``[B, in_channels, H, W]``: poses ``[B, N, Ho, Wo, d]``.
 
-        Parameters
-        ----------
-        features : Tensor
-            ``[B, in_channels, H, W]``.
-
-        Returns
-        -------
-        Tensor or Capsules
-            Poses ``[B, N, Ho, Wo, d]``; with ``activations=True`` also activations in (0, 1), ``[B, N, Ho, Wo]``, or
-            scores.
+        With ``activations=True`` also activations in (0, 1), ``[B, N, Ho, Wo]``, or scores.
         """
         check_map("features", features, self.in_channels)
         rows, columns = self.output_size((features.shape[2], features.shape[3]))

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from fastcaps import functional
 from fastcaps.checks import check_count, check_finite, check_map, known_arguments, shape_text
 from fastcaps.functional.pooling import activation_function
-from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
+from fastcaps.nn.layer import CallOptions, LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import arguments_repr, channels_last
 from fastcaps.results import Routed
 from fastcaps.votes import Window
@@ -215,21 +215,11 @@ class RoutingPool2d(nn.Module):
 
         @overload
         def __call__(
-            self,
-            features: Tensor,
-            *,
-            iterations: int | None = None,
-            sharpness: float | None = None,
-            return_coefficients: Literal[False] = False,
+            self, features: Tensor, *, return_coefficients: Literal[False] = False, **options: Unpack[CallOptions]
         ) -> Tensor: ...
         @overload
         def __call__(
-            self,
-            features: Tensor,
-            *,
-            iterations: int | None = None,
-            sharpness: float | None = None,
-            return_coefficients: Literal[True],
+            self, features: Tensor, *, return_coefficients: Literal[True], **options: Unpack[CallOptions]
         ) -> Routed: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
@@ -241,29 +231,13 @@ class RoutingPool2d(nn.Module):
         sharpness: float | None = None,
         return_coefficients: bool = False,
     ) -> Tensor | Routed:
-        """Return the pooled feature map.
+        """Return features ``[B, channels, H, W]`` pooled: ``[B, channels, Ho, Wo]``, ``[B, dim, Ho, Wo]`` for one parent,
+        ``[B, parents * out_dim, Ho, Wo]`` for several. ``iterations`` and ``sharpness`` are others for this call.
 
-        Parameters
-        ----------
-        features : Tensor
-            ``[B, channels, H, W]``.
-        iterations, sharpness : int and float, optional
-            Others for this call.
-        return_coefficients : bool
-            Also return the coefficients r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw, groups]`` if each
-            group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest. For a whole
-            map, Ho = Wo = 1 and kh, kw = H, W: ``r[b, 0, 0, :, m].view(H, W)`` shows where parent m looks.
-
-        Returns
-        -------
-        Tensor or Routed
-            ``[B, channels, Ho, Wo]``, ``[B, dim, Ho, Wo]`` for one parent, ``[B, parents * out_dim, Ho, Wo]`` for
-            several; then the coefficients if asked for.
-
-        Raises
-        ------
-        ValueError, TypeError
-            For an argument of a wrong shape, dtype or device; the message names it.
+        ``return_coefficients`` adds the coefficients r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw,
+        groups]`` if each group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest.
+        For a whole map, Ho = Wo = 1 and kh, kw = H, W: ``r[b, 0, 0, :, m].view(H, W)`` shows where parent m looks. An
+        argument of a wrong shape, dtype or device raises ValueError or TypeError naming it.
         """
         check_map("features", features, self.in_channels)
         groups = self._groups(features.shape[1])

@@ -232,23 +232,11 @@ class RoutingStack(nn.Module):
         iterations: int | None = None,
         return_trace: bool = False,
     ) -> Parents | tuple[Parents, RoutingTrace]:
-        """Return the last layer's parents.
+        """Return what the last layer returns: a Tensor, Capsules or Gaussians.
 
-        Parameters
-        ----------
-        children : Tensor
-            The lowest layer's children: ``[B, I, d]`` or ``[B, N, H, W, d]``.
-        activations : Tensor, optional
-            Their activations, or scores if the lowest layer takes scores: ``[B, I]`` or ``[B, N, H, W]``.
-        iterations : int, optional
-            t of this call, also for the layers that run all their own iterations.
-        return_trace : bool
-            Also return a :class:`RoutingTrace`: every layer's last poses, activations and coefficients.
-
-        Returns
-        -------
-        Tensor, Capsules or Gaussians; or a pair of that and a RoutingTrace
-            What the last layer returns.
+        ``children``, ``[B, I, d]`` or ``[B, N, H, W, d]``, are the lowest layer's, ``activations``, ``[B, I]`` or ``[B, N,
+        H, W]``, theirs, or scores if that layer takes scores. ``iterations`` is t of this call, also for the layers that
+        run all their own iterations. ``return_trace`` adds a :class:`RoutingTrace`: every layer's last state.
         """
         require_tensor(children, "children")
         count = self.iterations if iterations is None else check_count("iterations", iterations)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.define import tensor_names, written
-from fastcaps.votes import VoteInputs, autocast_dtype
+from fastcaps.votes import VoteInputs, autocast_dtype, output_size
 
 Gradients = Sequence[Tensor | None]
 Results = Sequence[Tensor]
@@ -69,6 +69,7 @@ class Signature:
         self.tensors = tensor_names(taken)
         self.places = [self.names.index(name) for name in self.tensors]
         self.tensors_of = itemgetter(*self.places)
+        self.bit = {name: 1 << k for k, name in enumerate(self.tensors)}
         flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
         self.native_count = len(self.Own._fields) - len(flags)
         given = {**self.heads, **VoteInputs.__annotations__, **self.Rest.__annotations__}
@@ -110,7 +111,7 @@ class Signature:
 
     def bits(self, names: Iterable[str]) -> int:
         """Return the bits of some tensors' gradients for the backward op."""
-        return sum(1 << self.tensors.index(name) for name in names)
+        return sum(map(self.bit.__getitem__, names))
 
     def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
         """Return iteration k's part, counted from the last, of the backward's arguments after the votes.
@@ -129,3 +130,33 @@ class Signature:
             return None
         shape: Sequence[int] = tensor.shape[1:] if name in self.stacked else tensor.shape
         return shape
+
+    # ---- operations, from the shapes of tensors, for torch's FLOP counter --------------------------------------------
+
+    def flops(self, *shapes: Any, **_: Any) -> int:
+        """Return the multiplications and additions of a call.
+
+        An iteration computes the votes, one sum over them for the agreement, and ``moments`` sums for the results. A
+        first iteration without a state is a single product if there is one moment, as it is linear in the children.
+        """
+        own = self.given(shapes)[1]
+        votes, one = _votes_and_sum(shapes)
+        first = votes + (0 if self.moments == 1 else self.moments * one)
+        each = votes + (1 + self.moments) * one
+        count = self.iterations(own)
+        return count * each if getattr(own, self.state[0]) is not None else first + (count - 1) * each
+
+    def backward_flops(self, *shapes: Any, **_: Any) -> int:
+        """Return those of a backward: votes, agreement, gain, and the two terms of dV, but not dQ."""
+        votes, one = _votes_and_sum(shapes[len(self.heads) :])
+        count, needs = next(head for head in shapes[: len(self.heads)] if head is not None)[0], shapes[-1]
+        return count * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
+
+
+def _votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
+    """Return the operations of computing all votes, and of one sum over them."""
+    (batch, *grid, types, rows, depth), weight, _, _, parents, window = shapes[:6]
+    ho, wo = output_size(window, *(grid or (1, 1)))
+    pairs = batch * ho * wo * window[0] * window[1] * types * parents
+    columns = depth if weight is None else weight[3]
+    return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns

@@ -28,8 +28,7 @@ from fastcaps.training.fields import (
     read,
 )
 from fastcaps.training.loss import AnyLoss, CrossEntropy
-from fastcaps.training.optimizer import Adam, AnyOptimizer
-from fastcaps.training.schedule import AnySchedule, OneCycle
+from fastcaps.training.optimizer import Adam, AnyOptimizer, AnySchedule, OneCycle
 
 WHERE = (
     *("out", "recipe", "data.dir", "data.options.transformer"),
@@ -153,10 +152,10 @@ def defaults() -> dict[str, Any]:
 
 def runs_of(config: TrainConfig) -> list[TrainConfig]:
     """Return a configuration's runs, one per seed; several get folders ``seed-0`` and so on."""
+    if config.runs == 1:
+        return [config]
     seeds = range(config.seed, config.seed + config.runs)
-    folder = config.folder
-    several = [replace(config, seed=seed, runs=1, out=str(folder / f"seed-{seed}")) for seed in seeds]
-    return several if config.runs > 1 else [config]
+    return [replace(config, seed=seed, runs=1, out=str(config.folder / f"seed-{seed}")) for seed in seeds]
 
 
 def kept(folder: Path) -> TrainConfig:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.loss import Batch
-from fastcaps.training.metric import right
+from fastcaps.training.loss import Batch, right
 
 STAGES = ("train", "test", "validation")
 
