@@ -261,6 +261,20 @@ def test_variances_of_tight_clusters(start: bool) -> None:
     torch.testing.assert_close(call.by_op()["all_variances"].double(), exact, rtol=1e-3, atol=0)
 
 
+@native_only
+@pytest.mark.parametrize("case", [
+    Case("bias", Rule.LAYER_NORM, 1, types=800, pose=(4, 4, 4), bias="11", start=False),
+    Case("bias-M", Rule.LAYER_NORM, 1, types=800, bias="1M", start=False),
+    Case("betas", Rule.HEINSEN, 7, types=500, parents=5, pose=(1, 2, 2), groups="one", betas="1M"),
+], ids=str)  # fmt: skip
+def test_gradients_that_hundreds_of_children_share(case: Case) -> None:
+    """Added child by child they would err by several times the limit."""
+    routing = GAUSSIAN if case.rule == Rule.HEINSEN else ATTENTION
+    for seed in range(3):
+        call = routing.call(case, seed)
+        call.bar().hold(call.training(by_op))
+
+
 LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children
     "one-child": (2, 1, 3, (4, 4, 4), "one"),
     "one-child-16": (16, 1, 3, (4, 4, 4), "one"),
