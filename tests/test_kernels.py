@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import WINDOWS, Case
-from registry import GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 from suite import (
     cases_named,
     cases_where,
