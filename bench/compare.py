@@ -76,8 +76,7 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """Return a row in one line: milliseconds of both sides, ratio and its spread; or why it has no ratio."""
     if "ratio" not in row:
-        told = f"refused: {row['refused']}" if "refused" in row else row["failed"]
-        return f"{place(row):<52} {told}"
+        return f"{place(row):<52} {row.get('failed') or 'refused: ' + row['refused']}"
     spread = f"{row['ratio']:.3f} ({row['least']:.3f}-{row['most']:.3f})"
     return f"{place(row):<52} {row['old'] * 1e3:10.3f} {row['new'] * 1e3:10.3f}  {spread}"
 

@@ -38,16 +38,12 @@ SAME = 1e-4
 library's LayerNorm and convolution sum with more rounding than the contract lets a kernel have, and to leave them out
 for that would flatter the package. A wrong result still shows: a lost term moves far more."""
 
-_OF_CHILDREN = ("children", "scores")
-"""Arguments that children which are copies of each other have in common. (Results of these names are the parents'.)"""
+_OF_CHILDREN = ("children", "scores")  # arguments that copies of a child have in common
 
 
 class Gate(Bar):
-    """What the results of one workload at one batch may err.
-
-    ``inputs`` are what the implementations under test are given. ``shared`` is a file that keeps the float64 result and
-    the eager error, for processes that judge the same inputs.
-    """
+    """What the results of one workload at one batch may err. ``shared`` is a file that keeps the float64 result and the
+    eager error, for processes that judge the same ``inputs``."""
 
     most_draws = 10  # a layer takes longer than a test's case
 

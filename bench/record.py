@@ -91,11 +91,9 @@ def finished(folder: Path, threads: int, quick: bool, complete: bool) -> set[tup
 
 
 def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one of all rows of a key: the newest complete one or, where none is, the newest, by the date inside.
-
-    A row is complete if it has a figure and every alternative was asked for its own (one may not fit, or fail). They
-    come in the order of the registry. Rows of quick runs are never taken: they are of other batches and shorter.
-    """
+    """Return one of all rows of a key, in the order of the registry: the newest complete one or, where none is, the
+    newest, by the date inside. A row is complete if it has a figure and every alternative was asked for its own (one
+    may not fit, or fail). Rows of quick runs are never taken: they are of other batches and shorter."""
     full = [row for row in rows if row["machine"]["kind"] != "quick"]
     full.sort(key=lambda row: (row["complete"], "fastcaps" in row, row["machine"]["date"]))
     best = {key(row): row for row in full}  # the last of a key stays

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import fastcaps
 from bench.alternatives import BEFORE, OURS, build, is_compiled, runner
 from bench.gate import SAME, Gate
 from bench.timing import describe, measure, multiply_adds, time_calls
-from bench.workload import PRECISIONS, Case, Inputs, size_of
+from bench.workload import PRECISIONS, Case, size_of
 from fastcaps.measure import give_back, peak_growth, status
 
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
@@ -95,11 +96,22 @@ class Runner:
         return measure(self.device, self._ready, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
-        """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
-        small = case.workload.miniature()  # has the code loaded, and threads started
-        runner(build(name, small, batch=1), small.inputs(1), case.training)()
-        inputs = case.workload.inputs(case.batch)
-        return peak_of(runner(build(name, case.workload), inputs, case.training), inputs, case.training)
+        """Return the bytes of one call on the CPU, in a process that ought to be fresh, by the operating system's count
+        of resident memory.
+
+        ``peak`` is the growth, ``results`` its part that the call returned, ``beyond`` the rest. ``inputs`` lay in
+        memory before; ``total`` counts all tensors of the layer.
+        """
+        work = case.workload
+        size = {"grid": work.grid and (work.kernel_size, work.kernel_size), "groups": work.groups and 1, "copies": 1}
+        small = replace(work, batches=(1,), types=1, parents=min(2, work.parents), **size)
+        runner(build(name, small, batch=1), small.inputs(1), case.training)()  # has code loaded, and threads started
+        inputs = work.inputs(case.batch)
+        growth, results = grown(runner(build(name, work), inputs, case.training))
+        returned = size_of(results.values())
+        given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if case.training else ())])
+        parts = {"results": returned, "beyond": max(0, growth - returned), "inputs": given}
+        return {"peak": growth, **parts, "total": given + growth}
 
 
 def kept_by(call: Callable[[], Any]) -> int:
@@ -118,13 +130,3 @@ def grown(call: Callable[[], Any]) -> tuple[int, Any]:
     kept = kept_by(call)
     results: list[Any] = []
     return round(peak_growth(lambda: results.append(call()))) + kept, results[0]
-
-
-def peak_of(call: Callable[[], Any], inputs: Inputs, training: bool) -> dict[str, int]:
-    """Return the bytes of one call, by the operating system's count of resident memory: ``peak`` is the growth,
-    ``results`` its part that the call returned, ``beyond`` the rest. ``inputs`` lay in memory before; ``total`` counts
-    all tensors of the layer."""
-    growth, results = grown(call)
-    size = size_of(results.values())
-    given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])
-    return {"peak": growth, "results": size, "beyond": max(0, growth - size), "inputs": given, "total": given + growth}

@@ -21,9 +21,7 @@ from bench.workload import PRECISIONS, Case
 
 _FITS, _TOGETHER = 0.6, 0.01
 """Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
-
-_PATIENCE = 240.0
-"""Seconds after which a process is given up; a quarter of them on a GPU, where time is dear."""
+_PATIENCE = 240.0  # seconds after which a process is given up; a quarter of them on a GPU, where time is dear
 
 
 class LeftOut(Exception):

@@ -14,8 +14,7 @@ from bench.alternatives import OURS
 from bench.session import LeftOut
 from bench.workload import Case
 
-_now = [0.0]
-"""A clock for pytest-benchmark: it goes on by what each call took when it was measured."""
+_now = [0.0]  # a clock for pytest-benchmark: it goes on by what each call took when it was measured
 
 
 @pytest.mark.benchmark(timer=lambda: _now[0])

@@ -157,26 +157,24 @@ def timed(device: torch.device, call: Call, seconds: float = _SLICE) -> dict[str
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def replayed(call: Call) -> dict[str, Any]:
-    """Return quantiles of a call's share of a CUDA graph that holds several, or why it ``failed`` to be captured: what
-    small launches take without the host, with warm caches."""
-    from triton.testing import do_bench_cudagraph
-
-    try:
-        milliseconds = do_bench_cudagraph(call, rep=int(100 * _SLICE), return_mode="all")
-    except RuntimeError as error:
-        return {"failed": str(error).partition("\n")[0][:300]}
-    return quantiles([one / 1e3 for one in milliseconds])
-
-
 def latency(device: torch.device, call: Call) -> float:
     """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
     return quantiles(time_calls(lambda: (call(), wait()), 20, 3))["median"]
 
 
-def peak(device: torch.device, call: Call) -> dict[str, int]:
-    """Return what one call takes of a GPU's memory beside its inputs, in bytes: ``beyond`` does not count results."""
+def measure(device: torch.device, call: Call, alone: bool) -> dict[str, Any]:
+    """Return a call's quantiles and, for one sample ``alone``, its ``latency``.
+
+    On a GPU also its ``memory`` beside its inputs, of which ``beyond`` does not count results, and, if it is short, the
+    quantiles ``graph`` of its share of a CUDA graph that holds several, or why that ``failed`` to be captured: what
+    small launches take without the host, with warm caches.
+    """
+    found: dict[str, Any] = dict(timed(device, call))
+    if alone:
+        found["latency"] = latency(device, call)
+    if device.type != "cuda":
+        return found
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -184,19 +182,15 @@ def peak(device: torch.device, call: Call) -> dict[str, int]:
     results = size_of(call().values())
     torch.cuda.synchronize(device)
     growth = torch.cuda.max_memory_allocated(device) - before
-    return {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+    found["memory"] = {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+    if found["median"] < _SMALL:
+        from triton.testing import do_bench_cudagraph
 
-
-def measure(device: torch.device, call: Call, alone: bool) -> dict[str, Any]:
-    """Return a call's quantiles; for one sample ``alone`` its ``latency``; on a GPU its ``memory`` and, if it is short,
-    ``graph``: quantiles by graph replay."""
-    found: dict[str, Any] = dict(timed(device, call))
-    if alone:
-        found["latency"] = latency(device, call)
-    if device.type == "cuda":
-        found["memory"] = peak(device, call)
-        if found["median"] < _SMALL:
-            found["graph"] = replayed(call)
+        try:
+            milliseconds = do_bench_cudagraph(call, rep=int(100 * _SLICE), return_mode="all")
+            found["graph"] = quantiles([one / 1e3 for one in milliseconds])
+        except RuntimeError as error:
+            found["graph"] = {"failed": str(error).partition("\n")[0][:300]}
     return found
 
 

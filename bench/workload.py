@@ -98,15 +98,12 @@ class Workload:
 
     batch = property(lambda self: self.batches[0])  # the default batch
     window = property(lambda self: None if self.grid is None else Window(self.kernel_size, self.stride))
+    # (Ho, Wo), or () for a set
+    output_grid = property(lambda self: tuple((n - self.kernel_size) // self.stride + 1 for n in self.grid or ()))
     positions = property(lambda self: prod(self.output_grid))  # L
     children = property(lambda self: self.kernel_size**2 * self.types)  # I
     matrices = property(lambda self: self.children if self.groups is None else self.groups)  # G
     pose = property(lambda self: self.rows * self.columns_out)  # C * E
-
-    @property
-    def output_grid(self) -> tuple[int, ...]:
-        """(Ho, Wo), or () for a set."""
-        return tuple((size - self.kernel_size) // self.stride + 1 for size in self.grid or ())
 
     def votes(self, batch: int) -> int:
         """Count the votes B * L * I * M, each of C * E numbers."""
@@ -144,12 +141,6 @@ class Workload:
             for grad in grads.values():
                 grad[[k for k in range(batch) if k not in samples]] = 0
         return Inputs(arguments, grads, self.routing.fixed)
-
-    def miniature(self) -> Workload:
-        """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
-        grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
-        small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
-        return replace(self, **small, grid=grid, groups=self.groups and 1)
 
 
 @dataclass(frozen=True)
@@ -202,10 +193,8 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one routing, and the cotangents of its results for the training step, in public layout.
-
-    Grids lie in memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
-    """
+    """Arguments of one routing, and the cotangents of its results for the training step, in public layout. Grids lie in
+    memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them."""
 
     arguments: dict[str, Tensor]  # by name; what is absent is not there
     grads: dict[str, Tensor]  # a cotangent for each result, by the result's name, in order

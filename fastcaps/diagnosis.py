@@ -34,9 +34,9 @@ class LayerDiagnosis:
 
     def cells(self) -> tuple[str, ...]:
         """Return a row of the table."""
-        numbers = [_text(each, "{:.2e}") for each in (self.weight_gradient, self.parent_gradient)]
-        counts = (str(len(self.strengths)), str(len(self.dead)))
-        return (self.path, self.layer, *counts, self.measured_by, _text(self.entropy, "{:.3f}"), *numbers)
+        values = (self.entropy, ".3f"), (self.weight_gradient, ".2e"), (self.parent_gradient, ".2e")
+        texts = ("" if value is None else format(value, form) for value, form in values)
+        return (self.path, self.layer, str(len(self.strengths)), str(len(self.dead)), self.measured_by, *texts)
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,6 @@ def diagnose(
         gradients.
     threshold : float
         Parents below it are dead.
-
-    Returns
-    -------
-    Diagnosis
 
     Raises
     ------
@@ -228,7 +224,3 @@ def _entropy(shares: Tensor, gates: Tensor, compete: str, leaky: bool) -> float 
         return None
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(shares.shape[-1])
     return float((entropy * gates).sum() / gates.sum())
-
-
-def _text(number: float | None, form: str) -> str:
-    return "" if number is None else form.format(number)

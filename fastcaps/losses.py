@@ -109,10 +109,8 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
 
     Parameters
     ----------
-    activations : Tensor
-        ``[B, M]``, the class capsules' activations.
-    target : Tensor
-        ``[B]`` int64, the class of every sample.
+    activations, target : Tensor
+        ``[B, M]``, the class capsules' activations, and ``[B]`` int64, the class of every sample.
     margin : float
         m, which grows during training: :func:`spread_margin`.
 
@@ -154,14 +152,8 @@ def reconstruction_loss(
 
     .. math:: L = 0.0005 \sum_x (\hat I_x - I_x)^2
 
-    The scale keeps it small beside the margin loss, to which it is added.
-
-    Parameters
-    ----------
-    reconstruction, images : Tensor
-        ``[B, ...]``, of the same shape.
-    scale : float
-        Factor of the sum over an image.
+    ``reconstruction`` and ``images`` are ``[B, ...]``, of the same shape. The scale keeps the sum over an image small
+    beside the margin loss, to which it is added.
 
     Examples
     --------
@@ -186,14 +178,10 @@ class ReconstructionDecoder(nn.Module):
 
     Parameters
     ----------
-    classes : int
-        Class capsules M.
-    dim : int
-        Values in a class capsule's pose.
-    image_shape : sequence of int
-        Shape of an image, without the batch.
-    hidden : sequence of int
-        Widths of the layers before the last.
+    classes, dim : int
+        Class capsules M, and the values in the pose of one.
+    image_shape, hidden : sequence of int
+        Shape of an image, without the batch; widths of the layers before the last.
 
     Examples
     --------

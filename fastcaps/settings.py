@@ -21,8 +21,8 @@ class _Block(Generic[Value]):
 class Setting(Generic[Value]):
     """A value of the context that runs: that of its last block which has not ended, or else a default.
 
-    Blocks of generators end in any order, and in other contexts than they began in. To put back what was there before
-    could then bring back a block that has ended, so a context holds all blocks, and each knows whether it has ended.
+    Blocks of generators end in any order and in any context. So a context holds all blocks, and each knows whether it
+    has ended; restoring the value before could bring back a block that has ended.
     """
 
     def __init__(self, name: str, default: Value) -> None:

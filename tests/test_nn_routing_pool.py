@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import draw, expect, seen_by
+from nn_layers import draw, expect, seen_by
 from oracle_routings import vector_normed
 from torch import nn
 

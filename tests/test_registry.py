@@ -10,8 +10,8 @@ import case_rows
 import oracle_routings
 import pytest
 import torch
+from case_rows import every_value, pairs_of, rows_covering
 from cases import LAYOUTS, Case
-from covering import every_value, pairs_of, rows_covering
 from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 
@@ -63,6 +63,8 @@ def test_rows_cover_all_pairs(routing: Routing) -> None:
 def is_small(case: Case) -> bool:
     """Whether the loops get through it quickly."""
     votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.iterations
+    if case.name.startswith("nobody-no-eps-1-"):  # a LayerNorm of nothing is NaN, and no procedure goes on from that
+        return False
     return 0 < votes * case.pose[0] * case.pose[2] * max(case.pose[1], 4) < 30_000
 
 

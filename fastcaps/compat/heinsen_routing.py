@@ -25,9 +25,9 @@ MODELS = {"gaussian": "gaussian", "skm": "kmeans"}
 class GenerativeMatrixRouting(Twin):
     """Heinsen routing of capsules with scores, with the author's names.
 
-    A child's pose is d_cov x d_inp, a parent's d_cov x d_out. ``W``, ``[n_inp or 1, n_out, d_inp, d_out]``, is drawn from
-    N(0, 1) / d_inp; ``B``, ``[n_inp or 1, n_out, d_cov, d_out]``, and ``beta_use`` and ``beta_ign``, ``[n_inp or 1,
-    n_out]``, are zero at the start. The buffer ``CONST_one`` is in the author's checkpoints, and unused here.
+    A child's pose is d_cov x d_inp, a parent's d_cov x d_out. ``W``, ``[n_inp or 1, n_out, d_inp, d_out]``, is drawn
+    from N(0, 1) / d_inp; ``B``, ``[n_inp or 1, n_out, d_cov, d_out]``, and ``beta_use`` and ``beta_ign``, ``[n_inp or
+    1, n_out]``, are zero at the start. The buffer ``CONST_one`` is in the author's checkpoints, and unused here.
 
     Parameters
     ----------

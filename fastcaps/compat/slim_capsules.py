@@ -26,13 +26,11 @@ Size = int | tuple[int, ...]
 
 
 class Slab(NamedTuple):
-    """Some samples, rows first to last - 1 of the parents' grid, the rows of children in their windows, and how many
-    more rows would be in the padding before and after."""
+    """Some samples, rows first to last - 1 of the parents' grid, and the rows of children in their windows."""
 
     samples: tuple[int, int]
     rows: tuple[int, int]
     seen: tuple[int, int]
-    padding: tuple[int, int]
 
     def of(self, x: Tensor, children: bool = False) -> Tensor:
         """Return a view of the slab in parents, or in children, ``[batch, types, atoms, rows, ...]``."""
@@ -95,24 +93,14 @@ class SlimTwin(Twin):
     :math:`r_{im} = \operatorname{softmax}_m b_{im}`, with logits of 0 at first; :math:`s_m = \sum_i r_{im} V_{im} +
     \beta_m`; in each iteration :math:`b_{im}` grows by :math:`\cos(s_m, V_{im})`. The last sums are squashed.
 
-    Parameters
-    ----------
-    kernel_size, stride, padding, dilation : int or tuple of int
-        Of the convolution.
-    input_dim, output_dim : int
-        Types of children and of parents.
-    input_atoms, output_atoms : int
-        Values in a child's pose and in a parent's.
-    num_routing : int
-        Iterations, at least 1.
-    share_weight : bool
-        Whether all child types have the same filters.
+    It routes ``[batch, input_dim, input_atoms, *space]`` to ``[batch, output_dim, output_atoms, *space]`` in
+    ``num_routing`` iterations, at least 1. ``kernel_size``, ``stride``, ``padding`` and ``dilation`` are the
+    convolution's; with ``share_weight`` all child types have the same filters. The filters are drawn from N(0, 0.1^2);
+    the parameter ``biases``, the :math:`\beta`, ``[output_dim, output_atoms, 1, 1]``, in 3-D with one more 1, is 0.1 at
+    the start.
 
     Attributes
     ----------
-    biases : Parameter
-        The :math:`\beta`, ``[output_dim, output_atoms, 1, 1]``, in 3-D with one more 1; 0.1 at the start. The filters
-        are drawn from N(0, 0.1^2).
     _places : (str, str)
         The attribute of the votes' module, and the convolution's name in it.
     _kind : type
@@ -158,7 +146,7 @@ class SlimTwin(Twin):
         self._start()
 
     def forward(self, input_tensor: Tensor) -> Tensor:
-        """Route ``[batch, input_dim, input_atoms, *space]`` to ``[batch, output_dim, output_atoms, *space]``."""
+        """Return the parents."""
         require_tensor(input_tensor, "input_tensor")
         x, made = input_tensor, self._convolution
         space = len(made.kernel_size)
@@ -172,10 +160,13 @@ class SlimTwin(Twin):
         # a transposed convolution computes more rows than needed, relatively many for few rows
         step = max(2 * self._along(0)[0] if made.transposed else 1, SLAB // row)
         samples = max(1, SLAB // (row * sizes[0]))
+        if not made.transposed and made.padding[0]:
+            x = functional.pad(x, (*(0, 0) * (space - 1), *(made.padding[0],) * 2))
+        ranges = [(first, min(first + step, sizes[0])) for first in range(0, sizes[0], step)]
         slabs = [
-            self._slab((start, start + samples), (first, min(first + step, sizes[0])), x.shape[3])
+            Slab((start, start + samples), rows, self._seen(*rows, x.shape[3]))
             for start in range(0, len(x), samples)
-            for first in range(0, sizes[0], step)
+            for rows in ranges
         ]
         shape = (len(x), *self.biases.shape[:2], *sizes)
         return InSlabs.apply(self._route, slabs, shape, x, made.weight, made.bias, self.biases)
@@ -191,16 +182,13 @@ class SlimTwin(Twin):
         made = self._convolution
         return made.kernel_size[axis], made.stride[axis], made.padding[axis], made.dilation[axis]
 
-    def _slab(self, samples: tuple[int, int], rows: tuple[int, int], count: int) -> Slab:
-        """Return a slab of the parents' rows, with the rows among ``count`` in their windows."""
+    def _seen(self, first: int, last: int, count: int) -> tuple[int, int]:
+        """Return the rows of children, among ``count`` (with padding), in the windows of rows first to last - 1."""
         kernel, step, pad, dilation = self._along(0)
-        reach, (first, last) = dilation * (kernel - 1), rows
+        reach = dilation * (kernel - 1)
         if self._convolution.transposed:
-            low, high = -((reach - first - pad) // step), (last - 1 + pad) // step + 1
-        else:
-            low, high = first * step - pad, (last - 1) * step - pad + reach + 1
-        seen = (min(max(0, low), count), min(max(0, high), count))
-        return Slab(samples, rows, seen, (max(0, -low), max(0, high - count)))
+            return max(0, -((reach - first - pad) // step)), min(count, (last - 1 + pad) // step + 1)
+        return first * step, (last - 1) * step + reach + 1
 
     def _route(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None, biases: Tensor) -> Tensor:
         """Return the parents' rows of some samples, from x, the rows in their windows."""
@@ -216,8 +204,6 @@ class SlimTwin(Twin):
     def _votes(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return votes ``[batch, input_dim, output_dim, output_atoms, rows, ...]``."""
         made, (first, last) = self._convolution, slab.rows
-        if not made.transposed:
-            x = functional.pad(x, (*(0, 0) * (len(made.kernel_size) - 1), *slab.padding))
         padding = (0, *made.padding[1:])
 
         def convolve(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

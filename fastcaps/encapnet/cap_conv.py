@@ -58,12 +58,6 @@ class CapConv2d(nn.Module):
     """
 
     activation = "squash"
-    aide: nn.Conv2d | None
-    master_norm: nn.BatchNorm2d | None
-    aide_norm: nn.BatchNorm2d | None
-    of_master: nn.Conv2d | None
-    of_aide: nn.Conv2d | None
-    shortcut: nn.Conv2d | None
 
     @known_arguments
     def __init__(
@@ -101,18 +95,18 @@ class CapConv2d(nn.Module):
             return nn.Conv2d(below, above, size, groups=groups, bias=self.bias, **window, **place)
 
         self.master = convolution(0, self.types)
-        self.aide = self.master_norm = self.aide_norm = self.of_master = self.of_aide = self.shortcut = None
-        if coefficients != "none":
-            self.aide = convolution(4)
-            self.master_norm, self.aide_norm = nn.BatchNorm2d(above, **place), nn.BatchNorm2d(above, **place)
-            # with "both", the coefficients of the two branches are added, so one bias is enough
-            both = coefficients == "both"
-            outputs = (2 if both else 1) * self.types
-            options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
-            self.of_master = nn.Conv2d(above, outputs, 3, bias=self.bias, **options)
-            self.of_aide = nn.Conv2d(above, outputs, 3, bias=self.bias and not both, **options)
-        if self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1)):
-            self.shortcut = nn.Conv2d(below, above, 3, stride=self.stride, padding=1, bias=self.bias, **place)
+        branches, both = coefficients != "none", coefficients == "both"
+        self.aide = convolution(4) if branches else None
+        self.master_norm = nn.BatchNorm2d(above, **place) if branches else None
+        self.aide_norm = nn.BatchNorm2d(above, **place) if branches else None
+        # with "both", the coefficients of the two branches are added, so one bias is enough
+        sizes = above, (2 if both else 1) * self.types, 3
+        options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
+        self.of_master = nn.Conv2d(*sizes, bias=self.bias, **options) if branches else None
+        self.of_aide = nn.Conv2d(*sizes, bias=self.bias and not both, **options) if branches else None
+        converts = self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1))
+        window: dict[str, Any] = {"stride": self.stride, "padding": 1}
+        self.shortcut = nn.Conv2d(below, above, 3, bias=self.bias, **window, **place) if converts else None
         self.norm = nn.BatchNorm2d(above, **place)
 
     def reset_parameters(self) -> None:
@@ -125,11 +119,10 @@ class CapConv2d(nn.Module):
         return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
-        """Return the next layer's capsules ``[B, types * out_dim, Ho, Wo]``, of lengths below 1, of ``[B, types * in_dim,
-        H, W]``.
+        """Return the capsules of the next layer, of lengths below 1: ``[B, types * out_dim, Ho, Wo]``.
 
-        ``skipped``, of the result's shape, is added before the last BatchNorm instead of the layer's own input: the
-        input of the first of several layers that one connection skips.
+        ``capsules`` are ``[B, types * in_dim, H, W]``. ``skipped``, of the result's shape, is added before the last
+        BatchNorm instead of the layer's own input: the input of the first of several layers that one connection skips.
         """
         require_tensor(capsules, "capsules")
         if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:

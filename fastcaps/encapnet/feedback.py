@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
 from fastcaps.losses import margin_loss
 from fastcaps.nn.poses import arguments_repr
+
+
+def convolutions(channels: int, layers: Iterable[tuple[int, int, int]], **place: Any) -> nn.Sequential:
+    """Return convolutions, each with BatchNorm and ReLU, of given widths, kernel sizes and strides."""
+    made = nn.Sequential()
+    for width, kernel, stride in layers:
+        made.append(nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, **place))
+        made.extend([nn.BatchNorm2d(width, **place), nn.ReLU()])
+        channels = width
+    return made
 
 
 class FeedbackAgreement(nn.Module):
@@ -59,8 +70,6 @@ class FeedbackAgreement(nn.Module):
     (torch.Size([]), 0.0)
     """
 
-    critic: nn.Sequential | None
-
     def __init__(
         self,
         higher_channels: int,
@@ -97,17 +106,8 @@ class FeedbackAgreement(nn.Module):
             higher_channels, lower_channels, 3, stride=stride, padding=1, groups=self.types or 1, **place
         )
         self.norm = nn.BatchNorm2d(lower_channels, **place)
-        self.critic = None
-        if critic:
-            fewer = max(1, lower_channels // 4)
-            self.critic = nn.Sequential(
-                nn.Conv2d(lower_channels, fewer, 3, stride=2, padding=1, **place),
-                nn.BatchNorm2d(fewer, **place),
-                nn.ReLU(),
-                nn.Conv2d(fewer, 1, 3, stride=2, padding=1, **place),
-                nn.BatchNorm2d(1, **place),
-                nn.ReLU(),
-            )
+        layers = [(max(1, lower_channels // 4), 3, 2), (1, 3, 2)]
+        self.critic = convolutions(lower_channels, layers, **place) if critic else None
 
     def generate(self, higher: Tensor, size: tuple[int, int]) -> Tensor:
         """Return x, ``[B, lower_channels, *size]``, from the higher layer."""
@@ -116,10 +116,10 @@ class FeedbackAgreement(nn.Module):
         return normal.relu() if self.types is None else squash_sum(normal, types=self.types, relu=True)
 
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
-        """Return the loss between a higher layer ``[B, higher_channels, h, w]`` and a lower ``[B, lower_channels, H, W]``.
+        """Return the loss, a scalar, float32 or float64; 0 in evaluation mode.
 
-        H and W divided by the stride and rounded up are h and w. The loss is a scalar, float32 or float64; 0 in
-        evaluation mode.
+        The layers are ``[B, higher_channels, h, w]`` and ``[B, lower_channels, H, W]``; H and W divided by the stride
+        and rounded up are h and w.
         """
         for name, value in (("higher", higher), ("lower", lower)):
             check_map(name, value, getattr(self, f"{name}_channels"))

@@ -7,7 +7,7 @@ the networks compared with them. docs/encapnet.md lists our choices, above all f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_map, image_size, shape_text
 from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
-from fastcaps.encapnet.feedback import FeedbackAgreement
+from fastcaps.encapnet.feedback import FeedbackAgreement, convolutions
 from fastcaps.nn.head import ClassHead
 
 FEEDBACK = ("none", "one", "two")
@@ -126,16 +126,6 @@ class EncapNet(nn.Module):
                     feedback = feedback + unit(found, lower)
         logits = self.head(found)
         return (logits, feedback) if return_feedback else logits
-
-
-def convolutions(channels: int, layers: Iterable[tuple[int, int, int]]) -> nn.Sequential:
-    """Return convolutions, each with BatchNorm and ReLU, of given widths, kernel sizes and strides."""
-    made = nn.Sequential()
-    for width, kernel, stride in layers:
-        made.append(nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2))
-        made.extend([nn.BatchNorm2d(width), nn.ReLU()])
-        channels = width
-    return made
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, shape_text
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, require_tensor, shape_text
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import unit
 
@@ -94,8 +94,7 @@ class SinkhornDivergence(nn.Module):
         ValueError.
         """
         for name, value in (("x", x), ("y", y)):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+            require_tensor(value, name)
             if not value.is_floating_point():
                 raise TypeError(f"{name} must have a floating-point dtype, got {value.dtype}")
         if x.dim() < 2:

@@ -231,8 +231,10 @@ class RoutingPool2d(nn.Module):
         sharpness: float | None = None,
         return_coefficients: bool = False,
     ) -> Tensor | Routed:
-        """Return features ``[B, channels, H, W]`` pooled: ``[B, channels, Ho, Wo]``, ``[B, dim, Ho, Wo]`` for one parent,
-        ``[B, parents * out_dim, Ho, Wo]`` for several. ``iterations`` and ``sharpness`` are others for this call.
+        """Return features ``[B, channels, H, W]`` pooled.
+
+        The result is ``[B, channels, Ho, Wo]``, for one parent ``[B, dim, Ho, Wo]``, for several
+        ``[B, parents * out_dim, Ho, Wo]``. ``iterations`` and ``sharpness`` are others for this call.
 
         ``return_coefficients`` adds the coefficients r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw,
         groups]`` if each group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest.

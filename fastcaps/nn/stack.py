@@ -234,9 +234,10 @@ class RoutingStack(nn.Module):
     ) -> Parents | tuple[Parents, RoutingTrace]:
         """Return what the last layer returns: a Tensor, Capsules or Gaussians.
 
-        ``children``, ``[B, I, d]`` or ``[B, N, H, W, d]``, are the lowest layer's, ``activations``, ``[B, I]`` or ``[B, N,
-        H, W]``, theirs, or scores if that layer takes scores. ``iterations`` is t of this call, also for the layers that
-        run all their own iterations. ``return_trace`` adds a :class:`RoutingTrace`: every layer's last state.
+        ``children``, ``[B, I, d]`` or ``[B, N, H, W, d]``, are the lowest layer's; ``activations``, ``[B, I]`` or
+        ``[B, N, H, W]``, theirs, or scores if that layer takes scores. ``iterations`` is t of this call, also for the
+        layers that run all their own iterations. ``return_trace`` adds a :class:`RoutingTrace`: every layer's last
+        state.
         """
         require_tensor(children, "children")
         count = self.iterations if iterations is None else check_count("iterations", iterations)

@@ -91,11 +91,8 @@ class GaussianRouting(Routing):
 
     def fakes(self, votes: VoteInputs, own: Gaussian) -> Results:
         count, dtype = len(own.temperatures), accumulation_dtype(votes.children.dtype)
-        shapes: list[Any] = [votes.parent_values_shape, votes.poses, votes.poses]
-        shapes += [
-            (count, *shape)
-            for shape in (votes.parent_values_shape, votes.poses, votes.poses, votes.parent_values_shape)
-        ]
+        values, poses = votes.parent_values_shape, votes.poses
+        shapes = [values, poses, poses, *((count, *shape) for shape in (values, poses, poses, values))]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
     def coefficients(self, votes: VoteInputs, own: Gaussian, results: Results) -> Tensor:

@@ -135,9 +135,8 @@ class Routing(Signature, ABC):
         chosen = backends.choose(call)
         if chosen in NATIVE:
 
-            def run(votes: VoteInputs, own: Any) -> Results:
-                found: Results = self.native[chosen](*votes, *own[: self.native_count], call.options)
-                return found
+            def run(votes: VoteInputs, own: Any) -> Any:
+                return self.native[chosen](*votes, *own[: self.native_count], call.options)
 
             begins = getattr(own, self.state[0]) is not None
             whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
@@ -145,12 +144,9 @@ class Routing(Signature, ABC):
         else:
             votes.check()
             self._check(votes, own)
-            kernel = self._reference
-            if chosen == "triton":
-                kernel = partial(self._triton, options=call.options)
-            results = [
-                x.contiguous().detach() for x in self._joined(self.iterate(kernel, votes, own))
-            ]  # users may write
+            kernel = self._reference if chosen == "reference" else partial(self._triton, options=call.options)
+            results = self._joined(self.iterate(kernel, votes, own))
+            results = [x.contiguous().detach() for x in results]  # no views: users may write into them
         return (*results, self._coefficients(votes, own, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -182,20 +178,17 @@ class Routing(Signature, ABC):
 
     def _triton(self, votes: VoteInputs, own: Any, options: int) -> Results:
         """Run an iteration by Triton's kernel, to which a set is a grid of one position."""
-        kernel = getattr(backends.triton_kernels(self.stem), self.name)
+        kernel: Callable[..., Results] = getattr(backends.triton_kernels(self.stem), self.name)
         if not votes.is_set:
-            found: Results = kernel(votes, own, options=options)
-            return found
+            return kernel(votes, own, options=options)
         state = {name: as_grid(x) for name in self.state if (x := getattr(own, name)) is not None}
         results = kernel(votes.on_grid(), own._replace(**state), options=options)
         leading = [1] * len(self.finals) + [2] * len(self.history)  # the first dimension is the iteration
         return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)]
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
-        given = own._asdict()
-        del given["coefficients"]
-        found: Results = getattr(reference, self.name)(votes, **given)
-        return found
+        formula: Callable[..., Results] = getattr(reference, self.name)
+        return formula(votes, *own[:-1])  # without `coefficients`
 
     def _reference_backward(self, heads: Gradients, votes: VoteInputs, rest: Sequence[Any], needs: int) -> list[Tensor]:
         """Return the sum over iterations of the reference's backwards of one."""

@@ -23,44 +23,23 @@ COUNT = len(VoteInputs._fields)
 class Signature:
     """The arguments and results of a routing's two ops.
 
-    Attributes
-    ----------
-    stem
-        The name of the routing's files; ``stem + "_routing"`` is the op.
-    Own
-        The op's arguments after the votes, a typed named tuple, from which the schema is written. Its last fields are
-        flags that native kernels do not take: ``detach``, which the reference takes, and a backward as a bit of
-        ``needs``; ``coefficients``, which are computed above the backends.
-    Rest
-        The same for the backward, which takes ``heads`` before the votes, and as the last argument ``needs``, the bits
-        of the gradients to compute. It returns the gradients of the op's tensors, in their order.
-    state
-        The tensors of ``Own`` that belong to parents: the first iteration's state.
-    finals, history
-        The results that have gradients; and the others except the coefficients, whose first dimension is the iteration.
-    heads
-        The first arguments of the backward, with their types.
-    moments
-        The number of an iteration's sums over the votes.
-    wide
-        Whether the tensors of ``Own`` have the children's accumulation dtype.
-    constant
-        The tensors that have no gradient with detached coefficients.
-    competing
-        Whether parents compete for a child (or children for a parent).
+    The last fields of ``Own`` are flags that native kernels do not take: ``detach``, which the reference takes, and a
+    backward as a bit of ``needs``; ``coefficients``, which are computed above the backends. A backward takes ``heads``,
+    the votes, ``Rest`` and ``needs``, the bits of the gradients to compute; it returns the gradients of the op's
+    tensors, in their order.
     """
 
-    stem: str
-    Own: Any
-    Rest: Any
-    state: tuple[str, ...]
-    finals: tuple[str, ...]
-    history: tuple[str, ...]
-    heads: Mapping[str, str]
-    moments = 1
-    wide = False
-    constant: frozenset[str] = frozenset()
-    competing = True
+    stem: str  # of the routing's files; stem + "_routing" is the op
+    Own: Any  # the op's arguments after the votes, a typed named tuple from which the schema is written
+    Rest: Any  # the same for the backward
+    state: tuple[str, ...]  # the tensors of Own that belong to parents: the first iteration's state
+    finals: tuple[str, ...]  # the results that have gradients
+    history: tuple[str, ...]  # the others except the coefficients: their first dimension is the iteration
+    heads: Mapping[str, str]  # the first arguments of the backward, with their types
+    moments = 1  # of an iteration: how many sums over the votes
+    wide = False  # whether the tensors of Own have the children's accumulation dtype
+    constant: frozenset[str] = frozenset()  # the tensors that have no gradient with detached coefficients
+    competing = True  # parents for a child, or else children for a parent
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
