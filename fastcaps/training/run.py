@@ -1,11 +1,5 @@
 """``fastcaps train``: train a network on a data set with Lightning, with one or several seeds.
 
-One call does everything::
-
-    from fastcaps.training import TrainConfig, train
-
-    result = train(TrainConfig.of(network="mnist", data={"name": "mnist", "dir": "path/to/data"}, out="runs/mnist"))
-
 docs/training.md lists the files of a run. An interrupted run resumes from ``last.ckpt`` inside its epoch, with the same
 order of images, random state, optimiser and schedule, so on the CPU it ends with the same weights as without the
 interruption.
