@@ -94,8 +94,7 @@ BY_LIBRARY = "without parents every share is 1 / M, and the library's convolutio
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
     """Say which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
 
-    Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
-    parameters, statistics, hooks and random numbers stay as they are, and no other thread notices.
+    Nothing is computed: the call runs on a copy of the module, with tensors that have shapes and no values.
 
     Parameters
     ----------
@@ -116,10 +115,9 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     TypeError
         If ``call`` cannot be called, or is a module that needs inputs and got none.
     ValueError
-        If the way through a module depends on numbers (``if x.sum() > 0``), or has more than 1000 calls of routings.
+        If the way through a module depends on values (``if x.sum() > 0``), or has more than 1000 calls of routings.
     Exception
-        What the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
-        backend cannot take the call is part of the answer.
+        What the call would raise for wrong arguments. That a forced backend cannot take the call is part of the answer.
     """
     if isinstance(call, Tensor):
         call, inputs = inverted_attention_routing, (call, *inputs)
