@@ -93,7 +93,6 @@ def build(name: str, work: Workload, safe: bool = False, batch: int | None = Non
 
     ``safe`` leaves out the vectorised loop tails of torch.compile's C++ code (torch 2.13), which write past their
     buffers on some of these shapes: gradients are wrong, or the process dies. Elsewhere they gain up to a tenth.
-    Raises ValueError for a name that is unknown.
     """
     if name == OURS:
         return work.routing.ours(work)
@@ -117,12 +116,9 @@ def build(name: str, work: Workload, safe: bool = False, batch: int | None = Non
 
 
 def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], dict[str, Tensor]]:
-    """Return what is timed: one forward call without gradients, or one training step.
-
-    A training step is the forward call and the backward from random gradients of its results to every argument that is
-    learned, each into a tensor of its own. What it returns holds the results by name and, of a training step, ``d`` +
-    the name of each argument.
-    """
+    """Return what is timed: one forward call without gradients, or one training step, which is also the backward from
+    random gradients of its results to every argument that is learned. It returns the results by name and, of a training
+    step, ``d`` + the name of each argument."""
     arguments, names = inputs.arguments, tuple(inputs.grads)
     if not training:
         return torch.no_grad()(lambda: dict(zip(names, run(**arguments), strict=True)))

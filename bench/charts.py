@@ -36,14 +36,10 @@ PANELS = {
 }
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
-DARK = "@media (prefers-color-scheme: dark) { svg { color: #dddddd } }"
-
 
 def as_svg(figure: Any) -> str:
-    """Return a figure as an SVG file of one line, the same for the same figure, and forget it.
-
-    Its ground is transparent; what is black becomes light where the reader's browser is dark.
-    """
+    """Return a figure as an SVG file of one line, the same for the same figure, and forget it. Its ground is
+    transparent; what is black becomes light where the reader's browser is dark."""
     from matplotlib import rc_context
 
     from fastcaps.viz.charts import pyplot
@@ -55,7 +51,8 @@ def as_svg(figure: Any) -> str:
     text = " ".join(file.getvalue().split()) + "\n"
     text = re.sub("<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)  # coordinates, not the labels
     text = text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
-    return text.replace("</style>", f" {DARK}</style>", 1)
+    dark = "@media (prefers-color-scheme: dark) { svg { color: #dddddd } }"
+    return text.replace("</style>", f" {dark}</style>", 1)
 
 
 def own_bytes(row: Row, name: str) -> float | None:
@@ -80,11 +77,8 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
 
 
 def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
-    """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
-
-    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers, all if
-    none are named; a mapping says what each is called.
-    """
+    """Return charts side by side as an SVG file, a pair of bars for each layer, fastest first: at its default batch, or
+    the largest of a quick run. ``names`` are the layers, all if there are none; a mapping says how each is called."""
     from fastcaps.viz.charts import OTHERS, OURS, OURS_LIGHT, pyplot, tidy
 
     some = [row for row in rows if not names or row["workload"] in names]
@@ -96,9 +90,8 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
     figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
         title, said, labels = PANELS[panel]
-        for k, (label, colour) in enumerate(
-            zip(labels, (OURS, OTHERS if panel == "memory" else OURS_LIGHT), strict=True)
-        ):
+        colours = OURS, OTHERS if panel == "memory" else OURS_LIGHT
+        for k, (label, colour) in enumerate(zip(labels, colours, strict=True)):
             values = [pair[k] for pair in pairs]
             bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
                              color=colour, label=label)  # fmt: skip
@@ -106,9 +99,8 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
         if panel == "speedup":
             plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
         called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
-        marks = ([1.0], ["1× as fast"]) if panel == "speedup" else ([], [])
         plot.set(title=title, yticks=range(len(layers)), yticklabels=called)
-        plot.set_xticks(*marks)
+        plot.set_xticks(*([1.0], ["1× as fast"]) if panel == "speedup" else ([], []))
         plot.margins(x=0.2, y=0.02)
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)

@@ -29,8 +29,7 @@ from bench.goals import place
 from bench.record import ROOT
 from bench.session import Session
 from bench.timing import Plan
-from bench.workload import Case
-from bench.workloads import TINY, WORKLOADS
+from bench.workloads import TINY, WORKLOADS, cases
 
 _SHARED = ("_testing", "measure.py")  # of the package: what the benchmark needs, and an older one may lack
 
@@ -56,26 +55,14 @@ def linked(tree: Path, folder: Path) -> Path:
     """Fill a folder with links to a tree's package and this checkout's benchmark, and return it."""
     (folder / "fastcaps").mkdir(parents=True)
     (folder / "bench").symlink_to(ROOT / "bench")
-    for path in (tree / "fastcaps").iterdir():
-        if path.name not in _SHARED:
-            (folder / "fastcaps" / path.name).symlink_to(path)
-    for name in _SHARED:
-        (folder / "fastcaps" / name).symlink_to(ROOT / "fastcaps" / name)
+    for name in {*_SHARED, *os.listdir(tree / "fastcaps")}:
+        (folder / "fastcaps" / name).symlink_to((ROOT if name in _SHARED else tree) / "fastcaps" / name)
     return folder
 
 
-def rows_of(words: Sequence[str]) -> list[Case]:
-    """Return the rows to measure: tiny calls and workloads at all their batches, forward and training."""
-    works = [work for work in (*TINY.values(), *WORKLOADS.values()) if any(word in work.name for word in words)]
-    return [Case(work, batch, training) for work in works for batch in work.batches for training in (False, True)]
-
-
 def compared(row: dict[str, Any]) -> dict[str, Any]:
-    """Return of a session's row both medians and their ratio, and the least and most that it may be.
-
-    Those are the ratios of the 20th and 80th percentiles. Without a ratio it is ``refused``, if a result was wrong, or
-    ``failed``.
-    """
+    """Return of a session's row both medians, their ratio, and that of their 20th and 80th percentiles as the least
+    and most that it may be; or why it is ``refused``, if a result was wrong, or ``failed``."""
     found = {name: row[name] for name in ("workload", "batch", "mode")}
     old, new = row["alternatives"].get(BEFORE, {}), row.get("fastcaps", {})
     if "refused" in row:
@@ -89,8 +76,7 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """Return a row in one line: milliseconds of both sides, ratio and its spread; or why it has no ratio."""
     if "ratio" not in row:
-        told = f"refused: {row['refused']}" if "refused" in row else row["failed"]
-        return f"{place(row):<52} {told}"
+        return f"{place(row):<52} {row.get('failed') or 'refused: ' + row['refused']}"
     spread = f"{row['ratio']:.3f} ({row['least']:.3f}-{row['most']:.3f})"
     return f"{place(row):<52} {row['old'] * 1e3:10.3f} {row['new'] * 1e3:10.3f}  {spread}"
 
@@ -108,7 +94,6 @@ def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bo
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(prog="compare", description="This checkout against another commit, in turns.")
     parser.add_argument("old", metavar="REV", help="a commit, or a tree with its library")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="likewise; this checkout if none is given")
@@ -119,9 +104,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=0.03, help="how much slower the median may be, as a share")
     parser.add_argument("--json", action="store_true", help="print rows and verdict, and nothing else")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    if not (wanted := rows_of(given.workload or [""])):
-        words = " or ".join(given.workload)
-        parser.exit(2, f"fastcaps compare: --workload: no row's name holds {words} (fastcaps bench --list)\n")
+    words = given.workload or [""]
+    names = [name for name in (*TINY, *WORKLOADS) if any(word in name for word in words)]
+    if not names:
+        message = f"no row's name holds {' or '.join(words)} (fastcaps bench --list)"
+        parser.exit(2, f"fastcaps compare: --workload: {message}\n")
     try:
         trees = [tree_of(given.old), tree_of(given.new)]
     except (ValueError, subprocess.CalledProcessError) as error:
@@ -131,11 +118,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     plan = Plan(given.rounds, given.seconds / (2 * given.rounds), given.seconds / 2, sgemm=256)
     rows = []
     with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
-        names = (BEFORE, OURS)
-        folders = {name: linked(tree, Path(scratch, name)) for name, tree in zip(names, trees, strict=True)}
+        sides = zip((BEFORE, OURS), trees, strict=True)
+        folders = {side: linked(tree, Path(scratch, side)) for side, tree in sides}
         session = Session(Path(scratch), [BEFORE], True, given.threads, plan=plan, folders=folders)
         try:
-            for case in wanted:
+            for case in cases(names, quick=False):
                 rows.append(compared(session.run(case)))
                 said(line(rows[-1]), flush=True)
         finally:

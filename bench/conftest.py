@@ -55,8 +55,7 @@ def _names(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     option = config.getoption
-    shown = ("verbose", "compare", "histogram", "autosave")
-    if not any(config.getoption(f"benchmark_{name}", None) for name in shown):
+    if not any(option(f"benchmark_{name}", None) for name in ("verbose", "compare", "histogram", "autosave")):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
     for name, known in (("against", (*ALTERNATIVES, VERBS)), ("device", ("cpu", "cuda")), ("precision", PRECISIONS)):
         given = option(name)
@@ -69,19 +68,20 @@ def pytest_configure(config: pytest.Config) -> None:
         wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))
     except ValueError as error:
         raise pytest.UsageError(f"--workload: {error}") from error
-    config.stash[_CASES] = [one for one in wanted if not (option("resume") and record.has(_results(config), one))]
+    if option("resume"):
+        complete = _names(config) == [*ALTERNATIVES]
+        done = record.finished(_results(config), option("threads"), _quick(config), complete)
+        wanted = [one for one in wanted if one.key not in done]
+    config.stash[_CASES] = wanted
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        names, on = _names(metafunc.config), metafunc.config.getoption("device")
-        wanted = [
-            (case, name)
-            for case in metafunc.config.stash[_CASES]
-            for name in (OURS, *suited(names, case.workload, case.batch, on == "cpu"))
-        ]
-        ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
-        metafunc.parametrize(("case", "contender"), wanted, ids=ids)
+    config = metafunc.config
+    names, on_cpu = _names(config), config.getoption("device") == "cpu"
+    wanted = [(case, name) for case in config.stash[_CASES]
+              for name in (OURS, *suited(names, case.workload, case.batch, on_cpu))]  # fmt: skip
+    ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
+    metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 
 
 @pytest.fixture(scope="session")
@@ -92,8 +92,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
     how = option("threads"), device, option("seconds")
-    made = Session(_results(config), _names(config), _quick(config), *how)
-    config.stash[_SESSION] = made
+    made = config.stash[_SESSION] = Session(_results(config), _names(config), _quick(config), *how)
     yield made
     made.close()
 

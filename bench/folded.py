@@ -91,10 +91,7 @@ class Folded:
             constant = (half * off.square()).sum((3, 4)) - log_weight[:, :, 0, 0, 0]
             query = torch.cat([square, first, constant.transpose(0, 1).unsqueeze(2)], 2).neg()
             total = self._mix(self._features, query, self._gates)
-        return self._moments(total, eps, worth)
-
-    def _moments(self, total: Tensor, eps: float, worth: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return counts, means, variances and scores from the features' sums ``[P, G, K, M]``."""
+        # the features' sums [P, G, K, M]
         (pairs, shift), (rows, inner) = self._pairs, self._poses.shape[3:]
         layout, size, sums = self.layout, pairs.shape[2], total.transpose(0, 1)
         counts, by_pose = sums[:, :, -1], sums[:, :, rows * size : -1].unflatten(2, (rows, inner))  # counts: [G, P, M]

@@ -38,16 +38,12 @@ SAME = 1e-4
 library's LayerNorm and convolution sum with more rounding than the contract lets a kernel have, and to leave them out
 for that would flatter the package. A wrong result still shows: a lost term moves far more."""
 
-_OF_CHILDREN = ("children", "scores")
-"""Arguments that children which are copies of each other have in common. (Results of these names are the parents'.)"""
+_OF_CHILDREN = ("children", "scores")  # arguments that copies of a child have in common
 
 
 class Gate(Bar):
-    """What the results of one workload at one batch may err.
-
-    ``inputs`` are what the implementations under test are given. ``shared`` is a file that keeps the float64 result and
-    the eager error, for processes that judge the same inputs.
-    """
+    """What the results of one workload at one batch may err. ``shared`` is a file that keeps the float64 result and the
+    eager error, for processes that judge the same ``inputs``."""
 
     most_draws = 10  # a layer takes longer than a test's case
 
@@ -60,10 +56,9 @@ class Gate(Bar):
             one, given = workload.types // workload.copies, inputs.arguments
             inputs = replace(inputs, arguments={n: t[:, :one] if n in _OF_CHILDREN else t for n, t in given.items()})
         self._inputs = inputs
-        routing, by = workload.routing, reference(workload)
+        routing, ways = workload.routing, [reference(workload)]
         if workload.copies > 1:  # each child counts so often
-            by = routing.routed(workload, Layout(axes_of(workload)), workload.copies)
-        ways = [by]
+            ways = [routing.routed(workload, Layout(axes_of(workload)), workload.copies)]
         if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
             ways.append(convolution(workload))
         runs = [partial(self._in_parts, way) for way in ways]
@@ -91,17 +86,15 @@ class Gate(Bar):
 
     def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
         """Hold what :func:`bench.alternatives.runner` returns, of a forward pass or a training step, to the rule."""
-        odd = [f"{name} has numbers that are not finite" for name in found if not found[name].isfinite().all()]
-        if odd:
+        if odd := [f"{name} has numbers that are not finite" for name in found if not found[name].isfinite().all()]:
             return Verdict({}, {}, odd)
         forward = found.keys() == {*self.workload.routing.results}
         return self._judge(found, share) if forward else super().judge(found, share)
 
     def _in_parts(self, run: Implementation, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Run a training step in parts of the batch, and put the parts together."""
-        names, given = [*self._inputs.arguments, *self._inputs.grads], len(self._inputs.arguments)
-        pairs = list(zip(names, tensors, strict=True))
-        inputs = replace(self._inputs, arguments=dict(pairs[:given]), grads=dict(pairs[given:]))
+        left = iter(tensors)
+        inputs = self._inputs.each(lambda *_: next(left))
         per_sample = self.workload.votes_bytes(1, tensors[0].element_size()) // self.workload.copies
         step = max(1, _CHUNK_BYTES * (4 if tensors[0].is_cuda else 1) // per_sample)
         plain = nullcontext()
@@ -113,11 +106,8 @@ class Gate(Bar):
                 runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
                 for first in range(0, tensors[0].shape[0], step)
             ]
-        return {name: (torch.cat if is_batched(name) else _sum)([part[name] for part in parts]) for name in parts[0]}
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*parts]).sum(0)
+        join = {name: torch.cat if is_batched(name) else lambda given: torch.stack(given).sum(0) for name in parts[0]}
+        return {name: join[name]([part[name] for part in parts]) for name in parts[0]}
 
 
 def convolution(workload: Workload) -> Implementation:

@@ -86,10 +86,8 @@ def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
 
 
 def lost(row: dict[str, Any], before: dict[str, Any] | None, quick: bool) -> list[str]:
-    """Return a sentence for every goal that was held and is not held any more.
-
-    Of a full row: held by the newest record of it on this machine. A quick row's goals were held when they were set.
-    """
+    """Return a sentence for every goal that is not held any more: a quick row's, which were held when they were set,
+    and those that the newest record of a full row on this machine held."""
     held = row["goal"].keys() if quick else (before.get("goal") or {}).keys() - missed(before).keys() if before else ()
     return [why for name, why in missed(row, NOISE).items() if name in held]
 

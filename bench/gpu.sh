@@ -29,8 +29,7 @@ done
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 ROOT=$PWD
-OUT=${OUT:-bench/results/gpu-$(date -u +%Y-%m-%d)}
-case "$OUT" in /*) ;; *) OUT="$ROOT/$OUT" ;; esac
+OUT=$(realpath -m "${OUT:-bench/results/gpu-$(date -u +%Y-%m-%d)}")
 
 export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
@@ -110,8 +109,7 @@ stage_profile() {
   # workload, and which of its kernels; the first launch of each is warming up
   for target in "tsai-c10-conv1 forward_kernel" "tsai-c10-conv1 backward_kernel" "hinton-conv forward_kernel"; do
     run 45 ncu --clock-control none --target-processes all --set detailed --kernel-name "regex:${target#* }" \
-      --launch-skip 1 --launch-count 1 "$PYTHON" -m bench.profiled "${target% *}" ||
-      worst=1
+      --launch-skip 1 --launch-count 1 "$PYTHON" -m bench.profiled "${target% *}" || worst=1
   done
   run 40 "$PYTHON" -m bench.profiled tsai-c10-conv1 --table || worst=1
   return "$worst"

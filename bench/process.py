@@ -6,10 +6,12 @@ process's hold of the device with it.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -17,22 +19,24 @@ from concurrent.futures import TimeoutError as Late  # Python's own only from 3.
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-
-
-class WorkerError(RuntimeError):
-    """A process died, hung or raised."""
-
 
 _FULL = re.compile("OutOfMemory|out of memory|can't allocate memory|bad_alloc|MemoryError")
 _SERVED: list[Any] = []
 """In a process: the one object whose methods are called."""
 
 
+class WorkerError(RuntimeError):
+    """A process died, hung or raised."""
+
+
 def _start(threads: int, memory: float | None) -> None:
     """Make a process quiet, and keep it to its threads and to so many bytes. Runs in the process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes themselves are side by side
+    if sys.platform == "linux":  # end with the parent, even one that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -54,7 +58,7 @@ def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str,
 
 
 class Remote:
-    """An object in a process of its own, started when first needed and again after it died or an error ended it.
+    """An object ``served(*arguments)`` in a process, started when first needed and after it died or an error ended it.
 
     ``memory`` are the bytes that the process may use, ``folder`` is where it looks for modules first.
     """
@@ -67,7 +71,7 @@ class Remote:
         memory: float | None = None,
         folder: Path | None = None,
     ) -> None:
-        self._start, self._made, self._folder = (threads, memory), (served, arguments), folder
+        self._start, self._made, self._folders = (threads, memory), (served, arguments), [str(folder)] * bool(folder)
         self._pool: ProcessPoolExecutor | None = None
         self._answer: Future[Any] = Future()
 
@@ -76,16 +80,12 @@ class Remote:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
-        before = sys.path[:]
-        if self._folder is not None:
-            sys.path.insert(0, str(self._folder))  # a process starts with its parent's path
         try:
-            self._answer = self._pool.submit(_answer, *self._made, method, given)
+            with patch.object(sys, "path", self._folders + sys.path):  # a process starts with its parent's path
+                self._answer = self._pool.submit(_answer, *self._made, method, given)
         except BrokenProcessPool as error:
             self._answer = Future()
             self._answer.set_exception(error)
-        finally:
-            sys.path[:] = before
 
     def finish(self, seconds: float) -> Any:
         """Wait at most so many seconds for the answer. Raises WorkerError if there is none; the process then ends."""
@@ -101,12 +101,10 @@ class Remote:
         raise WorkerError(reason)
 
     def call(self, seconds: float, method: str, *given: Any) -> Any:
-        """Send a call off and wait at most so many seconds for the answer; see :meth:`finish`."""
         self.begin(method, *given)
         return self.finish(seconds)
 
     def close(self) -> None:
-        """End the process."""
         if self._pool is not None:
             for process in list((self._pool._processes or {}).values()):
                 process.kill()

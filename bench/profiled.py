@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,7 +18,6 @@ from bench.workloads import find
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description="Training steps of one workload, to be profiled.")
     parser.add_argument("workload", type=find)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -26,19 +26,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
     given = parser.parse_args(None if arguments is None else list(arguments))
     inputs = given.workload.inputs(given.batch).to(torch.device(given.device))
     step, on_cuda = runner(build(OURS, given.workload), inputs, training=True), given.device == "cuda"
-
-    def calls(count: int) -> None:
-        for _ in range(count):
+    wait = torch.cuda.synchronize if on_cuda else int
+    step()
+    wait()
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    with profile(activities=activities) if given.table else nullcontext() as found:
+        for _ in range(2 + given.table):
             step()
-        if on_cuda:
-            torch.cuda.synchronize()
-
-    calls(1)
+        wait()
     if not given.table:
-        calls(2)
         return
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]) as found:
-        calls(3)
     by = f"self_{'device' if on_cuda else 'cpu'}_time_total"
     print(found.key_averages().table(sort_by=by, row_limit=12, max_name_column_width=90))
 

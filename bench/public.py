@@ -36,25 +36,7 @@ from fastcaps._testing.judge import largest, largest_error
 BAR = 3, 1e-5  # times the error of the published code in float32, and besides a share of a tensor's largest number
 NOTHING = 1e-6  # a gradient this share of the largest is zero but for rounding: of a bias in front of a BatchNorm, say
 TURNS, PATIENCE = 5, 300.0  # of each in one process; seconds until a process is given up
-Made = tuple[nn.Module, list[Tensor]]  # a module and its inputs
-
-
-def _guo(batch: int, network: bool) -> Made:
-    if not network:
-        return import_module("capsulelayers").DenseCapsule(1152, 8, 10, 16), [0.3 * torch.randn(batch, 1152, 8)]
-    net = import_module("capsulenet").CapsuleNet([1, 28, 28], classes=10, routings=3)
-    return net, [torch.rand(batch, 1, 28, 28), torch.eye(10)[torch.arange(batch) % 10]]
-
-
-def _yl(batch: int, network: bool) -> Made:
-    net = import_module("model.capsules").capsules(A=64, B=8, C=16, D=16, E=10, iters=2)
-    capsules = torch.cat([torch.randn(batch, 14, 14, 8 * 16), torch.rand(batch, 14, 14, 8)], -1)
-    return (net, [torch.rand(batch, 1, 28, 28)]) if network else (net.conv_caps1, [capsules])
-
-
-def _heinsen(batch: int, network: bool) -> Made:
-    layer = import_module("heinsen_routing").GenerativeMatrixRouting(d_cov=4, d_inp=4, d_out=4, n_inp=100, n_out=10)
-    return layer, [torch.randn(batch, 100), torch.randn(batch, 100, 4, 4)]
+randn, rand = torch.randn, torch.rand
 
 
 class _TwoIterations(nn.Sequential):
@@ -62,30 +44,40 @@ class _TwoIterations(nn.Sequential):
         return self[0](children, 1, self[0](children, 0))
 
 
-def _tsai(batch: int, network: bool) -> Made:
+def _guo() -> nn.Module:
+    return import_module("capsulenet").CapsuleNet([1, 28, 28], classes=10, routings=3)
+
+
+def _yl() -> nn.Module:
+    return import_module("model.capsules").capsules(A=64, B=8, C=16, D=16, E=10, iters=2)
+
+
+def _tsai() -> nn.Module:
     settings = json.loads(Path(sys.path[0], "configs/resnet_backbone_CIFAR10.json").read_text())
-    net = import_module("src.capsule_model").CapsModel(32, settings, "resnet", 0.0, 2, sequential_routing=False)
-    layer = _TwoIterations(net.capsule_layers[0])
-    return (net, [torch.randn(batch, 3, 32, 32)]) if network else (layer, [torch.randn(batch, 32, 16, 16, 16)])
-
-
-def _ucaps(batch: int, network: bool) -> Made:
-    """Make the second encoder layer for a patch of 32³."""
-    layer = import_module("layers").ConvSlimCapsule3D(3, 16, 16, 8, 8, stride=1, padding=1)
-    return layer, [torch.randn(batch, 16, 8, 16, 16, 16)]
+    return import_module("src.capsule_model").CapsModel(32, settings, "resnet", 0.0, 2, sequential_routing=False)
 
 
 CASES = (
-    ("XifengGuo/CapsNet-Pytorch", "`DenseCapsule`, 1,152 to 10", 100, _guo, False),
-    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32, _yl, False),
-    ("glassroom/heinsen_routing", "`GenerativeMatrixRouting`, 100 to 10", 128, _heinsen, False),
-    ("apple/ml-capsules-inverted-attention-routing", "`CapsuleCONV`, 16² × 32 to 7² × 32", 4, _tsai, False),
-    ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 16³ × 16 to 16³ × 16", 1, _ucaps, False),
-    ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo, True),
-    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _yl, True),
-    ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 4, _tsai, True),
-)
-"""Repositories on GitHub, what is run of them, the batch, who makes it, and whether it is a network or a layer."""
+    ("XifengGuo/CapsNet-Pytorch", "`DenseCapsule`, 1,152 to 10", 100,
+     lambda: import_module("capsulelayers").DenseCapsule(1152, 8, 10, 16), lambda b: [0.3 * randn(b, 1152, 8)]),
+    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`ConvCaps`, 14² × 8 to 6² × 16", 32,
+     lambda: _yl().conv_caps1, lambda b: [torch.cat([randn(b, 14, 14, 8 * 16), rand(b, 14, 14, 8)], -1)]),
+    ("glassroom/heinsen_routing", "`GenerativeMatrixRouting`, 100 to 10", 128,
+     lambda: import_module("heinsen_routing").GenerativeMatrixRouting(d_cov=4, d_inp=4, d_out=4, n_inp=100, n_out=10),
+     lambda b: [randn(b, 100), randn(b, 100, 4, 4)]),
+    ("apple/ml-capsules-inverted-attention-routing", "`CapsuleCONV`, 16² × 32 to 7² × 32", 4,
+     lambda: _TwoIterations(_tsai().capsule_layers[0]), lambda b: [randn(b, 32, 16, 16, 16)]),
+    ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 16³ × 16 to 16³ × 16", 1,  # the second of a patch of 32³
+     lambda: import_module("layers").ConvSlimCapsule3D(3, 16, 16, 8, 8, stride=1, padding=1),
+     lambda b: [randn(b, 16, 8, 16, 16, 16)]),
+    ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo,
+     lambda b: [rand(b, 1, 28, 28), torch.eye(10)[torch.arange(b) % 10]]),
+    ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _yl, lambda b: [rand(b, 1, 28, 28)]),
+    ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 4, _tsai,
+     lambda b: [randn(b, 3, 32, 32)]),
+)  # fmt: skip
+"""Repositories on GitHub, what is run of them (the last three are networks), the batch, the module, and its inputs."""
+NETWORKS = range(5, len(CASES))
 
 
 def _step(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
@@ -107,17 +99,17 @@ class Program:
     """One case in a process of its own, where what its authors ask of CUDA is on the CPU."""
 
     def __init__(self, folder: str, case: int) -> None:
-        _, _, self.batch, self.make, self.network = CASES[case]
+        (_, _, self.batch, *self.make), self.network = CASES[case], case in NETWORKS
         sys.path.insert(0, folder)
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
         torch.cuda.FloatTensor = torch.empty  # type: ignore[assignment, misc]
         sys.modules.setdefault("torchvision", MagicMock())  # a training script takes its images from there
 
-    def _sides(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Made]:
+    def _sides(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, tuple[nn.Module, list[Tensor]]]:
         """Return the published module and its converted copy, each with the inputs; those of a layer need gradients."""
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
-        theirs, inputs = self.make(batch, self.network)
+        theirs, inputs = self.make[0](), self.make[1](batch)
         torch.set_default_dtype(dtype)  # of every tensor that their code makes
         theirs, inputs = theirs.to(dtype), [each.to(dtype).requires_grad_(not self.network) for each in inputs]
         ours = deepcopy(theirs)
@@ -161,8 +153,8 @@ class Program:
 
 def measure(case: int, folder: Path, threads: int) -> dict[str, Any]:
     """Return the row of a case whose repository is in a folder; ``refused`` says why it has no figures."""
-    (repository, what, batch, _, network), at = CASES[case], ["git", "-C", str(folder)]
-    row: dict[str, Any] = {"repository": repository, "what": what, "batch": batch, "network": network}
+    names, at = ("repository", "what", "batch"), ["git", "-C", str(folder)]
+    row: dict[str, Any] = dict(zip(names, CASES[case], strict=False)) | {"network": case in NETWORKS}
     row["commit"] = subprocess.check_output([*at, "rev-parse", "HEAD"], text=True).strip()
     row["load"], remote = os.getloadavg()[0], Remote(threads, Program, str(folder), case)
     try:
@@ -170,7 +162,7 @@ def measure(case: int, folder: Path, threads: int) -> dict[str, Any]:
             raise WorkerError("its source is modified")
         row["equal"] = remote.call(PATIENCE, "check")
         try:
-            row |= remote.call(PATIENCE, "time", not network)
+            row |= remote.call(PATIENCE, "time", not row["network"])
         except WorkerError as error:
             row |= {"compiled": {"failed": str(error)}} | remote.call(PATIENCE, "time", False)
         row["memory"] = {}
@@ -185,7 +177,6 @@ def measure(case: int, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Public capsule programs, as published and on fastcaps.")
     parser.add_argument("folder", type=Path, help="holds clones, each under its repository's name or as owner+name")
     parser.add_argument("--write", action="store_true", help="keep the record in bench/results")

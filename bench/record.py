@@ -53,8 +53,9 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], kind: str = "bench") -> 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
     bare = [{name: value for name, value in row.items() if name != "machine"} for row in rows]
-    path.write_text(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
-    return path
+    part = path.with_suffix(".part")  # a run that is killed while it writes leaves the file of the row before
+    part.write_text(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
+    return part.replace(path)
 
 
 def load(*places: Path, kind: str = "bench") -> list[dict[str, Any]]:
@@ -73,19 +74,26 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return (*where, row["workload"], row["batch"], row["mode"], row["precision"])
 
 
-def has(folder: Path, case: Any) -> bool:
-    """Tell whether a folder's records have the row of a case, measured at this very commit."""
-    commit, wanted = describe(1)["commit"], (case.workload.name, case.batch, case.mode, case.precision)
-    rows = [row for row in load(folder) if row["machine"]["commit"] == commit] if folder.is_dir() else []
-    return any("fastcaps" in row and key(row)[2:] == wanted for row in rows)
+def finished(folder: Path, threads: int, quick: bool, complete: bool) -> set[tuple[Any, ...]]:
+    """Return the keys, without their machine, of the rows that a folder's records have of this machine and commit.
+
+    With ``complete`` only of those in which all alternatives took part.
+    """
+    here = describe(threads) | {"kind": "quick" if quick else "full"}
+    found = set()
+    for row in load(folder) if folder.is_dir() else []:
+        machine = row["machine"]
+        same = all(machine.get(field) == here[field] for field in ("threads", "commit", "modified", "kind"))
+        same &= machine["device"] == here["device"] or "rates" in machine  # those of a GPU
+        if same and "fastcaps" in row and (row["complete"] or not complete):
+            found.add(key(row)[2:])
+    return found
 
 
 def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one of all rows of a key: the newest complete one or, where none is, the newest, by the date inside.
-
-    A row is complete if it has a figure and every alternative was asked for its own (one may not fit, or fail). They
-    come in the order of the registry. Rows of quick runs are never taken: they are of other batches and shorter.
-    """
+    """Return one of all rows of a key, in the order of the registry: the newest complete one or, where none is, the
+    newest, by the date inside. A row is complete if it has a figure and every alternative was asked for its own (one
+    may not fit, or fail). Rows of quick runs are never taken: they are of other batches and shorter."""
     full = [row for row in rows if row["machine"]["kind"] != "quick"]
     full.sort(key=lambda row: (row["complete"], "fastcaps" in row, row["machine"]["date"]))
     best = {key(row): row for row in full}  # the last of a key stays

@@ -38,7 +38,6 @@ LEGEND = (
 )
 
 PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
-
 DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
     "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
@@ -86,32 +85,19 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
 
 
-def table(rows: Sequence[Row], short: bool = False) -> list[list[str]]:
-    """Return the lines of a table, the first being its head; ``short`` fits a terminal."""
-    made = [cells(row) for row in rows]
-    columns = [name for name in max(made, key=len) if not short or name in SHORT]
-    return [columns, *[[one.get(name, "") for name in columns] for one in made]]
-
-
 def about(rows: Sequence[Row]) -> str:
     """Return sentences on machine, versions, commits and dates of rows of one machine."""
-    newest = max(rows, key=lambda row: row["machine"]["date"])
-    found = newest["machine"]
-    commits = Counter(
-        f"{row['machine']['commit']}{' (modified)' if row['machine']['modified'] else ''} of "
-        f"{row['machine']['date'][:10]}"
-        for row in sorted(rows, key=lambda row: row["machine"]["date"])
-    )
+    found = max(rows, key=_date)["machine"]
+    machines = [row["machine"] for row in sorted(rows, key=_date)]
+    commits = Counter(f"{one['commit']}{' (modified)' * one['modified']} of {one['date'][:10]}" for one in machines)
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
         speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
     else:
         speed = f", {found['threads']} threads on {found['cores']} cores"
-        for field, what in (
-            ("sgemm_gflops", f"sgemm of {found['sgemm_size']}³"),
-            ("peak_gflops", "multiply-adds alone"),
-        ):
+        measured = {"sgemm_gflops": f"sgemm of {found['sgemm_size']}³", "peak_gflops": "multiply-adds alone"}
+        for field, what in measured.items():
             rates = sorted(row[field] for row in rows if field in row)
             if rates:  # a wide spread says that something else ran meanwhile
                 middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
@@ -125,15 +111,19 @@ def about(rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:
-    """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
+    """Return (title, lines, the first being the head) of rows of one machine; ``short`` fits a terminal.
+
+    A table has one precision and mode; batch 1 is apart where it is not the default.
+    """
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
     for precision, single, mode in itertools.product(precisions, (False, True), charts.MODES):
         title = f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}"
         wanted = precision, single, mode
         part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
-        if part:
-            found.append((title, table(part, short)))
+        if made := [cells(row) for row in part]:
+            columns = [name for name in max(made, key=len) if not short or name in SHORT]
+            found.append((title, [columns, *[[one.get(name, "") for name in columns] for one in made]]))
     return found
 
 
@@ -146,10 +136,8 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each way in which an alternative gave no figure, or gave one only after a crash."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        entries = {**row["alternatives"], "fastcaps by Triton": row.get("triton", {})}
-        for name, entry in entries.items():
-            what = entry.get("failed") or entry.get("note")
-            if what:
+        for name, entry in {**row["alternatives"], "fastcaps by Triton": row.get("triton", {})}.items():
+            if what := entry.get("failed") or entry.get("note"):
                 what = re.sub("wrong result: [^;]*", "wrong result", what)  # how wrong, the record says
                 found.setdefault(f"{_short(name)}: {what}", []).append(place(row))
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
@@ -170,9 +158,12 @@ def markdown(rows: Sequence[Row], short: bool = False) -> str:
     return "\n".join(lines).rstrip()
 
 
+def _date(row: Row) -> str:
+    return row["machine"]["date"]
+
+
 def _by_device(rows: Sequence[Row]) -> list[list[Row]]:
-    devices = dict.fromkeys(row["machine"]["device"] for row in rows)
-    return [[row for row in rows if row["machine"]["device"] == device] for device in devices]
+    return [[*some] for _, some in itertools.groupby(rows, lambda row: row["machine"]["device"])]  # they are sorted
 
 
 def html(rows: Sequence[Row]) -> str:
@@ -197,11 +188,11 @@ def html(rows: Sequence[Row]) -> str:
     )
 
 
-def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return a table with a row for each of some workloads at its default batch, both modes."""
+def _chosen(rows: Sequence[Row]) -> str:
+    """Return a table of the layers in the picture at their default batches, both modes."""
     by_name = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
     lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_EXTRA]]
-    for name in names:
+    for name in charts.CHOSEN:
         both = by_name.get(name, {})
         line = [f"`{name}` ({WORKLOADS[name].batch})"]
         for row in map(both.get, charts.MODES):
@@ -223,12 +214,12 @@ def summary(rows: Sequence[Row]) -> str:
     equal = sum(0.995 <= (row.get("speedup") or 0.0) < 1.005 for row in rows)
     said = f"An alternative is faster in {len(slower)} of {len(rows)} rows"
     said += f" (and equally fast in {equal})" * bool(equal) + (":" if slower else ".")
-    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows, charts.CHOSEN), about(rows)])
+    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows), about(rows)])
 
 
 def first(rows: Sequence[Row]) -> str:
     """Return the sentences below the README's picture."""
-    machine = rows[0]["machine"]
+    machine = max(rows, key=_date)["machine"]
     return (
         f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
         f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
@@ -239,27 +230,26 @@ def first(rows: Sequence[Row]) -> str:
 
 def start(rows: Sequence[Row]) -> str:
     """Return the figures of the documentation's first page: what two layers gain in a training step."""
-    steps = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
+    layers = {"tsai-c10-conv1": "A capsule convolution for CIFAR-10 (Tsai et al.)",
+              "sabour-mnist": "The class capsules of Sabour et al.'s network for MNIST"}  # fmt: skip
     lines = []
-    for name, layer in (("tsai-c10-conv1", "A capsule convolution for CIFAR-10 (Tsai et al.)"),
-                        ("sabour-mnist", "The class capsules of Sabour et al.'s network for MNIST")):  # fmt: skip
-        step = steps.get(name, {}).get(charts.MODES[1])
-        if step is None:
+    for step in rows:
+        if step["workload"] not in layers or not step["default"] or step["mode"] != charts.MODES[1]:
             continue
         own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
         lines.append(
-            f"- {layer}: a training step is **{_speedup(step)}** as fast as the fastest of several PyTorch "
-            f"alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
+            f"- {layers[step['workload']]}: a training step is **{_speedup(step)}** as fast as the fastest of several "
+            f"PyTorch alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
         )
-    machine = rows[0]["machine"]
+    machine = max(rows, key=_date)["machine"]
     key = " ~: doubtful ([why](performance.md#alternatives))." * any("**~" in line for line in lines)
     return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.{key}*"])
 
 
 def public(rows: Sequence[Row], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
-    lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB"]]
-    lines[0] += ["largest difference", "theirs under torch.compile, ms"]
+    lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB",
+              "largest difference", "theirs under torch.compile, ms"]]  # fmt: skip
     for row in rows if full else [row for row in rows if not row["network"]]:
         link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
         line = [link + f" {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
@@ -290,38 +280,37 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
 def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     """Put the figures and the pictures of all rows, and of the newest record of public programs, into README and docs;
     return the files that were written."""
-    docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
-    passes = {name for name, work in names.items() if isinstance(work.routing, AttentionPass)}
-    on_cpu = [row for row in rows if "rates" not in row["machine"] and row["batch"] in names[row["workload"]].batches]
-    on_cpu = max(_by_device(on_cpu), key=len, default=[])  # a page shows one: that of the most rows
-    newest = max((row["machine"]["date"] for row in programs), default="")
-    programs = [row for row in programs if row["machine"]["date"] == newest]
+    passes = {name for name, work in WORKLOADS.items() if isinstance(work.routing, AttentionPass)}
+    on_cpu = [r for r in rows if "rates" not in r["machine"] and r["batch"] in WORKLOADS[r["workload"]].batches]
+    # a page shows one machine: that of the most rows, of two as many the one that was measured last
+    on_cpu = max(_by_device(on_cpu), key=lambda part: (len(part), max(map(_date, part))), default=[])
+    newest = max(map(_date, programs), default="")
+    programs = [row for row in programs if _date(row) == newest]
     wanted: dict[Path, str] = {}
     for path, name, part, make in (
-        (root / "README.md", "figures", on_cpu, first),
-        (root / "README.md", "public", programs, partial(public, full=False)),
-        (docs.parent / "relation.md", "public", programs, public),
-        (docs.parent / "index.md", "start", on_cpu, start),
-        (docs.parent / "performance.md", "summary", on_cpu, summary),
-        (docs / "attention.md", "attention", [row for row in on_cpu if row["workload"] in passes], markdown),
-        (docs / "routings.md", "routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
-        (docs / "gpu.md", "device", [row for row in rows if "rates" in row["machine"]], markdown),
+        ("README.md", "figures", on_cpu, first),
+        ("README.md", "public", programs, partial(public, full=False)),
+        ("docs/relation.md", "public", programs, public),
+        ("docs/index.md", "start", on_cpu, start),
+        ("docs/performance.md", "summary", on_cpu, summary),
+        ("docs/performance/attention.md", "attention", [r for r in on_cpu if r["workload"] in passes], markdown),
+        ("docs/performance/routings.md", "routings", [r for r in on_cpu if r["workload"] not in passes], markdown),
+        ("docs/performance/gpu.md", "device", [r for r in rows if "rates" in r["machine"]], markdown),
     ):
         if part:
-            wanted[path] = into(wanted.get(path) or path.read_text(), make(part), name)
+            page = root / path
+            wanted[page] = into(wanted.get(page) or page.read_text(), make(part), name)
     if on_cpu:
-        wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
-        wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
+        wanted[root / "docs/performance/speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
+        wanted[root / "docs/performance/first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Tables and pages from benchmark records.")
-    default = [record.RESULTS]
-    parser.add_argument("files", nargs="*", type=Path, default=default, help="JSON files or folders (bench/results)")
+    parser.add_argument("files", nargs="*", type=Path, default=[record.RESULTS], help="JSON files, folders")
     parser.add_argument("--write", action="store_true", help="write the figures of README and docs")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
     given = parser.parse_args(None if arguments is None else list(arguments))

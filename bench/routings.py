@@ -31,24 +31,17 @@ class AttentionPass(Routing):
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
     subject: ClassVar[str] = "attention"
 
-    @property
-    def makes_votes(self) -> bool:
-        return not self.uniform
-
-    @property
-    def first(self) -> int:
-        """Agreement with the parent, and the share of the sum; a uniform pass is one convolution, which its sum is part
-        of. LayerNorm is not counted. Three times the forward pass, which a training step counts, is exact with parents:
-        the backward takes 2 each for <dS, V> and dQ, 4 for dV, and 2 D each for dP and dW."""
-        return 0 if self.uniform else 4
+    makes_votes = property(lambda self: not self.uniform)
+    # Agreement with the parent, and the share of the sum; a uniform pass is one convolution, which its sum is part of.
+    # LayerNorm is not counted. Three times the forward pass, which a training step counts, is exact with parents: the
+    # backward takes 2 each for <dS, V> and dQ, 4 for dV, and 2 D each for dP and dW.
+    first = property(lambda self: 0 if self.uniform else 4)
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
         initialise; an affine near (1, 0)."""
-        made = {
-            "children": draw.children(work.rows, work.columns_in),
-            "weight": draw.weight((work.parents / (work.columns_in * work.children)) ** 0.5),
-        }
+        made = {"children": draw.children(work.rows, work.columns_in)}
+        made["weight"] = draw.weight((work.parents / (work.columns_in * work.children)) ** 0.5)
         if not self.uniform:
             made["parents"] = draw.parents(work.rows, work.columns_out)
         if self.normalize:
@@ -127,8 +120,7 @@ class EMRouting(Routing):
             side = round((work.children // work.matrices) ** 0.5)
             places = (torch.arange(side) + 0.5) / side
             bias = torch.zeros(side, side, work.matrices, 1, work.rows, work.columns_out)
-            bias[..., 0, -2] = places.view(side, 1, 1, 1)
-            bias[..., 0, -1] = places.view(side, 1, 1)
+            bias[..., 0, -2], bias[..., 0, -1] = places.view(side, 1, 1, 1), places.view(side, 1, 1)
             made["bias"] = bias.flatten(0, 2)
         return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ import fastcaps
 from bench.alternatives import BEFORE, OURS, build, is_compiled, runner
 from bench.gate import SAME, Gate
 from bench.timing import describe, measure, multiply_adds, time_calls
-from bench.workload import PRECISIONS, Case, Inputs, size_of
+from bench.workload import PRECISIONS, Case, size_of
 from fastcaps.measure import give_back, peak_growth, status
 
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 _SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
-KEEPING = {-4: 0, -1: 2**31 - 1}  # of mallopt, as malloc.h numbers them: no mmap, and no trim
-"""By default glibc returns every large block to the system, and each call pays for the first touch of its pages: on a
-virtual machine that took longer than the votes' arithmetic, and differed from call to call."""
+# Settings of mallopt, as malloc.h numbers them. By default glibc returns every large block to the system, and each call
+# pays for the first touch of its pages: on a virtual machine that took longer than the votes' arithmetic, and differed
+# from call to call. And it holds ever larger blocks the longer a process runs: the peak would be of its habits.
+KEEPING = {-4: 0, -1: 2**31 - 1}  # no mmap, and no trim
 RETURNING = {-3: 128 << 10}  # the size from which blocks are mapped
-"""By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits."""
 
 
 def set_allocator(settings: dict[int, int]) -> None:
@@ -46,7 +47,6 @@ class Runner:
         self._ready: Callable[[], Any] = dict
 
     def describe(self) -> dict[str, Any]:
-        """Return the device and its own rates; see :mod:`bench.timing`."""
         return describe(self.device)
 
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
@@ -61,8 +61,7 @@ class Runner:
         precision.use()
         self._ready = dict  # what the last call keeps may be large
         inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
-        file = f"{case.workload.name}-{case.batch}-{case.precision}.pt"
-        shared = None if self._gates is None else self._gates / file
+        shared = self._gates and self._gates / f"{case.workload.name}-{case.batch}-{case.precision}.pt"
         gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # tensors of its own
         if self.device.type == "cpu":
             set_allocator(KEEPING)
@@ -80,32 +79,39 @@ class Runner:
         self._ready = call
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process need not keep, others need
-        told = {"errors": verdict.errors, "allowed": verdict.allowed, "seconds": seconds}
-        return told | {"complaint": "; ".join(verdict.complaints)}
+        return verdict._asdict() | {"seconds": seconds, "complaint": "; ".join(verdict.complaints)}
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of the case that was checked last."""
         return time_calls(self._ready, calls, warm)
 
     def time_sgemm(self, size: int, calls: int, warm: int) -> list[float]:
-        """Return the seconds of a square matrix product by the library: what this machine reaches."""
         left, right, out = torch.randn(3, size, size)
         return time_calls(partial(torch.mm, left, right, out=out), calls, warm)
 
     def time_peak(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of multiply-adds and nothing else on all threads; see :mod:`bench.timing`."""
         return time_calls(multiply_adds(torch.get_num_threads()), calls, max(1, warm))
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""
         return measure(self.device, self._ready, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
-        """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
-        small = case.workload.miniature()  # has the code loaded, and threads started
-        runner(build(name, small, batch=1), small.inputs(1), case.training)()
-        inputs = case.workload.inputs(case.batch)
-        return peak_of(runner(build(name, case.workload), inputs, case.training), inputs, case.training)
+        """Return the bytes of one call on the CPU, in a process that ought to be fresh, by the operating system's count
+        of resident memory.
+
+        ``peak`` is the growth, ``results`` its part that the call returned, ``beyond`` the rest. ``inputs`` lay in
+        memory before; ``total`` counts all tensors of the layer.
+        """
+        work = case.workload
+        size = {"grid": work.grid and (work.kernel_size, work.kernel_size), "groups": work.groups and 1, "copies": 1}
+        small = replace(work, batches=(1,), types=1, parents=min(2, work.parents), **size)
+        runner(build(name, small, batch=1), small.inputs(1), case.training)()  # has code loaded, and threads started
+        inputs = work.inputs(case.batch)
+        growth, results = grown(runner(build(name, work), inputs, case.training))
+        returned = size_of(results.values())
+        given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if case.training else ())])
+        parts = {"results": returned, "beyond": max(0, growth - returned), "inputs": given}
+        return {"peak": growth, **parts, "total": given + growth}
 
 
 def kept_by(call: Callable[[], Any]) -> int:
@@ -124,15 +130,3 @@ def grown(call: Callable[[], Any]) -> tuple[int, Any]:
     kept = kept_by(call)
     results: list[Any] = []
     return round(peak_growth(lambda: results.append(call()))) + kept, results[0]
-
-
-def peak_of(call: Callable[[], Any], inputs: Inputs, training: bool) -> dict[str, int]:
-    """Return the bytes of one call, by the operating system's count of resident memory.
-
-    ``peak`` is the growth; ``results`` its part that the call returned, ``beyond`` the rest: what the call needed for
-    itself. ``inputs`` lay in memory before; ``total`` counts all tensors of the layer.
-    """
-    growth, results = grown(call)
-    size = size_of(results.values())
-    given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])
-    return {"peak": growth, "results": size, "beyond": max(0, growth - size), "inputs": given, "total": given + growth}

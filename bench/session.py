@@ -21,9 +21,7 @@ from bench.workload import PRECISIONS, Case
 
 _FITS, _TOGETHER = 0.6, 0.01
 """Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
-
-_PATIENCE = 240.0
-"""Seconds after which a process is given up; a quarter of them on a GPU, where time is dear."""
+_PATIENCE = 240.0  # seconds after which a process is given up; a quarter of them on a GPU, where time is dear
 
 
 class LeftOut(Exception):
@@ -39,16 +37,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        results: Path,
-        names: Sequence[str] = ALTERNATIVES,
-        quick: bool = False,
-        threads: int = 1,
-        device: str = "cpu",
-        seconds: float = math.inf,
-        plan: Plan | None = None,
-        folders: Mapping[str, Path] = {},
-    ) -> None:
+        self, results: Path, names: Sequence[str] = ALTERNATIVES, quick: bool = False, threads: int = 1,
+        device: str = "cpu", seconds: float = math.inf, plan: Plan | None = None, folders: Mapping[str, Path] = {},
+    ) -> None:  # fmt: skip
         self.results, self.names, self.quick, self._on_cpu = results, names, quick, device == "cpu"
         self.plan = plan or (QUICK if quick else FULL)
         self.rows: list[dict[str, Any]] = []
@@ -75,28 +66,25 @@ class Session:
         A row whose own result disagrees with the float64 reference is ``refused`` and has no figures. Raises LeftOut if
         the time of the run is used up.
         """
-        if self._case != case:
-            if time.monotonic() > self._until:
-                raise LeftOut(f"{case}: the time is used up")
-            self.samples = {}
-            row = self._measure(case)
-            row["lost"] = lost(row, self._before.get(record.key(row)), quick=self.quick)
-            self.rows.append(row)
-            self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
-            self._case = case
-        return self.rows[-1]
+        if self._case == case:
+            return self.rows[-1]
+        if time.monotonic() > self._until:
+            raise LeftOut(f"{case}: the time is used up")
+        self.samples = {}
+        row = self._measure(case)
+        row["lost"] = lost(row, self._before.get(record.key(row)), quick=self.quick)
+        self.rows.append(row)
+        self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
+        self._case = case
+        return row
 
-    def row(self, case: Case) -> dict[str, Any]:
-        """Return what a row says before anything is timed."""
+    def _measure(self, case: Case) -> dict[str, Any]:
         work = case.workload
-        return {
+        row: dict[str, Any] = {
             "machine": self.machine,
-            "workload": work.name,
+            **dict(zip(("workload", "batch", "mode", "precision"), case.key, strict=True)),
             "source": work.source,
-            "batch": case.batch,
             "default": case.batch == work.batch,
-            "mode": case.mode,
-            "precision": case.precision,
             "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
             "operations": work.operations(case.batch, case.training),
@@ -104,20 +92,15 @@ class Session:
             "load": os.getloadavg()[0],
             "alternatives": {},
         }
-
-    def _measure(self, case: Case) -> dict[str, Any]:
-        row = self.row(case)
         entries: dict[str, dict[str, Any]] = {}
         ready = self._check(case, entries)
         if OURS not in ready:
             return row | {"refused": entries[OURS]["failed"]}
         row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
-        most = None
+        yardsticks: dict[str, float] = {}
         if self._on_cpu:
             yardsticks = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
             rate = 2 * self.plan.sgemm**3 / yardsticks["sgemm"]
-            if "peak" in yardsticks:
-                most = self.machine["threads"] * MULTIPLY_ADDS / yardsticks["peak"]
             memory = self._memory(case)
         else:
             for name in ready:
@@ -137,7 +120,8 @@ class Session:
         reached = row["operations"] / own
         row |= {"fastest": fastest, "speedup": timed[fastest] / own if fastest else None}
         row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
-        if most:
+        if "peak" in yardsticks:
+            most = self.machine["threads"] * MULTIPLY_ADDS / yardsticks["peak"]
             row |= {"peak_gflops": most / 1e9, "peak_share": reached / most}
         row["doubts"] = doubts(row)
         return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}
@@ -149,19 +133,14 @@ class Session:
                 stale.unlink()
         others = [*[TRITON] * (not self._on_cpu), *suited(self.names, case.workload, case.batch, self._on_cpu)]
         together = case.workload.votes_bytes(case.batch) < _TOGETHER * self.machine["memory"]
-
-        def begin(name: str) -> None:
-            entries[name] = {}
-            self._remotes[name].begin("check", case, name)
-
-        begin(OURS)
-        ready = {OURS: self._verdict(case, OURS, entries[OURS])}
-        if ready[OURS]:
-            for name in others if together else ():  # they find the float64 result that has been made
-                begin(name)
-            for name in others:
-                if not together:
-                    begin(name)
+        ready: dict[str, dict[str, Any]] = {}
+        for some in [OURS], *([others] if together else [[name] for name in others]):
+            if not ready.get(OURS, True):
+                break  # those after it find the float64 result that it has made
+            for name in some:
+                self._remotes[name].begin("check", case, name)
+            for name in some:
+                entries[name] = {}
                 ready[name] = self._verdict(case, name, entries[name])
         return {name: verdict for name, verdict in ready.items() if verdict}
 
@@ -187,22 +166,21 @@ class Session:
     def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, float]:
         """Time all in turns, and with them a large matrix product and, where there is native code, the machine's peak;
         add to ``entries``, and return the median seconds of those two."""
-        contenders = []
-        yardsticks: dict[str, tuple[Any, ...]] = {"sgemm": ("time_sgemm", self.plan.sgemm)}
+        asked: dict[str, tuple[Any, ...]] = {"sgemm": ("time_sgemm", self.plan.sgemm)}
         if self.machine["capability"]:
-            yardsticks["peak"] = ("time_peak",)
-        for name, asked in yardsticks.items():
-            timer = partial(self._remotes[OURS].call, self._patience, *asked)
-            contenders.append(Contender(name, timer, timer(1, 1)[0], rival=False))
-        for name, took in seconds.items():
-            timer = partial(self._remotes[name].call, self._patience, "time")
-            contenders.append(Contender(name, timer, took, rival=name != OURS))
+            asked["peak"] = ("time_peak",)
+        contenders = []
+        for name in (*asked, *seconds):
+            owner, what = (OURS, asked[name]) if name in asked else (name, ("time",))
+            timer = partial(self._remotes[owner].call, self._patience, *what)
+            took = seconds[name] if name in seconds else timer(1, 1)[0]
+            contenders.append(Contender(name, timer, took, rival=name not in (*asked, OURS)))
         take_turns(contenders, self.plan)
-        self.samples = {one.name: one.samples for one in contenders if one.name in entries and one.samples}
+        self.samples = {one.name: one.samples for one in contenders if one.name in seconds and one.samples}
         found = {one.name: quantiles(one.samples) if one.samples else {"failed": one.error} for one in contenders}
         for name in seconds:
             entries[name] |= found[name]
-        return {name: found[name]["median"] for name in yardsticks}
+        return {name: found[name]["median"] for name in asked}
 
     def _memory(self, case: Case) -> dict[str, Any]:
         """Measure a row's peak memory at the default batch and where votes are large, ours and that of stored votes,
@@ -219,12 +197,10 @@ class Session:
                 found[name] = remote.finish(self._patience)
             except WorkerError as error:
                 found[name] = {"failed": str(error)}
-            finally:
-                remote.close()
+            remote.close()
         return found
 
     def close(self) -> None:
-        """End the processes."""
         for remote in self._remotes.values():
             remote.close()
         self._scratch.cleanup()

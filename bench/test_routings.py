@@ -14,16 +14,13 @@ from bench.alternatives import OURS
 from bench.session import LeftOut
 from bench.workload import Case
 
-_now = [0.0]
-"""A clock for pytest-benchmark: it goes on by what each call took when it was measured."""
+_now = [0.0]  # a clock for pytest-benchmark: it goes on by what each call took when it was measured
 
 
 @pytest.mark.benchmark(timer=lambda: _now[0])
 def test_routing(case: Case, contender: str, session: Any, benchmark: Any, request: pytest.FixtureRequest) -> None:
-    """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference.
-
-    It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`.
-    """
+    """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference, and where a
+    goal that was held is lost."""
     try:
         row = session.run(case)
     except LeftOut as reason:

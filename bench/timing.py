@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -120,9 +119,8 @@ def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
 def doubts(row: dict[str, Any]) -> list[str]:
     """Return why a row's figures are doubtful: what else ran beside it shows in them."""
     found = []
-    for name in ("fastcaps", row["fastest"]):
-        entry = row.get(name) or row["alternatives"].get(name, {})
-        spread = (entry["p80"] - entry["p20"]) / entry["median"] if "p80" in entry else 0.0
+    for name, entry in (("fastcaps", row["fastcaps"]), (row["fastest"], row["alternatives"].get(row["fastest"]))):
+        spread = (entry["p80"] - entry["p20"]) / entry["median"] if entry else 0.0
         if spread > WIDE:
             found.append(f"the middle 60 % of {name}'s calls lie {spread:.0%} apart")
     share, load, cores = row.get("peak_share", 0.0), row.get("load", 0.0), row["machine"].get("cores", 1)
@@ -135,10 +133,8 @@ MULTIPLY_ADDS = 2**29  # operations of a thread, two for each multiply-add: some
 
 
 def multiply_adds(threads: int) -> Call:
-    """Return a call that runs so many operations on each of some threads, multiply-adds and nothing else.
-
-    No matrix product by a library will do for the peak: it stays a tenth below, and more where it is small.
-    """
+    """Return a call that runs so many operations on each of some threads, multiply-adds and nothing else: a matrix
+    product by a library stays a tenth below the peak, and more where it is small."""
     rounds, run = round(MULTIPLY_ADDS / libraries.multiply_adds(1)), libraries.multiply_adds
     pool = ThreadPoolExecutor(threads)
     return lambda: [*pool.map(run, [rounds] * threads)]
@@ -161,31 +157,24 @@ def timed(device: torch.device, call: Call, seconds: float = _SLICE) -> dict[str
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def replayed(call: Call) -> dict[str, Any]:
-    """Return quantiles of a call's share of a CUDA graph that holds several, or why it ``failed`` to be captured: what
-    small launches take without the host, with warm caches."""
-    from triton.testing import do_bench_cudagraph
-
-    try:
-        milliseconds = do_bench_cudagraph(call, rep=int(100 * _SLICE), return_mode="all")
-    except RuntimeError as error:
-        return {"failed": str(error).partition("\n")[0][:300]}
-    return quantiles([one / 1e3 for one in milliseconds])
-
-
 def latency(device: torch.device, call: Call) -> float:
     """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
-
-    def waited() -> None:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return quantiles(time_calls(waited, 20, 3))["median"]
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+    return quantiles(time_calls(lambda: (call(), wait()), 20, 3))["median"]
 
 
-def peak(device: torch.device, call: Call) -> dict[str, int]:
-    """Return what one call takes of a GPU's memory beside its inputs, in bytes: ``beyond`` does not count results."""
+def measure(device: torch.device, call: Call, alone: bool) -> dict[str, Any]:
+    """Return a call's quantiles and, for one sample ``alone``, its ``latency``.
+
+    On a GPU also its ``memory`` beside its inputs, of which ``beyond`` does not count results, and, if it is short, the
+    quantiles ``graph`` of its share of a CUDA graph that holds several, or why that ``failed`` to be captured: what
+    small launches take without the host, with warm caches.
+    """
+    found: dict[str, Any] = dict(timed(device, call))
+    if alone:
+        found["latency"] = latency(device, call)
+    if device.type != "cuda":
+        return found
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -193,19 +182,15 @@ def peak(device: torch.device, call: Call) -> dict[str, int]:
     results = size_of(call().values())
     torch.cuda.synchronize(device)
     growth = torch.cuda.max_memory_allocated(device) - before
-    return {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+    found["memory"] = {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+    if found["median"] < _SMALL:
+        from triton.testing import do_bench_cudagraph
 
-
-def measure(device: torch.device, call: Call, alone: bool) -> dict[str, Any]:
-    """Return a call's quantiles; for one sample ``alone`` its ``latency``; on a GPU its ``memory`` and, if it is short,
-    ``graph``: quantiles by graph replay."""
-    found: dict[str, Any] = dict(timed(device, call))
-    if alone:
-        found["latency"] = latency(device, call)
-    if device.type == "cuda":
-        found["memory"] = peak(device, call)
-        if found["median"] < _SMALL:
-            found["graph"] = replayed(call)
+        try:
+            milliseconds = do_bench_cudagraph(call, rep=int(100 * _SLICE), return_mode="all")
+            found["graph"] = quantiles([one / 1e3 for one in milliseconds])
+        except RuntimeError as error:
+            found["graph"] = {"failed": str(error).partition("\n")[0][:300]}
     return found
 
 
@@ -215,7 +200,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     Rates are ``copy`` in bytes a second (read and written), and the operations a second of a product by precision. They
     are measured with random numbers, never zeros: the device's clock depends on them.
     """
-    about: dict[str, Any] = {"device": platform.processor() or platform.machine()}
+    about: dict[str, Any] = {}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         about = {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}

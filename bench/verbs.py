@@ -96,9 +96,6 @@ def _pool(votes: fastcaps.Votes, iterations: int, sharpness: float) -> tuple[Ten
 
 
 _LOOPS = {
-    "inverted_attention_routing": _attention,
-    "dynamic_routing": _dynamic,
-    "em_routing": _em,
-    "heinsen_routing": _heinsen,
-    "routing_pool": _pool,
-}
+    "inverted_attention_routing": _attention, "dynamic_routing": _dynamic, "em_routing": _em,
+    "heinsen_routing": _heinsen, "routing_pool": _pool,
+}  # fmt: skip

@@ -118,12 +118,12 @@ class Layout:
             made = sum(terms[1:], terms[0])
         else:
             split = poses.unflatten(0, (count // groups, groups))  # named "igpcd": child i * G + g
-            factors: list[Any] = ["igpcd", split, "gmde", weight]
+            factors = {"igpcd": split, "gmde": weight}
             if next(axis for axis in self.axes if axis != "i" or groups == 1) in "me":
-                factors = factors[2:] + factors[:2]
+                factors = dict(reversed(factors.items()))
             sizes = {"i": count, "m": many, "e": columns, "c": rows, "p": places}
-            product = f"{factors[0]},{factors[2]}->{self.axes.replace('i', 'ig')}"
-            made = torch.einsum(product, factors[1], factors[3]).reshape([sizes[axis] for axis in self.axes])
+            product = f"{','.join(factors)}->{self.axes.replace('i', 'ig')}"
+            made = torch.einsum(product, *factors.values()).reshape([sizes[axis] for axis in self.axes])
         return made if bias is None else made + self.place(bias, "imce")
 
     def _einsum(self, first: Tensor, second: Tensor, summed: str) -> Tensor:
@@ -134,10 +134,6 @@ class Layout:
     def agree(self, votes: Tensor, query: Tensor) -> Tensor:
         """Return ``<query_m, votes_im>`` over the numbers of a pose."""
         return self._einsum(votes, query, "ce") if self.einsum else (votes * query).sum(self.pose, keepdim=True)
-
-    def agree_shape(self, votes: Tensor) -> list[int]:
-        """Return the shape of the votes' agreement with a query: one number for each."""
-        return [1 if axis in self.pose else size for axis, size in enumerate(votes.shape)]
 
     def weigh(self, shares: Tensor, votes: Tensor) -> Tensor:
         """Return ``sum_i shares_im votes_im``."""
@@ -158,7 +154,8 @@ def _moments(
     if known:
         gated = gates * torch.softmax(known[0] - layout.agree(squares, known[2]), layout.parent)
     else:
-        gated = (gates / votes.shape[layout.parent]).expand(layout.agree_shape(votes))
+        one_a_vote = [1 if axis in layout.pose else size for axis, size in enumerate(votes.shape)]
+        gated = (gates / votes.shape[layout.parent]).expand(one_a_vote)
     found = gated.sum(layout.child, keepdim=True), layout.weigh(gated, apart), layout.weigh(gated, squares)
     if not worth:
         return found
@@ -181,9 +178,8 @@ def _block(layout: Layout, step: Step, again: bool, made: Sequence[Tensor | None
 class Blocks:
     """The votes of one call, and what an iteration asks of them. All tensors have the layout's dimensions.
 
-    Blocks are made whenever they are needed, and what an iteration sums over children adds up. Autograd goes through
-    it; a block is a checkpoint, so that the backward makes its votes again and none are kept. Votes that are stored are
-    one block, made once.
+    Blocks are made whenever they are needed, each a checkpoint: the backward makes its votes again, and none are kept.
+    Votes that are stored are one block, made once.
     """
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -232,11 +228,11 @@ class Blocks:
     def moments(
         self, gates: Tensor, eps: float, log_weight: Tensor | None = None, worth: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, ...]:
-        """Return counts, means and variances of Gaussian parents and, with ``worth``, their scores.
+        """Return counts, means and variances of Gaussian parents and, with ``worth``, the betas of using and ignoring a
+        child, their scores.
 
         Each child is shared out by ``log_weight`` and its distance from what the iteration before found, evenly where
-        there was none. ``eps`` is added to the counts under the moments, and to the variances. Scores are what
-        ``worth``, the betas of using and of ignoring a child, makes of the shares.
+        there was none. ``eps`` is added to the counts under the moments, and to the variances.
         """
         known = () if log_weight is None else (log_weight, self._means, 0.5 / self._variances)
         counts, first, second, *score = self._sums(_moments, [gates, *worth], known)

@@ -72,7 +72,10 @@ class Routing(ABC):
 
 @dataclass(frozen=True)
 class Workload:
-    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``."""
+    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``.
+
+    ``children`` counts those that one position sees, ``matrices`` the groups G of children that share their matrices.
+    """
 
     name: str  # as in the tables
     source: str  # where the layer is published
@@ -93,40 +96,14 @@ class Workload:
     # At larger batches only so many samples have a cotangent and are held to the float64 result; None for all.
     checked: int | None = None
 
-    @property
-    def batch(self) -> int:
-        """The default batch."""
-        return self.batches[0]
-
-    @property
-    def window(self) -> Window | None:
-        """The window of a grid layer; None for a set."""
-        return None if self.grid is None else Window(self.kernel_size, self.stride)
-
-    @property
-    def output_grid(self) -> tuple[int, ...]:
-        """(Ho, Wo), or () for a set."""
-        return tuple((size - self.kernel_size) // self.stride + 1 for size in self.grid or ())
-
-    @property
-    def positions(self) -> int:
-        """L, output positions of one sample."""
-        return prod(self.output_grid)
-
-    @property
-    def children(self) -> int:
-        """I, children that one position sees."""
-        return self.kernel_size**2 * self.types
-
-    @property
-    def matrices(self) -> int:
-        """G, groups of children that share their matrices."""
-        return self.children if self.groups is None else self.groups
-
-    @property
-    def pose(self) -> int:
-        """C * E, numbers of a parent's pose."""
-        return self.rows * self.columns_out
+    batch = property(lambda self: self.batches[0])  # the default batch
+    window = property(lambda self: None if self.grid is None else Window(self.kernel_size, self.stride))
+    # (Ho, Wo), or () for a set
+    output_grid = property(lambda self: tuple((n - self.kernel_size) // self.stride + 1 for n in self.grid or ()))
+    positions = property(lambda self: prod(self.output_grid))  # L
+    children = property(lambda self: self.kernel_size**2 * self.types)  # I
+    matrices = property(lambda self: self.children if self.groups is None else self.groups)  # G
+    pose = property(lambda self: self.rows * self.columns_out)  # C * E
 
     def votes(self, batch: int) -> int:
         """Count the votes B * L * I * M, each of C * E numbers."""
@@ -144,8 +121,8 @@ class Workload:
         return self.votes_bytes(batch) >= 10 * 4 * given
 
     def operations(self, batch: int, training: bool = False) -> int:
-        """Count useful operations: a vote ``2 C D E``, once, and what its routing does with it; recomputation is left
-        out. A training step counts three times the forward pass."""
+        """Count useful operations, not recomputation: a vote ``2 C D E``, once, and what its routing does with it; a
+        training step counts three times the forward pass."""
         routing, made = self.routing, 0 if self.groups == 0 else 2 * self.columns_in
         each = made + routing.first + (routing.iterations - 1) * routing.more
         return self.votes(batch) * self.pose * each * (3 if training else 1)
@@ -160,19 +137,10 @@ class Workload:
         """Make the inputs of one call, in float32: the same numbers in every process."""
         draw = Draw(self, batch)
         arguments, grads = self.routing.arguments(self, draw), self.routing.grads(self, draw)
-        samples = self.samples_checked(batch)
-        if samples is not None:
+        if (samples := self.samples_checked(batch)) is not None:
             for grad in grads.values():
-                kept = grad[samples].clone()
-                grad.zero_()
-                grad[samples] = kept
+                grad[[k for k in range(batch) if k not in samples]] = 0
         return Inputs(arguments, grads, self.routing.fixed)
-
-    def miniature(self) -> Workload:
-        """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
-        grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
-        small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
-        return replace(self, **small, grid=grid, groups=self.groups and 1)
 
 
 @dataclass(frozen=True)
@@ -205,22 +173,17 @@ class Case:
     training: bool
     precision: str = "fp32"
 
-    @property
-    def mode(self) -> str:
-        """As the tables call it."""
-        return "training step" if self.training else "forward"
+    mode = property(lambda self: "training step" if self.training else "forward")  # as the tables call it
+    key = property(lambda self: (self.workload.name, self.batch, self.mode, self.precision))  # in a record
 
     def __str__(self) -> str:
         precision = "" if self.precision == "fp32" else f" {self.precision}"
         return f"{self.workload.name} batch {self.batch} {self.mode}{precision}"
 
 
-_OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "variances"}
-
-
 def is_batched(name: str) -> bool:
     """Tell whether an argument or a result, or its gradient ``d`` + name, has the batch as its first dimension."""
-    return name in _OF_SAMPLES or (name[0] == "d" and name[1:] in _OF_SAMPLES)
+    return name.removeprefix("d") in {"children", "parents", "activations", "scores", "poses", "variances"}
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
@@ -230,24 +193,15 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one routing, and the cotangents of its results for the training step, in public layout.
-
-    Grids lie in memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
-    """
+    """Arguments of one routing, and the cotangents of its results for the training step, in public layout. Grids lie in
+    memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them."""
 
     arguments: dict[str, Tensor]  # by name; what is absent is not there
     grads: dict[str, Tensor]  # a cotangent for each result, by the result's name, in order
     fixed: tuple[str, ...] = ()  # arguments that no training step differentiates
 
-    @property
-    def children(self) -> Tensor:
-        """The children's poses."""
-        return self.arguments["children"]
-
-    @property
-    def learned(self) -> dict[str, Tensor]:
-        """The arguments that a training step differentiates."""
-        return {name: tensor for name, tensor in self.arguments.items() if name not in self.fixed}
+    children = property(lambda self: self.arguments["children"])
+    learned = property(lambda self: {name: one for name, one in self.arguments.items() if name not in self.fixed})
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
         """Return the same with every tensor changed."""
@@ -264,22 +218,20 @@ class Inputs:
 
 
 class Draw:
-    """Draws a workload's tensors, the same numbers in every process."""
+    """Draws a workload's tensors from N(0, 1), the same numbers in every process."""
 
     def __init__(self, work: Workload, batch: int) -> None:
         self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return numbers from N(0, 1)."""
         return torch.randn(*shape, generator=self.generator)
 
     def children(self, *pose: int) -> Tensor:
         """Return a pose, or one number, of every child ``[B, I, *pose]`` or ``[B, N, H, W, *pose]``."""
         work = self.work
-        made = self.normal(self.batch, *(work.grid or ()), work.types // work.copies, *pose)
-        if work.copies > 1:
-            made = made.repeat(1, work.copies, *[1] * len(pose))
-        return made if work.grid is None else made.movedim(3, 1)
+        if work.grid:
+            return self.normal(self.batch, *work.grid, work.types, *pose).movedim(3, 1)
+        return self.normal(self.batch, work.types // work.copies, *pose).repeat(1, work.copies, *[1] * len(pose))
 
     def weight(self, scale: float) -> Tensor:
         """Return matrices ``[G, M, D, E]`` of numbers from N(0, scale²)."""

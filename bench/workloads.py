@@ -12,77 +12,48 @@ from typing import Any
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.workload import PRECISIONS, Case, Workload
 
-_TSAI = "Tsai et al. 2020, Table"
-_HEINSEN = "Heinsen 2019"
-_MATRIX_4, _MATRIX_6, _MATRIX_8 = (4, 4, 4), (6, 6, 6), (8, 8, 8)
-_CONV1: dict[str, Any] = {"grid": (16, 16), "kernel_size": 3, "stride": 2}
+_TSAI, _HEINSEN, _CAPNET = "Tsai et al. 2020, Table", "Heinsen 2019", "Li et al. 2018, Table 1"
+_MATRIX_4, _MATRIX_6, _MATRIX_8, _VECTOR, _WIDE = (4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 64, 64)
+_CONV1, _CONV2, _DMM = ({"grid": (size, size), "kernel_size": 3, "stride": stride}
+                        for size, stride in ((16, 2), (7, 1), (8, 1)))  # fmt: skip
+_COPIED = {"groups": 1, "copies": 64}
+_DYNAMIC, _EM, _HEINSENS = DynamicRouting(), EMRouting(), HeinsenRouting()
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    ("tsai-c10-conv1", f"{_TSAI} 8", (8, 1), 32, 32, _MATRIX_4, AttentionPass(), _CONV1),
+    ("tsai-c10-conv2", f"{_TSAI} 8", (16, 1), 32, 32, _MATRIX_4, AttentionPass(), _CONV2),
+    ("tsai-c10-fc", f"{_TSAI} 8", (128, 1), 800, 10, _MATRIX_4, AttentionPass(), {}),
+    ("tsai-c100-conv1", f"{_TSAI} 9", (4, 1), 32, 32, _MATRIX_6, AttentionPass(), _CONV1),
+    ("tsai-c100-fc1", f"{_TSAI} 9", (64, 1), 800, 20, _MATRIX_6, AttentionPass(), {}),
+    ("tsai-c100-fc2", f"{_TSAI} 9", (128, 1), 20, 100, _MATRIX_6, AttentionPass(), {}),
+    ("tsai-dmm-matrix-conv", f"{_TSAI} 10", (8, 1), 16, 16, _MATRIX_8, AttentionPass(), _DMM),
+    ("tsai-dmm-matrix-set", f"{_TSAI} 10", (64, 1), 576, 10, _MATRIX_8, AttentionPass(), {}),
+    ("tsai-dmm-vector-conv", f"{_TSAI} 11", (4, 1), 16, 16, _WIDE, AttentionPass(), _DMM),
+    ("tsai-dmm-vector-set", f"{_TSAI} 11", (64, 1), 576, 10, _WIDE, AttentionPass(), {}),
+    ("barham", "Barham & Isard 2019, Table 1", (64, 1), 32, 32, _MATRIX_4,
+     AttentionPass(uniform=True, normalize=False), {**_CONV1, "grid": (15, 15)}),
+    ("sabour-mnist", "Sabour et al. 2017", (64,), 1152, 10, _VECTOR, _DYNAMIC, {}),
+    ("tsai-dr-c10", f"{_TSAI} 4", (32,), 2048, 10, _VECTOR, _DYNAMIC, {}),
+    ("tsai-dr-c100", f"{_TSAI} 5", (8,), 2048, 100, _VECTOR, _DYNAMIC, {}),
+    ("hinton-conv", f"{_TSAI} 6", (4,), 32, 32, _MATRIX_4, _EM, _CONV1),
+    ("hinton-fc", f"{_TSAI} 6", (64,), 800, 10, _MATRIX_4, EMRouting(coordinates=True), {"groups": 32}),
+    ("heinsen-norb-1", f"{_HEINSEN}, Fig. 3", (2,), 5184, 64, _MATRIX_4, _HEINSENS, {"groups": 1}),
+    ("heinsen-norb-2", f"{_HEINSEN}, Fig. 3", (256,), 64, 5, _MATRIX_4, _HEINSENS, {}),
+    ("heinsen-sst-1", f"{_HEINSEN}, Fig. 5", (32,), 37 * 32, 64, (1, 64, 2), HeinsenRouting(layers=37), {"groups": 1}),
+    ("heinsen-sst-2", f"{_HEINSEN}, Fig. 5", (1024,), 64, 5, (1, 2, 2), _HEINSENS, {}),
+    ("zhao-pool", "Zhao & Huang 2019, Table 2", (128,), 256, 1, (1, 16, 16), RoutingPool(), {"groups": 0}),
+    ("li-capnet-dynamic", f"{_CAPNET} (a)", (2, 128), 2048, 512, _VECTOR, _DYNAMIC, {"groups": 32, "checked": 2}),
+    ("li-capnet-em", f"{_CAPNET} (b)", (2,), 2048, 512, _VECTOR, _EM, {"groups": 32, "checked": 2}),
+    ("vocabulary", f"{_HEINSEN}, §6", (1,), 1024, 30_000, (1, 16, 16), _HEINSENS, _COPIED),
+    ("million", f"{_HEINSEN}, §1.2", (1,), 1_000_000, 64, (1, 16, 16), _HEINSENS, _COPIED | {"copies": 500}),
+)  # fmt: skip
+WORKLOADS: dict[str, Workload] = {
+    row[0]: Workload(*row, *pose, routing, **options) for *row, pose, routing, options in _ROWS
+}
 
-
-def _attention() -> list[Workload]:
-    """Return the attention passes."""
-    conv2 = {"grid": (7, 7), "kernel_size": 3}
-    dmm = {"grid": (8, 8), "kernel_size": 3}
-    sized: tuple[tuple[Any, ...], ...] = (
-        ("tsai-c10-conv1", "8", 8, 32, 32, _MATRIX_4, _CONV1),
-        ("tsai-c10-conv2", "8", 16, 32, 32, _MATRIX_4, conv2),
-        ("tsai-c10-fc", "8", 128, 800, 10, _MATRIX_4, {}),
-        ("tsai-c100-conv1", "9", 4, 32, 32, _MATRIX_6, _CONV1),
-        ("tsai-c100-fc1", "9", 64, 800, 20, _MATRIX_6, {}),
-        ("tsai-c100-fc2", "9", 128, 20, 100, _MATRIX_6, {}),
-        ("tsai-dmm-matrix-conv", "10", 8, 16, 16, _MATRIX_8, dmm),
-        ("tsai-dmm-matrix-set", "10", 64, 576, 10, _MATRIX_8, {}),
-        ("tsai-dmm-vector-conv", "11", 4, 16, 16, (1, 64, 64), dmm),
-        ("tsai-dmm-vector-set", "11", 64, 576, 10, (1, 64, 64), {}),
-    )
-    made = [
-        Workload(name, f"{_TSAI} {where}", (batch, 1), types, many, *pose, AttentionPass(), **places)
-        for name, where, batch, types, many, pose, places in sized
-    ]
-    uniform = AttentionPass(uniform=True, normalize=False)
-    barham = {**_CONV1, "grid": (15, 15)}
-    return [*made, Workload("barham", "Barham & Isard 2019, Table 1", (64, 1), 32, 32, *_MATRIX_4, uniform, **barham)]
-
-
-def _routings() -> list[Workload]:
-    """Return the whole routings."""
-    dynamic, heinsen, vector = DynamicRouting(), HeinsenRouting(), (1, 8, 16)
-    sabour, norb, sst, capnet = "Sabour et al. 2017", f"{_HEINSEN}, Fig. 3", f"{_HEINSEN}, Fig. 5", "Li et al. 2018"
-    em, coordinates = EMRouting(), EMRouting(coordinates=True)
-    made = (
-        Workload("sabour-mnist", sabour, (64,), 1152, 10, *vector, dynamic),
-        Workload("tsai-dr-c10", f"{_TSAI} 4", (32,), 2048, 10, *vector, dynamic),
-        Workload("tsai-dr-c100", f"{_TSAI} 5", (8,), 2048, 100, *vector, dynamic),
-        Workload("hinton-conv", f"{_TSAI} 6", (4,), 32, 32, *_MATRIX_4, em, **_CONV1),
-        Workload("hinton-fc", f"{_TSAI} 6", (64,), 800, 10, *_MATRIX_4, coordinates, groups=32),
-        Workload("heinsen-norb-1", norb, (2,), 5184, 64, *_MATRIX_4, heinsen, groups=1),
-        Workload("heinsen-norb-2", norb, (256,), 64, 5, *_MATRIX_4, heinsen),
-        Workload("heinsen-sst-1", sst, (32,), 37 * 32, 64, 1, 64, 2, HeinsenRouting(layers=37), groups=1),
-        Workload("heinsen-sst-2", sst, (1024,), 64, 5, 1, 2, 2, heinsen),
-        Workload("zhao-pool", "Zhao & Huang 2019, Table 2", (128,), 256, 1, 1, 16, 16, RoutingPool(), groups=0),
-    )
-    sampled: dict[str, Any] = {"groups": 32, "checked": 2}
-    large = (
-        Workload("li-capnet-dynamic", f"{capnet}, Table 1 (a)", (2, 128), 2048, 512, *vector, dynamic, **sampled),
-        Workload("li-capnet-em", f"{capnet}, Table 1 (b)", (2,), 2048, 512, *vector, em, **sampled),
-    )
-    copied = (
-        Workload("vocabulary", f"{_HEINSEN}, §6", (1,), 1024, 30_000, 1, 16, 16, heinsen, groups=1, copies=64),
-        Workload("million", f"{_HEINSEN}, §1.2", (1,), 1_000_000, 64, 1, 16, 16, heinsen, groups=1, copies=500),
-    )
-    return [*made, *large, *copied]
-
-
-WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (*_attention(), *_routings())}
-
+_KINDS = {"attention": AttentionPass(), "uniform": AttentionPass(uniform=True), "dynamic": _DYNAMIC, "em": _EM}
 TINY: dict[str, Workload] = {
     f"tiny-{name}": Workload(f"tiny-{name}", "the cost of a call itself", (1,), 8, 4, *_MATRIX_4, routing)
-    for name, routing in (
-        ("attention", AttentionPass()),
-        ("uniform", AttentionPass(uniform=True)),
-        ("dynamic", DynamicRouting()),
-        ("em", EMRouting()),
-        ("heinsen", HeinsenRouting()),
-    )
+    for name, routing in (*_KINDS.items(), ("heinsen", _HEINSENS))
 }
 """Children [1, 8, 4, 4], weight [8, 4, 4, 4]: what two commits are compared by, beside the workloads."""
 
@@ -120,7 +91,7 @@ def cases(
     """Return the rows of some workloads, or, where none are named, of the quick ones or of all.
 
     On a GPU what matters most comes first. A workload whose children are copies, as it is large in itself, then runs at
-    its own batch, in the large one's place. Raises ValueError for a name that no workload has.
+    its own batch, in the large one's place.
     """
     works, modes = [find(name) for name in names or (QUICK if quick else WORKLOADS)], (False, True)
     if device == "cuda":

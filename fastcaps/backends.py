@@ -47,12 +47,10 @@ __all__ = [
 NAMES = ("cuda", "triton", "cpu", "reference")
 """The backends in order of preference."""
 
-DETERMINISTIC = 1
-"""Bit of ``options``: the same input must give the same bits."""
-ALLOW_TF32 = 2
-"""Bit of ``options``: float32 matrix products may round their factors to TF32."""
-TF32X3 = 4
-"""Bit of ``options``, only with :data:`ALLOW_TF32`: use three such products for each, which loses little precision."""
+# bits of ``options``
+DETERMINISTIC = 1  # the same input must give the same bits
+ALLOW_TF32 = 2  # float32 matrix products may round their factors to TF32
+TF32X3 = 4  # only with ALLOW_TF32: three such products for each, which lose little precision
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,17 +62,7 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend of this process.
-
-    Attributes
-    ----------
-    name
-        ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
-    available
-        Whether it can run calls here.
-    detail
-        What it is or, if it is not available, why not.
-    """
+    """One backend of this process: whether it can run calls here, and what it is or else why not."""
 
     name: str
     available: bool
@@ -85,32 +73,15 @@ class Backend:
 
 
 class Call(NamedTuple):
-    """The properties of a call on which the choice of a backend depends.
+    """The properties of a call on which the choice of a backend depends."""
 
-    Attributes
-    ----------
-    stem
-        Of a routing (:data:`fastcaps.ops.ROUTINGS`), or ``"verbs"`` or ``"squash_sum"``.
-    device, dtype
-        Of the children.
-    pose
-        (C, D, E): a child's pose is C x D, a parent's C x E.
-    parents
-        M.
-    has_weight
-        Whether there are matrices.
-    options
-        The user's settings as bits: :data:`DETERMINISTIC`, :data:`ALLOW_TF32`, :data:`TF32X3`. 0 on the CPU, which
-        ignores them.
-    """
-
-    stem: str
-    device: torch.device
+    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs" or "squash_sum"
+    device: torch.device  # of the children, as the dtype
     dtype: torch.dtype
-    pose: tuple[int, int, int]
+    pose: tuple[int, int, int]  # C, D, E: a child's pose is C x D, a parent's C x E
     parents: int
     has_weight: bool
-    options: int
+    options: int  # the user's settings as bits; 0 on the CPU, which ignores them
 
     @classmethod
     def of(cls, stem: str, arguments: Sequence[Any]) -> Call:
@@ -181,8 +152,7 @@ def _cpu_problem(stem: str = "attention") -> str:
     library = libraries.library("cpu")
     if library.problem:
         return library.problem
-    op = {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
-    op = f"fastcaps_cpu::{op}"
+    op = "fastcaps_cpu::" + {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU"):
         return f"the library has no {op}: it was built from other sources than this package's; build it again"
     if native_capability() is not None:
@@ -235,19 +205,20 @@ def _device_problem(device: torch.device) -> str:
     return libraries.architecture_problem(built, torch.cuda.get_device_capability(device))
 
 
-def _built_for() -> str:
-    library = libraries.library("cuda")
-    built = libraries.architecture_names(library.ask("fastcaps_cuda_architectures") or "")
-    return f"compiled kernels, CUDA {library.ask('fastcaps_cuda_toolkit')}, for compute capability {built}"
-
-
 def listing() -> tuple[Backend, ...]:
     """Return all backends in order of preference, each with whether it runs here, or why not."""
     cuda, triton, cpu = _cuda_problem(), _triton_problem(), _cpu_problem()
-    kernels = "kernels that Triton compiles when they are first called"
+    ask = libraries.library("cuda").ask
+    built = libraries.architecture_names(ask("fastcaps_cuda_architectures") or "")
+    works = f"compiled kernels, CUDA {ask('fastcaps_cuda_toolkit')}, for compute capability {built}"
+    kernels = (
+        "kernels in Triton's interpreter"
+        if _interprets()
+        else "kernels that Triton compiles when they are first called"
+    )
     return (
-        Backend("cuda", not cuda, cuda or _built_for()),
-        Backend("triton", not triton, triton or ("kernels in Triton's interpreter" if _interprets() else kernels)),
+        Backend("cuda", not cuda, cuda or works),
+        Backend("triton", not triton, triton or kernels),
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
         Backend("reference", True, "plain PyTorch, any device; computes a block of votes at a time"),
     )
@@ -277,20 +248,17 @@ def refusal(name: str, call: Call) -> str | None:
     if call.dtype not in taken:
         *names, last, got = (str(one).removeprefix("torch.") for one in (*taken, call.dtype))
         return f"it takes {', '.join(names)} and {last}, got {got}"
-    if name == "cpu":
-        return None
-    if name == "cuda" and call.stem == "verbs":
-        return "it has no kernels of the verbs"
-    if name == "cuda":
+    answer: str | None = None
+    if name == "triton":
+        kernels, answer = libraries.triton_kernels(call.stem)
+        if kernels is not None:
+            answer = kernels.refusal(call.device, call.dtype, call.pose, call.parents, call.has_weight)
+    elif name == "cuda" and call.stem == "verbs":
+        answer = "it has no kernels of the verbs"
+    elif name == "cuda":
         ask = libraries.library("cuda").ask
-        return (
-            _device_problem(call.device) or ask("fastcaps_cuda_refusal", call.stem, *call.pose, call.has_weight) or None
-        )
-    kernels = triton_kernels(call.stem)
-    if kernels is None:
-        return libraries.triton_kernels(call.stem)[1]
-    answer: str | None = kernels.refusal(call.device, call.dtype, call.pose, call.parents, call.has_weight)
-    return answer
+        answer = _device_problem(call.device) or ask("fastcaps_cuda_refusal", call.stem, *call.pose, call.has_weight)
+    return answer or None
 
 
 @lru_cache(maxsize=4096)
@@ -303,18 +271,14 @@ def chosen(name: str | None, call: Call) -> str:
         return name
     if call.device.type == "cpu" and "FASTCAPS_CPU_CAPABILITY" in os.environ and _cpu_problem():
         raise BackendError(_cpu_problem())  # the user asked for a level
-    preferred = [one for one in NAMES if not (one == "triton" and _interprets())]  # too slow unless forced
-    for one in preferred:
-        if refusal(one, call) is None:
+    for one in NAMES:
+        if not (one == "triton" and _interprets()) and refusal(one, call) is None:  # the interpreter is too slow
             return one
     raise TypeError(f"children must be a floating-point tensor, got {call.dtype}")
 
 
 def choose(call: Call) -> str:
-    """Return the name of the backend that runs a call: the forced one, else the first that can take it.
-
-    Raises BackendError if a backend is forced and cannot take the call.
-    """
+    """Return the backend of a call: the forced one (BackendError if it cannot), else the first that can take it."""
     return chosen(forced(), call)
 
 
@@ -357,15 +321,11 @@ def on_cpu(stem: str, children: Tensor) -> bool:
 
     They run all iterations in one call, forward and backward. Sizes may be symbols.
     """
-    return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves(stem)
+    return children.is_cpu and children.dtype in _CPU_DTYPES and _forced.get() in (None, "cpu") and native_serves(stem)
 
 
 def tf32_allowed() -> bool:
-    """Return whether float32 matrix products on a GPU may round their factors to TF32.
-
-    The user allows it by ``torch.backends.cuda.matmul.fp32_precision``, which ``torch.set_float32_matmul_precision``
-    and the older ``allow_tf32`` set, too.
-    """
+    """Return whether the user lets float32 matrix products on a GPU round to TF32, by any of torch's settings."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

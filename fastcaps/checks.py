@@ -31,7 +31,7 @@ def widen(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def is_tracing() -> bool:
-    """Return whether a program is being traced: sizes may then be symbols, and comparisons would fix their values."""
+    """Return whether a program is being traced: sizes may then be symbols, which comparisons would fix."""
     return torch.compiler.is_compiling()
 
 
@@ -125,7 +125,7 @@ def known_arguments(call: Call, note: str = "") -> Call:
 
 def _integer(value: Any) -> Any:
     """Return an integer, NumPy's too, as an int, and a symbolic one as it is; None for anything else."""
-    if type(value) is int or isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt):
         return value
     try:
         return None if isinstance(value, bool) else operator.index(value)
@@ -140,15 +140,12 @@ def told(value: Any) -> str:
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` as an int; raise unless it is an integer >= ``least``."""
-    count = _integer(value)
+    count = value if type(value) is int else _integer(value)
     if count is None:
         got = type(value).__name__ if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"{name} must be an int >= {least}, got {got}")
-    if not isinstance(count, torch.SymInt):
-        if count < least:
-            raise ValueError(f"{name} must be an int >= {least}, got {count}")
-        if count > _MOST_COUNT:
-            raise ValueError(f"{name} must be an int <= 2**63 - 2, got {count}")
+    if not isinstance(count, torch.SymInt) and not least <= count <= _MOST_COUNT:
+        raise ValueError(f"{name} must be an int {f'>= {least}' if count < least else '<= 2**63 - 2'}, got {count}")
     return count
 
 

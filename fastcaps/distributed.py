@@ -47,11 +47,10 @@ from fastcaps.votes import VoteInputs, hidden
 
 
 def route(routing: Routing, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
-    """Return the op's results for a call with DTensors; its other tensors must be the same on every process.
+    """Return the op's results for a call with DTensors, as DTensors, with None for the history of iterations.
 
-    The results are DTensors, with None for the history of iterations. Parents are sharded as the batch and the parents
-    are, and the same on all processes that share the children. ValueError for shards that cannot be routed, such as a
-    process without children.
+    Parents are sharded as the batch and the parents are, and the same on all processes that share the children.
+    ValueError for shards that cannot be routed, such as a process without children.
     """
     layout = Layout(routing, votes, own)
     local, local_own = routing.given(layout.local())
@@ -305,7 +304,7 @@ class _Pooled(torch.autograd.Function):
         parents, window, given = ctx.settings
         rest = (None if query is None else query[None], sums[None], log_sum[None], given.scale, given.normalize)
         wide = grad.to(log_sum.dtype).contiguous()[None]  # type: ignore[union-attr]
-        needs = _bits(ctx.needs_input_grad[2:])
+        needs = sum(want << k for k, want in enumerate(ctx.needs_input_grad[2:]))
         if given.detach:
             needs = needs & ~pooling_routing.bits(pooling_routing.constant) | DETACH
         return None, None, *_run_backward(ctx, pooling_routing, needs, wide, *parts, parents, window, *rest)
@@ -371,13 +370,9 @@ class _Moments(torch.autograd.Function):
         *tensors, counts, means, narrow = ctx.saved_tensors
         heads = [None if x is None else x.contiguous()[None] for x in grads]
         state = [None if x is None else x[None] for x in tensors[4:7]]
-        needs = _bits(ctx.needs_input_grad[1:])
+        needs = sum(want << k for k, want in enumerate(ctx.needs_input_grad[1:]))
         own = (*state, *tensors[7:], counts, means, narrow, eps)
         return None, *_run_backward(ctx, gaussian_routing, needs, *heads, *tensors[:4], parents, window, *own)
-
-
-def _bits(needed: Sequence[bool]) -> int:
-    return sum(want << k for k, want in enumerate(needed))
 
 
 def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> list[Tensor | None]:

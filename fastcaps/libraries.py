@@ -95,9 +95,9 @@ def library(name: str) -> Library:
 def native_build_info() -> dict[str, Any]:
     """Return how the native libraries were built; empty if the package has none.
 
-    ``version``, ``compiler``, ``torch_version`` (whose headers were used), ``stable_abi_target`` (the oldest torch that
-    can load the libraries), ``flags`` of all native code, ``level_flags`` added for each instruction set; for the CUDA
-    kernels ``cuda`` (toolkit, architectures, flags), or None and ``cuda_why_not``.
+    ``version``, ``compiler``, ``torch_version`` (of the headers), ``stable_abi_target`` (the oldest torch that can load
+    them), ``flags``, ``level_flags`` of each instruction set; ``cuda`` (toolkit, architectures, flags), or None and
+    ``cuda_why_not``.
     """
     found: dict[str, Any] = json.loads(library("cpu").ask("fastcaps_build_info") or "{}")
     return found
@@ -114,18 +114,13 @@ def multiply_adds(rounds: int) -> float:
     return loaded.measure("fastcaps_multiply_adds", rounds)
 
 
-def _parse(architectures: str) -> list[tuple[tuple[int, int], str, str]]:
-    """Split ``"80-real,90a"`` into (compute capability, suffix letter, form)."""
-    found = re.findall(r"(\d+)(\d)([af]?)(-real|-virtual)?(?:,|$)", architectures)
-    return [((int(major), int(minor)), kind, form) for major, minor, kind, form in found]
+_ARCHITECTURE = re.compile(r"(\d+)(\d)([af]?)(-real|-virtual)?(?:,|$)")  # major, minor, suffix letter, form
 
 
 def architecture_names(architectures: str) -> str:
     """Write architectures as torch does: ``"80-real,90"`` as ``"8.0, 9.0+PTX"``."""
-    return ", ".join(
-        f"{major}.{minor}{kind}" + ("" if form == "-real" else "+PTX")
-        for (major, minor), kind, form in _parse(architectures)
-    )
+    found = _ARCHITECTURE.findall(architectures)
+    return ", ".join(f"{major}.{minor}{kind}{'+PTX' * (form != '-real')}" for major, minor, kind, form in found)
 
 
 def architecture_problem(architectures: str, capability: tuple[int, int]) -> str:
@@ -135,15 +130,13 @@ def architecture_problem(architectures: str, capability: tuple[int, int]) -> str
     on; ``90`` and ``90-virtual`` hold PTX too, which runs on anything newer. ``90a`` runs on 9.0 only; ``100f`` on its
     family.
     """
-    major, minor = capability
-    for own, kind, form in _parse(architectures):
-        if capability == own:
-            return ""
-        code = form != "-virtual" and kind != "a" and own[0] == major and own[1] <= minor
+    for major, minor, kind, form in _ARCHITECTURE.findall(architectures):
+        own = int(major), int(minor)
+        code = form != "-virtual" and kind != "a" and own[0] == capability[0] and own[1] <= capability[1]
         ptx = form != "-real" and not kind and own <= capability
-        if code or ptx:
+        if capability == own or code or ptx:
             return ""
-    names = architecture_names(architectures)
+    names, (major, minor) = architecture_names(architectures), capability
     return f"it is built for compute capability {names}, the device has {major}.{minor}"
 
 

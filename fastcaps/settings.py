@@ -21,8 +21,8 @@ class _Block(Generic[Value]):
 class Setting(Generic[Value]):
     """A value of the context that runs: that of its last block which has not ended, or else a default.
 
-    Blocks of generators end in any order, and in other contexts than they began in. To put back what was there before
-    could then bring back a block that has ended, so a context holds all blocks, and each knows whether it has ended.
+    Blocks of generators end in any order and in any context. So a context holds all blocks, and each knows whether it
+    has ended; restoring the value before could bring back a block that has ended.
     """
 
     def __init__(self, name: str, default: Value) -> None:
@@ -34,9 +34,7 @@ class Setting(Generic[Value]):
 
     def get(self) -> Value:
         """Return the value. In compiled code it is a constant, made anew where other blocks are open in the process."""
-        if torch.compiler.is_compiling() and not self.open:  # what compiled code asks before it runs
-            return self.default
-        return self._get()
+        return self._get() if self.open else self.default
 
     @torch.compiler.assume_constant_result
     def _get(self) -> Value:

@@ -27,11 +27,6 @@ def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
     keepdim : bool
         Whether to keep ``dim`` with size 1.
 
-    Returns
-    -------
-    Tensor
-        ``[...]``.
-
     Examples
     --------
     >>> import torch
@@ -76,15 +71,8 @@ def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
 
     Parameters
     ----------
-    vectors : Tensor
-        ``[..., d]``, or any shape with ``dim``.
-    dim : int or tuple of int
-        The dimensions of one vector.
-
-    Returns
-    -------
-    Tensor
-        Of the shape of ``vectors``.
+    vectors, dim
+        As :func:`length` takes them.
 
     Examples
     --------
@@ -106,17 +94,10 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
 
     Parameters
     ----------
-    vectors : Tensor
-        ``[..., d]``, or any shape with ``dim``.
-    dim : int or tuple of int
-        The dimensions of one vector.
+    vectors, dim
+        As :func:`length` takes them.
     eps : float
         Added under the root, as in some published implementations.
-
-    Returns
-    -------
-    Tensor
-        Of the shape of ``vectors``, with lengths in [0, 1].
 
     Examples
     --------

@@ -100,18 +100,10 @@ def verbs(dtype: torch.dtype) -> list[str]:
     return [f"{name} of the verbs differ by {far:.1e}" for name, far in zip(names, apart, strict=True) if far > near]
 
 
-def unchecked(seen: set[str]) -> set[str]:
-    """Return the ops that torch has of this package and no call was of."""
-    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")} - seen
-
-
 def main() -> int:
-    info = libraries.native_build_info()
+    info, level = libraries.native_build_info(), fastcaps.backends.native_capability()
     print(f"fastcaps {info['version']} from {fastcaps.__file__}")
-    print(
-        f"built against torch {info['torch_version']} by {info['compiler']} for stable ABI {info['stable_abi_target']}"
-    )
-    level = fastcaps.backends.native_capability()
+    print(f"built against torch {info['torch_version']} by {info['compiler']}, stable ABI {info['stable_abi_target']}")
     print(f"running under torch {torch.__version__}, Python {platform.python_version()}, level {level}")
     fastcaps.backends.show()
     wrong = []
@@ -119,7 +111,8 @@ def main() -> int:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             print(f"in {dtype}:")
             wrong += [f"{call} in {dtype}" for call in (*sanitize.run("cpu", "cpu", dtype, rows=()), *verbs(dtype))]
-    wrong += [f"{name} has no call here" for name in unchecked(seen.names)]
+    known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
+    wrong += [f"{name} has no call here" for name in known - seen.names]
     for name, (layer, children) in layers().items():
         try:
             compiled(layer, children)

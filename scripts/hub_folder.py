@@ -32,10 +32,7 @@ PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)
 def relative(text: str, path: PurePosixPath) -> str:
     """Return the source of a module of the package with its imports of the package made relative.
 
-    Raises
-    ------
-    ValueError
-        If it says ``import fastcaps``, which has no relative form.
+    ValueError if it says ``import fastcaps``, which has no relative form.
     """
     dots = "." * len(path.parts)
     if plain := PLAIN.search(text):
@@ -62,12 +59,6 @@ def variants(wheel: Path, files: zipfile.ZipFile) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write(wheel: Path, out: Path) -> list[Path]:
-    """Write the folder; return those of its variants."""
-    with zipfile.ZipFile(wheel) as files:
-        return [_write(out / "build" / name, wheel, files, how) for name, how in variants(wheel, files).items()]
-
-
 def _write(root: Path, wheel: Path, files: zipfile.ZipFile, backend: dict[str, Any]) -> Path:
     shutil.rmtree(root, ignore_errors=True)
     version = wheel.name.split("-")[1]
@@ -91,20 +82,11 @@ def _write(root: Path, wheel: Path, files: zipfile.ZipFile, backend: dict[str, A
         "import sys\n\n_package = sys.modules[__package__.rpartition('.')[0]]\n__all__ = _package.__all__\n\n\n"
         "def __getattr__(name):\n    return getattr(_package, name)\n"
     )
-    digests = {
-        path.relative_to(root).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
-    told = {
-        "name": "fastcaps",
-        "id": "fastcaps",
-        "version": int(version.split(".")[0]),
-        "license": "Apache-2.0",
-        "python-depends": [],
-        "backend": backend,
-        "digest": {"algorithm": "sha256", "files": digests},
-    }
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    hashes = (base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode() for path in paths)
+    digests = {path.relative_to(root).as_posix(): digest for path, digest in zip(paths, hashes, strict=True)}
+    told = {"name": "fastcaps", "id": "fastcaps", "version": int(version.split(".")[0]), "license": "Apache-2.0"}
+    told |= {"python-depends": [], "backend": backend, "digest": {"algorithm": "sha256", "files": digests}}
     (root / "metadata.json").write_text(json.dumps(told, indent=2) + "\n")
     return root
 
@@ -115,7 +97,9 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     try:
-        print(*(f"written: {root}" for root in write(given.wheel, given.out)), sep="\n")
+        with zipfile.ZipFile(given.wheel) as files:
+            for name, how in variants(given.wheel, files).items():
+                print(f"written: {_write(given.out / 'build' / name, given.wheel, files, how)}")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         print(f"hub_folder: {error}", file=sys.stderr)
         return 1

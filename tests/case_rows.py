@@ -1,19 +1,101 @@
-"""The cases of every routing: rows that cover all pairs of factors, and named rows for the paths that those miss."""
+"""The cases of every routing: rows that cover all pairs of factors (a covering array of strength two), and named rows
+for the paths that those miss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
 from cases import CONV, WINDOWS, Case, case_of, common_factors
-from covering import every_value, rows_covering
 
 from fastcaps.rules import Rule
 
-__all__ = ["ATTENTION", "GAUSSIAN", "POOLING", "Table", "allowed"]
+Row = dict[str, Any]
+Item = tuple[str, Any]
+
+
+def pairs_of(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> dict[tuple[Item, Item], None]:
+    """Return all pairs of values of two factors that may stand in one row, in order."""
+    return {
+        ((first, one), (second, other)): None
+        for first, second in combinations(factors, 2)
+        for one in factors[first]
+        for other in factors[second]
+        if allowed({first: one, second: other})
+    }
+
+
+def rows_covering(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True, seed: int = 0
+) -> list[Row]:
+    """Return rows in which every allowed pair of values occurs, few of them, always the same.
+
+    Greedy: a row begins with a pair that no row has yet, and takes for one factor after the other, in random order,
+    the value that meets the most such pairs; of a few rows made so the best is kept.
+
+    Parameters
+    ----------
+    factors : mapping
+        The values of every factor.
+    allowed : callable
+        Whether some values, by factor, may stand in one row. It must be a rule of pairs: a row of which every pair is
+        allowed is allowed.
+    """
+    draw = random.Random(seed)
+    possible = pairs_of(factors, allowed)
+    missing = dict(possible)
+    order = {name: k for k, name in enumerate(factors)}
+    rows: list[Row] = []
+
+    def pair(one: Item, other: Item) -> tuple[Item, Item]:
+        return (one, other) if order[one[0]] < order[other[0]] else (other, one)
+
+    def attempt(start: tuple[Item, Item]) -> tuple[int, Row] | None:
+        row, score = dict(start), 1
+        rest = [name for name in factors if name not in row]
+        draw.shuffle(rest)
+        for name in rest:
+            best, value = -1, None
+            for candidate in draw.sample(factors[name], len(factors[name])):
+                met = [pair((name, candidate), item) for item in row.items()]
+                if all(one in possible for one in met):
+                    best, value = max(
+                        (best, value), (sum(one in missing for one in met), candidate), key=lambda p: p[0]
+                    )
+            if best < 0:
+                return None
+            row[name], score = value, score + best
+        return score, row
+
+    while missing:
+        start = next(iter(missing))
+        made = [found for found in (attempt(start) for _ in range(6)) if found is not None]
+        if not made:
+            raise ValueError(f"no row can hold {start}")
+        row = max(made, key=lambda found: found[0])[1]
+        rows.append({name: row[name] for name in factors})
+        for one in combinations(rows[-1].items(), 2):
+            missing.pop(one, None)
+    return rows
+
+
+def every_value(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[int]:
+    """Return the places of few and cheap rows in which every value of every factor occurs."""
+    missing = {item for row in rows for item in row.items()}
+    kept: list[int] = []
+    while missing:
+        kept.append(max(range(len(rows)), key=lambda k: len(missing & rows[k].items()) / cost(rows[k])))
+        missing -= rows[kept[-1]].items()
+    return sorted(kept)
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
 
 
 def allowed(row: dict[str, Any]) -> bool:
@@ -103,6 +185,8 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
             # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
         ),
+        # too many children to stay: every range waits for the iteration before, and reads its parents
+        make("ranges-of-iterations", batch=2, types=300, parents=8, pose=(4, 4, 4), iterations=3),
         make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
         make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types", window=WHOLE,
              bias="1M", iterations=2),
@@ -178,6 +262,13 @@ _ATTENTION_LANES = (
           iterations=2),
     _norm("folded-types", batch=3, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
           groups="types"),
+    # votes that are the children, and windows that see padding alone: there is no LayerNorm of nothing
+    *(_norm(f"same-{types}-{bias}-{rule.name}", rule=rule, dtype=dtype, batch=batch, types=types, pose=(2, 3, 3),
+            groups="none", bias=bias, iterations=2, gate="some")
+      for batch, types in ((20, 9), (1, 70)) for bias in (None, "IM")
+      for rule, dtype in zip(Rule, (torch.float32, torch.float64, torch.bfloat16), strict=False)),
+    *(_norm(f"nobody-no-eps-{batch}-{bias}", batch=batch, window=WINDOWS["nobody"][1], bias=bias, eps=0.0, iterations=2)
+      for batch in (1, 20) for bias in (None, "IM", "11")),
     # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-children", batch=1, types=18, parents=2, pose=(2, 32, 32), dtype=torch.bfloat16, gate="some"),

@@ -64,6 +64,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def alike(tensor: Tensor) -> Tensor:
+    """One number, its first, with strides of 0."""
+    return tensor.flatten()[0].clone().expand(tensor.shape)
+
+
 def apart(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Same numbers with those strides, in address space that the system commits only where it is written.
 

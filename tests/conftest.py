@@ -111,3 +111,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def threads_kept() -> Iterator[None]:
+    """Let a test change torch's number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastcaps import Window
 from fastcaps.functional import dynamic_routing, em_routing, heinsen_routing, inverted_attention_routing, routing_pool
@@ -162,6 +163,26 @@ FUNCTIONS = {
 def close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float = 1e-8, atol: float = 1e-9) -> None:
     """Assert that two sets of results are equal, name by name."""
     torch.testing.assert_close(dict(found), dict(wanted), rtol=rtol, atol=atol)
+
+
+class Largest(TorchDispatchMode):
+    """Sees how many numbers the largest tensor has that anything makes, or that autograd keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.see, lambda x: x)
+
+    def see(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            self.see(x)
+        return result
 
 
 class NothingRuns(TorchDispatchMode):

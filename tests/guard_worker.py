@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from cases import Case
 from registry import Routing, every_case
-from test_verbs_cpu import Call, sample
+from test_verbs_cpu import kernels, sample
 
 import fastcaps.encapnet  # noqa: F401  (defines its op; the package loads the library)
 
@@ -48,8 +48,7 @@ def verbs(number: int) -> None:
     """Run the verbs on one of their cases."""
     case = sample(44, 2)[number]
     print("verbs", case, flush=True)
-    call = Call(case)
-    call.kernels(call.tensors)
+    kernels(case, case.tensors())
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
 """The routing layers that there are: one row each, which the suites of layers iterate.
 
 A row says what a layer returns, which of the paper's loops it must agree with, and with which options of its own.
-Whoever adds a layer adds a row here.
+Whoever adds a layer adds a row here. Below: small numbers in public layout, and positions as the oracle has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import oracle_routings as loops
 import torch
-from oracle_routings import Child
+from oracle_routings import Seen, positions
 from torch import Tensor
 
-from fastcaps import nn
-from fastcaps.functional.em import inverse_temperatures
+from fastcaps import Window, nn
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
+from fastcaps.votes import SET_WINDOW, as_grid, to_op
 
 SIZE = 5, 4  # of all grids
 FORMS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -31,57 +31,36 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
-def attention(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    poses = None if layer.first_poses is None else layer.first_poses.tolist()
-    shares: list[list[float]] = []
+def attention(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    poses, shares = layer.first_poses, None
     for _ in range(iterations):
-        poses, shares = loops.attend(seen, layer.out_capsules, poses, layer.out_dim**-0.5)
+        poses, shares = loops.attend(seen, poses, layer.out_dim**-0.5)
         if layer.norm is not None:
-            affine = layer.norm.weight.tolist(), layer.norm.bias.tolist()
-            poses = [loops.layer_norm(pose, *affine, layer.eps) for pose in poses]
+            poses = loops.layer_norm(poses, layer.norm.weight, layer.norm.bias, layer.eps)
     return poses, shares
 
 
-def dynamic(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    prior = None if layer.prior is None else [layer.prior.tolist()[child.index % layer.groups] for child in seen]
-    votes, gates = [child.votes for child in seen], [child.gate for child in seen]
-    return loops.dynamic(votes, iterations, layer.compete, layer.leaky, prior, layer.eps, gates)
+def dynamic(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    prior = None if layer.prior is None else layer.prior[[i % layer.groups for i in seen.index]]
+    return loops.dynamic(seen, iterations, layer.compete, layer.leaky, prior, layer.eps)
 
 
-def em(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    given = 1.0 if layer.inverse_temperature is None and layer.normalize_cost else layer.inverse_temperature
-    return loops.em(
-        [child.votes for child in seen],
-        [child.gate for child in seen],
-        layer.beta_u.tolist(),
-        layer.beta_a.tolist(),
-        inverse_temperatures(given, iterations),
-        layer.eps,
-        1.0 if layer.first_coefficients == "ones" else None,
-        layer.normalize_cost,
-    )
+def em(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    given, first = layer.inverse_temperature, 1.0 if layer.first_coefficients == "ones" else None
+    if given is None:
+        given = (lambda _: 1.0) if layer.normalize_cost else lambda t: 0.01 * (1 - 0.95 ** (t + 1))
+    given = given if isinstance(given, list) else [given] * iterations
+    temperatures = [each(t) if callable(each) else each for t, each in enumerate(given)]
+    return loops.em(seen, layer.beta_u, layer.beta_a, temperatures, layer.eps, first, layer.normalize_cost)
 
 
-def heinsen(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    betas = [layer.beta_use, layer.beta_use if layer.beta_ignore is None else layer.beta_ignore]
-    there = [child.index for child in seen] if len(betas[0]) > 1 else [0]
-    tables = [beta[there].tolist() for beta in betas]
-    votes, scores = [child.votes for child in seen], [child.gate for child in seen]
-    found, poses, variances, shares = loops.heinsen(votes, scores, *tables, iterations, layer.model, layer.eps)
-    return poses, found, variances, shares
+def heinsen(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    ignore = layer.beta_use if layer.beta_ignore is None else layer.beta_ignore
+    return loops.heinsen(seen, layer.beta_use, ignore, iterations, layer.model, layer.eps)
 
 
-def pool(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
-    poses, columns = [], []
-    for m in range(layer.out_capsules):
-        query: Any = None
-        for _ in range(iterations):
-            found, *_ = loops.pool(seen, m, query, layer.sharpness, True)
-            query = loops.added(query and [query], [loops.norm(found)])[0]
-        pose, _, shares = loops.pool(seen, m, query, layer.sharpness, True)
-        poses.append(pose)
-        columns.append(shares)
-    return poses, [list(row) for row in zip(*columns, strict=True)]
+def pool(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
+    return loops.vector_normed(seen, iterations, layer.sharpness)
 
 
 @dataclass(frozen=True)
@@ -112,7 +91,7 @@ class Row:
     name: str
     kind: Any
     results: tuple[type, type]
-    loop: Callable[[Any, list[Child], int], tuple[Any, ...]]
+    loop: Callable[[Any, Seen, int], tuple[Any, ...]]
     std: Callable[[int, int, int], float]
     parameters: set[str]
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -207,9 +186,48 @@ LAYERS = (
 )
 
 
-def draw(layer: Any, batch: int = 2) -> tuple[Tensor, Tensor]:
+def draw_for(layer: Any, batch: int = 2) -> tuple[Tensor, Tensor]:
     """Return children, and a number for each that serves as activation and as score."""
     generator = torch.Generator().manual_seed(1)
     grid = SIZE if layer.on_grid else ()
     children = torch.randn((batch, layer.in_capsules, *grid, layer.in_dim), generator=generator, dtype=torch.float64)
     return children, torch.rand(children.shape[:-1], generator=generator, dtype=torch.float64)
+
+
+# ---- small numbers, and single positions -----------------------------------------------------------------------------
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(groups: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """Return children, weight and bias of a small set in public layout."""
+    return draw(2, 6, 2, 2), draw(groups, 3, 2, 2, seed=1), draw(6, 3, 2, 2, seed=2)
+
+
+def seen_by(
+    window: Window | None, children: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
+) -> Iterator[tuple[tuple[int, int, int], Seen]]:
+    """Yield every position with its children, as the oracle wants them."""
+    place = as_grid if window is None else lambda tensor: to_op(tensor, window)
+    gates = None if gate is None else place(gate)
+    yield from positions(place(children), weight, bias, gates, SET_WINDOW if window is None else window.spec)
+
+
+def expect(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.flatten(), expected.flatten(), **CLOSE)
+
+
+def at(result: Tensor, window: Window | None, place: tuple[int, int, int], coefficients: bool = False) -> Tensor:
+    """Return one position of a public result."""
+    if window is None:
+        return as_grid(result)[place]
+    return (result if coefficients else to_op(result, window))[place]
+
+
+def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    loss = sum((r * draw(*r.shape, seed=k).to(r.dtype)).sum() for k, r in enumerate(results))
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -284,31 +284,35 @@ class CapsLayer(nn.Module):
 
 class _Averaged(nn.Module):
     """Class capsules whose logits are averaged over the batch; ``side`` is the softmax's dimension of ``[1, i, j]``,
-    ``vector`` the squash's of ``[b, j, e, 1]``."""
+    ``vector`` the squash's of ``[b, j, e]``, None: of every number by itself."""
 
-    side, vector = 1, -1
+    iterations: int = 3
+    side, vector = 1, None
+    units = True  # children are [b, d, i]
 
-    def route(self, x: Tensor, weight: Tensor, iterations: int) -> Tensor:
-        votes = torch.einsum("bid,ijed->bije", x, weight[0])
+    def make(self, given: dict[str, Any], *sizes: int) -> None:
+        keep(self, given)
+        self.W = nn.Parameter(torch.randn(1, *sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("bid,ijed->bije", x.transpose(1, 2) if self.units else x, next(self.parameters())[0])
         logits = torch.zeros_like(votes[:1, ..., 0])
-        for _ in range(iterations):
-            sums = (logits.softmax(self.side)[..., None] * votes).sum(1).unsqueeze(-1)
-            square = sums.square().sum(self.vector, keepdim=True)
+        for _ in range(self.iterations):
+            sums = (logits.softmax(self.side)[..., None] * votes).sum(1)
+            square = sums.square() if self.vector is None else sums.square().sum(self.vector, keepdim=True)
             parents = square / (1 + square) * sums / square.sqrt()
-            logits = logits + (votes * parents[:, None, ..., 0]).sum(-1).mean(0, keepdim=True)
-        return parents
+            logits = logits + (votes * parents[:, None]).sum(-1).mean(0, keepdim=True)
+        return parents.unsqueeze(-1)
 
 
 class AveragedDigits(_Averaged):
     """higgsfield's and jindongwang's ``DigitCaps``."""
 
+    units = False
+
     def __init__(self, num_capsules=10, num_routes=1152, in_channels=8, out_channels=16):
         super().__init__()
-        self.num_capsules, self.num_routes, self.in_channels = num_capsules, num_routes, in_channels
-        self.W = nn.Parameter(torch.randn(1, num_routes, num_capsules, out_channels, in_channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.route(x, self.W, 3)
+        self.make(locals(), num_routes, num_capsules, out_channels, in_channels)
 
 
 class AveragedUnits(_Averaged):
@@ -318,25 +322,19 @@ class AveragedUnits(_Averaged):
 
     def __init__(self, in_units, in_channels, num_units, unit_size, use_routing):
         super().__init__()
-        self.in_units, self.in_channels, self.num_units, self.use_routing = in_units, in_channels, num_units, True
-        self.W = nn.Parameter(torch.randn(1, in_channels, num_units, unit_size, in_units))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.route(x.transpose(1, 2), self.W, 3)
+        self.make(locals(), in_channels, num_units, unit_size, in_units)
 
 
 class AveragedLayer(_Averaged):
     """cedrickchee's ``CapsuleLayer``, where it routes."""
 
     side, vector = 2, 2
+    iterations = property(lambda self: self.num_routing)
 
     def __init__(self, in_unit, in_channel, num_unit, unit_size, use_routing, num_routing, cuda_enabled):
         super().__init__()
-        keep(self, locals())
-        self.weight = nn.Parameter(torch.randn(1, in_channel, num_unit, unit_size, in_unit))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.route(x.transpose(1, 2), self.weight, self.num_routing)
+        self.make(locals(), in_channel, num_unit, unit_size, in_unit)
+        self.weight = self._parameters.pop("W")
 
 
 AveragedDigits.__name__, AveragedUnits.__name__, AveragedLayer.__name__ = "DigitCaps", "CapsuleLayer", "CapsuleLayer"

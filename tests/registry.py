@@ -18,7 +18,7 @@ from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
-from fastcaps import ops
+from fastcaps import ops, reference
 from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
@@ -116,7 +116,7 @@ class Routing:
         Its cases.
     rest, following, loop
         The arguments beside the votes; the next iteration's state, from the results and the state of one; all
-        iterations of one position as a plain loop.
+        iterations of one position over its stored votes.
     folds, rounds
         Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
     rounded
@@ -138,28 +138,9 @@ class Routing:
     def __str__(self) -> str:
         return self.stem
 
-    @property
-    def stem(self) -> str:
-        """The name of the routing's files, everywhere."""
-        return self.border.stem
-
-    @property
-    def name(self) -> str:
-        """Of the op; that of its backward ends in ``_backward``."""
-        return self.border.name
-
-    @property
-    def op(self) -> Any:
-        return self.border.op
-
-    @property
-    def backward_op(self) -> Any:
-        return self.border.backward_op
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """The arguments that an iteration takes from the iteration before."""
-        return self.border.state
+    def __getattr__(self, name: str) -> Any:
+        """Return what the border says: stem, name, op, backward_op, state, competing, wide."""
+        return getattr(self.border, name)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -199,16 +180,6 @@ class Routing:
         return self.border.constant
 
     @property
-    def competing(self) -> bool:
-        """Whether parents compete for a child, or else children for a parent."""
-        return self.border.competing
-
-    @property
-    def wide(self) -> bool:
-        """Whether its results are in the dtype of sums, whatever that of the children is."""
-        return self.border.wide
-
-    @property
     def cases(self) -> tuple[Case, ...]:
         """The calls that every backend must get right: a few in which each factor has each value, and named ones."""
         return (*self.table.covering[0], *self.table.named, *self.table.lanes)
@@ -245,7 +216,7 @@ class Routing:
         one = {**given, **state, "iterations": 1, "temperatures": given.get("temperatures", ())[k : k + 1]}
         arguments = [one[name] for name in given if name not in VOTES]
         flags = [detach] if self.by_shares else []
-        found = self.border.reference()[0](votes_of(given), *arguments, *flags)
+        found = getattr(reference, self.name)(votes_of(given), *arguments, *flags)
         results = dict(zip(self.outputs, found, strict=True))
         return results, self.following(given, results, state)
 
@@ -421,22 +392,9 @@ class BackwardCall:
 
     def by_reference(self) -> list[Tensor]:
         """Return the sum over iterations of the reference's backward."""
-        backward = self.routing.border.reference()[1]
-        iterations = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
-        total: list[Tensor] = []
-        for iteration in range(iterations):
-            each: Given = {}
-            for name, value in self.given.items():
-                if name in (*self.routing.grads, *self.routing.saved) and value is not None:
-                    value = value[iteration]
-                elif name in self.routing.state and value is not None:
-                    missing = iterations - value.shape[0]
-                    value = None if iteration < missing else value[iteration - missing]
-                each[name] = value
-            rest = [value for name, value in each.items() if name not in (*VOTES, *self.routing.grads)]
-            found = backward(*(each[n] for n in self.routing.grads), votes_of(each), *rest)
-            total = [a + b for a, b in zip(total, found, strict=True)] if total else list(found)
-        return total
+        border = self.routing.border
+        heads, rest = ([self.given[n] for n in names] for names in (self.routing.grads, border.Rest._fields))
+        return border._reference_backward(heads, votes_of(self.given), border.Rest(*rest), self.given["needs"])
 
     def bar(self, tf32: bool = False) -> Bar:
         """Return what the gradients may err."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import LAYOUTS, alike
 from features import Leaves, number
 from torch import Tensor
 
 from fastcaps import Votes, Window
 from fastcaps.checks import accumulation_dtype
-from fastcaps.votes import windows
+from fastcaps.votes import SET_WINDOW, VoteInputs, windows
 
 PADDED = Window((3, 2), (2, 1), (2, 1), (1, 2))  # dilated; some positions see padding alone
 APART = Window(2, 2)  # every child under one window at most: the library's products
@@ -198,6 +199,54 @@ def rout(votes: Any, iterations: int = 2) -> Tensor:
 # ---- raw calls of the ops --------------------------------------------------------------------------------------------
 
 Tensors = Any  # children, weight, bias, coefficients, targets, precisions, in op layout
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One raw call: sizes and forms of the votes, and how its tensors lie.
+
+    ``grid``: () is a set without positions; ``groups``: None is matrices of every child, 0 is none; ``pairs``: the
+    layout of the coefficients, ``layout`` that of all other tensors; ``limits``, ``options``: of the Triton kernels.
+    """
+
+    pose: tuple[int, int, int] = (2, 3, 2)
+    parents: int = 3
+    types: int = 2
+    batch: int = 2
+    grid: tuple[int, ...] = (3, 4)
+    window: tuple[int, ...] = PADDED.spec
+    groups: int | None = None
+    bias: str = ""
+    dtype: torch.dtype = torch.float32
+    pairs: str = "plain"
+    layout: str = "plain"
+    limits: dict[str, Any] | None = None
+    options: int = 0
+
+    def tensors(self, seed: int = 0) -> Tensors:
+        """Return the tensors of the call, always the same for a seed."""
+        draws, (rows, inner, columns) = torch.Generator().manual_seed(seed), self.pose
+        seen, wide = self.window[0] * self.window[1] * self.types, accumulation_dtype(self.dtype)
+
+        def draw(*shape: int, dtype: torch.dtype = self.dtype, layout: str = self.layout) -> Tensor:
+            lie = alike if layout == "alike" else LAYOUTS[layout]
+            return lie(torch.randn(*shape, generator=draws).to(dtype))
+
+        children, weight, bias = draw(self.batch, *self.grid, self.types, rows, inner), None, None
+        if self.groups != 0:
+            weight = draw(self.groups or seen, self.parents, inner, columns, layout="plain") / inner**0.5
+        if self.bias:
+            bias = draw(seen if self.bias[0] == "I" else 1, self.parents if self.bias[1] == "M" else 1, rows, columns)
+        votes = self.votes((children, weight, bias))
+        pairs = draw(*votes.coefficients_shape, dtype=wide, layout=self.pairs)
+        targets, precisions = (draw(*votes.poses, dtype=wide) for _ in range(2))
+        return [children, weight, bias, pairs, targets, LAYOUTS[self.layout](precisions.abs())]
+
+    def votes(self, tensors: Tensors) -> VoteInputs:
+        return VoteInputs(*tensors[:3], None, self.parents, self.window)
+
+
+ON_SET: dict[str, Any] = {"grid": (1, 1), "window": SET_WINDOW}
 OPS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
     "dots": ("vote_scores", lambda r, y, p, needs: (y, None, False)),
     "distances": ("vote_scores", lambda r, y, p, needs: (y, None, True)),

@@ -129,8 +129,10 @@ def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
     assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
     assert "refused: parents errs by 1" in report.markdown(session.rows)
     folder = session.file.parent
-    monkeypatch.setattr(record, "describe", lambda threads: MACHINE)
-    assert record.has(folder, Case(CONV1, 8, False)) and not record.has(folder, Case(CONV1, 8, True))
+    monkeypatch.setattr(record, "describe", lambda threads: MACHINE | {"threads": threads})
+    wanted = {Case(CONV1, 8, False).key, Case(find("zhao-pool"), 1, False).key}
+    assert record.finished(folder, 2, quick=False, complete=True) == wanted
+    assert not record.finished(folder, 1, quick=False, complete=True) and not record.finished(folder, 2, True, False)
 
 
 def test_a_session_on_a_device_compares_writes_and_says_what_failed(
@@ -294,7 +296,7 @@ def test_the_older_side_has_its_own_package_and_this_checkouts_benchmark(tmp_pat
 
 
 def test_two_commits_are_judged_by_their_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, *_ = compare.rows_of(["tiny-attention"])
+    case, *_ = cases(["tiny-attention"], quick=False)
     took = TOOK | {BEFORE: 0.004}
     found = []
     for wrong in ("", OURS, BEFORE):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import re
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from suite import python
 
 import fastcaps
 from fastcaps import libraries
@@ -41,13 +41,6 @@ def tool(name: str, *arguments: str | Path) -> str:
     if sys.platform != "linux" or program is None:
         pytest.skip(f"needs {name}")
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
-
-
-def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a fresh interpreter, with the fastcaps under test."""
-    path = str(Path(fastcaps.__file__).parents[1])
-    variables = {**os.environ, "PYTHONPATH": path, **environ}
-    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
 
 
 def test_the_build_says_what_it_was_made_with(info: dict[str, Any]) -> None:

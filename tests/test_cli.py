@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from stand_ins import RECIPE
+from suite import python
 
 import fastcaps
 from fastcaps import cli
@@ -32,8 +32,7 @@ def test_a_plain_import_is_light_and_finds_every_part() -> None:
     code = f"import sys, fastcaps, fastcaps.cli, fastcaps.data; print({heavy} & set(sys.modules))\n"
     code += "fastcaps.cli.main(['recipes'])\n"  # are listed without Lightning
     code += f"print(({heavy} - {{'rich'}}) & set(sys.modules), ({parts}) and '')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = python(code, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and not done.stderr, done.stderr  # on a terminal without our signs, too
     assert done.stdout.startswith("set()\n") and done.stdout.endswith("\nset() \n") and "sabour-mnist" in done.stdout
 

@@ -11,8 +11,8 @@ from typing import Any
 import nn_plain
 import pytest
 import torch
+from features import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import compat
@@ -171,19 +171,6 @@ def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: st
 
 
 # ---- Tsai et al. -----------------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """Sees the numbers of the largest tensor."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.numel())
-        return found
 
 
 def test_no_window_is_copied() -> None:

@@ -177,8 +177,8 @@ def test_cifar_loads_and_augments_its_training_images(tmp_path: Path, monkeypatc
     write(tmp_path / "cifar-100-binary", {"train.bin": cifar_bytes(4, 2, 100), "test.bin": cifar_bytes(3, 2, 100)})
     with pytest.raises(CorruptDataError, match=r"train.bin: .* want 50,000 records of 3,074"):
         data.load("cifar100", tmp_path)
-    read = data.sources.read_cifar  # real files hold 60,000 records; small ones do for the rest
-    monkeypatch.setattr(data.sources, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
+    read = data.readers.read_cifar  # real files hold 60,000 records; small ones do for the rest
+    monkeypatch.setattr(data.readers, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
     splits = data.load("cifar100", tmp_path)
     assert (splits.in_channels, splits.image_size, len(splits.classes)) == (3, 32, 100)
     parts = {f"data_batch_{k}.bin": cifar_bytes(2, 1, 10) for k in range(1, 6)}

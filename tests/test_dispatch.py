@@ -7,8 +7,9 @@ with the right settings, is tried on the CPU, which a made-up backend serves for
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
-from fastcaps import Window, backends, functional, libraries, ops
+from fastcaps import Window, backends, functional, libraries
 from fastcaps.votes import SET_WINDOW, VoteInputs
 
 GPU = torch.device("cuda:0")
@@ -76,57 +77,30 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
     clear()
 
 
-def flattened(*records: Any, options: int = 0) -> list[Any]:
-    """Return what the Triton half takes, in records, as the arguments of a native op."""
-    if len(records) == 2:
-        votes, own = records  # detach and coefficients are not the kernels'
-        named = zip(own._fields, own, strict=True)
-        return [*votes, *(x for name, x in named if name not in ("detach", "coefficients")), options]
-    heads, votes, rest, needs, options = records
-    return [*heads, *votes, *rest, needs, options]
+def serve(monkeypatch: pytest.MonkeyPatch, refusal: str) -> list[tuple[str, tuple[Any, ...]]]:
+    """Have a made-up CUDA library serve the CPU by the reference, and return the list of its calls, as it grows.
 
-
-def serve(
-    monkeypatch: pytest.MonkeyPatch, name: str, refusal: Callable[[], str] = lambda: ""
-) -> list[tuple[str, tuple[Any, ...]]]:
-    """Have a made-up backend serve the CPU by the reference, and return the list of its calls, as it grows.
-
-    ``refusal`` answers whether the CUDA library takes all iterations at once.
+    ``refusal`` is its answer to whether it takes all iterations at once.
     """
     seen: list[tuple[str, tuple[Any, ...]]] = []
 
-    def forward(routing: Routing) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            seen.append((routing.name, arguments))
-            given = dict(zip([a.name for a in routing.op._schema.arguments], arguments[:-1], strict=False))
-            return tuple(Call(routing, given, {}).by_loop()[result] for result in routing.outputs)
+    def forward(routing: Routing, *arguments: Any) -> Any:
+        seen.append((routing.name, arguments))
+        given = dict(zip([a.name for a in routing.op._schema.arguments], arguments[:-1], strict=False))
+        return tuple(Call(routing, given, {}).by_loop()[result] for result in routing.outputs)
 
-        return run
+    def backward(routing: Routing, *arguments: Any) -> Any:
+        seen.append((f"{routing.name}_backward", arguments))
+        names = [argument.name for argument in routing.backward_op._schema.arguments]
+        return BackwardCall(routing, dict(zip(names, arguments[:-1], strict=True))).by_reference()
 
-    def backward(routing: Routing) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            seen.append((f"{routing.name}_backward", arguments))
-            names = [argument.name for argument in routing.backward_op._schema.arguments]
-            return BackwardCall(routing, dict(zip(names, arguments[:-1], strict=True))).by_reference()
-
-        return run
-
-    functions = {routing.name: forward(routing) for routing in ROUTINGS}
-    functions |= {f"{routing.name}_backward": backward(routing) for routing in ROUTINGS}
-    if name == "cuda":
-        for routing in ROUTINGS:
-            border = getattr(ops, routing.name)
-            monkeypatch.setitem(border.native, "cuda", functions[routing.name])
-            monkeypatch.setitem(border.native_backward, "cuda", functions[f"{routing.name}_backward"])
-        library = SimpleNamespace(ask=lambda function, *_: refusal() if function.endswith("routing_refusal") else None)
-        monkeypatch.setattr(libraries, "library", lambda _: library)
-        monkeypatch.setattr(backends, "native_facts", lambda *_: None)
-    in_records = {
-        each: lambda *records, run=run, **options: run(*flattened(*records, **options))
-        for each, run in functions.items()
-    }
-    monkeypatch.setattr(backends, "triton_kernels", lambda _: SimpleNamespace(**in_records))
-    monkeypatch.setattr(backends, "choose", lambda _: name)
+    for routing in ROUTINGS:
+        monkeypatch.setitem(routing.border.native, "cuda", partial(forward, routing))
+        monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
+    library = SimpleNamespace(ask=lambda function, *_: refusal if function.endswith("routing_refusal") else None)
+    monkeypatch.setattr(libraries, "library", lambda _: library)
+    monkeypatch.setattr(backends, "native_facts", lambda *_: None)
+    monkeypatch.setattr(backends, "choose", lambda _: "cuda")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     return seen
 
@@ -298,21 +272,21 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 
 
 @every_routing
-@pytest.mark.parametrize(("name", "refusal"), [("cuda", ""), ("cuda", "too many parents"), ("triton", "")])
+@pytest.mark.parametrize("refusal", ["", "too many parents"])
 def test_iterations_are_one_call_where_the_library_takes_them(
-    routing: Routing, name: str, refusal: str, monkeypatch: pytest.MonkeyPatch
+    routing: Routing, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere an iteration a call; the backward asks every one that has parents for their gradient.
 
     Kernels get what the ops got but the flags, and the settings of the moment at the end.
     """
     monkeypatch.setattr(backends, "_options", lambda _: 3)
-    seen = serve(monkeypatch, name, lambda: refusal)
+    seen = serve(monkeypatch, refusal)
     call = routing.call(replace(routing.case("padded"), iterations=3, dtype=torch.float64))
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
-    forward = 1 if name == "cuda" and not refusal else 3
+    forward = 3 if refusal else 1
     assert [one for one, _ in seen] == [routing.name] * forward + [f"{routing.name}_backward"] * 3
     counts = {routing.name: len(call.given), f"{routing.name}_backward": len(routing.backward_op._schema.arguments)}
     assert all(given[-1] == 3 and len(given) == counts[one] + 1 for one, given in seen)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from suite import python
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -23,14 +22,9 @@ slow = pytest.mark.slow  # every process imports torch; a compiler runs for half
 
 def run(*arguments: str) -> str:
     """Return what an example prints."""
-    variables = (
-        os.environ | {"PYTHONPATH": str(ROOT)} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
-    )
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300
-    )
+    done = python(*arguments, **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}))
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def last_loss(printed: str) -> str:

@@ -27,15 +27,6 @@ every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 
 
 @every_window
-@every_routing
-def test_an_empty_batch(routing: Routing, window: Window | None) -> None:
-    given = routing.tensors(window, batch=0)
-    found = training(routing, given, window)
-    assert all(len(found[name]) == 0 for name in routing.results)
-    assert all(found[f"d{name}"].shape == leaf.shape and not found[f"d{name}"].any() for name, leaf in given.items())
-
-
-@every_window
 @pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.child != "scores"], ids=str)
 def test_booleans_are_gates_of_0_and_1(routing: Routing, window: Window | None) -> None:
     given = routing.tensors(window)
@@ -171,14 +162,15 @@ for grid, *window in {cases}:
         leaves = [children, torch.randn(count, 3, pose, pose), torch.randn(count, 3, pose, pose)]
         gate = torch.rand(2, types, *grid)
         found = []
-        for dtype in (torch.bfloat16, torch.float64):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
             given = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in (*leaves, gate)]
             routed = inverted_attention_routing(
                 *given[:2], bias=given[2], gate=given[3], window=window_, normalize=False
             )
             found.append([routed, *torch.autograd.grad(routed.sum(), given)])
-        for half, exact in zip(*found, strict=True):
+        for half, single, exact in zip(*found, strict=True):
             torch.testing.assert_close(half.double(), exact, rtol=0.05, atol=0.05 * (1 + exact.abs().max().item()))
+            torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
 print("survived")
 """
 
@@ -187,14 +179,6 @@ def test_first_iteration_where_no_window_sees_a_column() -> None:
     """In a process of its own: oneDNN's bfloat16 convolution reads a null pointer there."""
     run = python(_SCRIPT.format(cases=FATAL))
     assert run.stdout.strip() == "survived", f"ended with {run.returncode}: {run.stderr[-2000:]}"
-
-
-def test_such_windows_are_right_in_every_dtype() -> None:
-    for dtype in (torch.float32, torch.float64):
-        children, weight = torch.randn(2, 2, 4, 1, 2, 2, dtype=dtype), torch.randn(6, 3, 2, 2, dtype=dtype)
-        window = Window((3, 1), (3, 3), (5, 2), (2, 2))
-        found = inverted_attention_routing(children, weight, window=window, normalize=False)
-        assert found.shape == (2, 3, 4, 2, 2, 2) and math.isclose(found.abs().sum().item(), 0.0)
 
 
 @native_only

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import CLOSE, draw, gradients, layer
+from nn_layers import CLOSE, draw, gradients, layer
 from torch import Tensor
 
 from fastcaps import Window, backend, functional, vectors

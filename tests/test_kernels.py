@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,14 +84,6 @@ def test_the_first_iteration_of_pooling_asks_no_broken_child(rule: Rule, iterati
         assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
 
 
-@pytest.mark.parametrize("bias", [None, "IM", "11"])
-@pytest.mark.parametrize("batch", [1, 20])
-def test_windows_that_see_padding_alone_and_no_eps(batch: int, bias: str | None) -> None:
-    """There is no LayerNorm of nothing; but no child's gradient knows of it."""
-    grid, window = WINDOWS["nobody"]
-    held(ATTENTION.call(Case("no-eps", Rule.LAYER_NORM, batch, grid, window=window, bias=bias, eps=0.0, iterations=2)))
-
-
 @every_routing
 @pytest.mark.parametrize("groups", ["own", "types", "one"])
 @pytest.mark.parametrize("batch", [1, 20])
@@ -152,21 +145,6 @@ def test_only_the_gradients_asked_for(routing: Routing, case: Case, name: str, c
     hold_each_gradient_alone(lambda call: call.results(routing.backward_op), routing, case, most=4)
 
 
-@pytest.mark.parametrize("bias", [None, "IM"])
-@pytest.mark.parametrize(("batch", "types"), [(20, 9), (1, 70)])
-def test_attention_over_votes_that_are_the_children(batch: int, types: int, bias: str | None) -> None:
-    for rule, dtype in ((Rule.LAYER_NORM, torch.float32), (Rule.SQUASH, torch.bfloat16), (Rule.PLAIN, torch.float64)):
-        options: dict[str, Any] = {"pose": (2, 3, 3), "groups": "none", "bias": bias, "iterations": 2, "gate": "some"}
-        case = Case("same", rule, batch, types=types, dtype=dtype, **options)
-        ATTENTION.bar(case).hold(ATTENTION.call(case).training(by_op))
-
-
-@every_routing
-def test_iterations_over_ranges_of_children(routing: Routing) -> None:
-    """Too many children to stay over iterations: every range waits for the iteration before, and reads its parents."""
-    held(routing.call(replace(routing.case("ranges"), batch=2, types=300, parents=8, iterations=3)))
-
-
 @every_routing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_groups_of_samples_that_end_within_a_vector(routing: Routing, dtype: torch.dtype) -> None:
@@ -214,13 +192,6 @@ def test_a_gate_of_0_leaves_no_trace(routing: Routing, case: Case, trash: float,
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def bits(routing: Routing, case: Case) -> list[bytes]:
     call, back = routing.call(case), routing.backward_call(case)
     found = [*call.training(by_op).values(), *back.results(routing.backward_op).values()]
@@ -232,7 +203,7 @@ def bits(routing: Routing, case: Case) -> list[bytes]:
     "twice-positions-float32", "children-float64", "sharing-float32", "ranges", "conv", "stay-float32", "rows-float32",
     "sharing-by-type", "folded-sharing-4x4", "folded-types", "same-any-float32", "same-any-children",
 ])  # fmt: skip
-def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads: None) -> None:
+def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads_kept: None) -> None:
     found = []
     for count in (1, 3, 3):
         torch.set_num_threads(count)
@@ -246,7 +217,7 @@ def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threa
 @native_only
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
-    """Forward and every gradient at the levels that are not the one of this process: what goes by lanes or dtypes."""
+    """What goes by lanes or dtypes at the levels that are not the one of this process, verbs and squash_sum too."""
     if level == backends.native_capability():
         pytest.skip(f"{level} is what this process runs on")
     variables = {"FASTCAPS_CPU_CAPABILITY": level}
@@ -254,9 +225,11 @@ def test_every_instruction_set(level: str) -> None:
     if seen.stdout.strip() == "None":
         pytest.skip(f"{level} is not built, or this processor does not have it")
     assert seen.stdout.strip() == level
-    selected = "test_results and (float or folded or same) and not twice"
+    selected = "(test_results and (float or folded or same) and not twice) or verbs_follow"
+    selected += " or (kernel_is_the_reference and cpu)"
     options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
-    done = python("-m", "pytest", *options, __file__, **variables)
+    files = [str(Path(__file__).parent / name) for name in ("test_verbs_cpu.py", "encapnet/test_squash_sum.py")]
+    done = python("-m", "pytest", *options, __file__, *files, **variables)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -286,6 +259,20 @@ def test_variances_of_tight_clusters(start: bool) -> None:
         call.given["log_weight"].copy_(-0.5 * call.given["variance"].log().sum((-2, -1)))
     exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["all_variances"]
     torch.testing.assert_close(call.by_op()["all_variances"].double(), exact, rtol=1e-3, atol=0)
+
+
+@native_only
+@pytest.mark.parametrize("case", [
+    Case("bias", Rule.LAYER_NORM, 1, types=800, pose=(4, 4, 4), bias="11", start=False),
+    Case("bias-M", Rule.LAYER_NORM, 1, types=800, bias="1M", start=False),
+    Case("betas", Rule.HEINSEN, 7, types=500, parents=5, pose=(1, 2, 2), groups="one", betas="1M"),
+], ids=str)  # fmt: skip
+def test_gradients_that_hundreds_of_children_share(case: Case) -> None:
+    """Added child by child they would err by several times the limit."""
+    routing = GAUSSIAN if case.rule == Rule.HEINSEN else ATTENTION
+    for seed in range(3):
+        call = routing.call(case, seed)
+        call.bar().hold(call.training(by_op))
 
 
 LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import draw
+from nn_layers import draw
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint

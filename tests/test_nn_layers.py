@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from functional_cases import at, expect, gradients, seen_by
-from nn_layers import FORMS, LAYERS, SIZE, Row, draw
+from nn_layers import FORMS, LAYERS, SIZE, Row, at, draw_for, expect, gradients, seen_by
 
 import fastcaps
 from fastcaps import nn
@@ -27,9 +26,10 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(("row", "options", "form"), [*FORMED, *VARIANTS], ids=name_of)
+@torch.no_grad()
 def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str) -> None:
     layer = row.make(form, **options)
-    children, numbers = draw(layer)
+    children, numbers = draw_for(layer)
     *found, r = row.call(layer, children, numbers, return_coefficients=True)
     grid = layer.output_size(SIZE) or ()
     assert all(part.shape[: 2 + len(grid)] == (2, layer.out_capsules, *grid) for part in found)
@@ -43,8 +43,8 @@ def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str
     for place, seen in seen_by(window, poses, weight, layer.bias, numbers):
         wanted = row.loop(layer, seen, layer.iterations)
         for part, numbers_there in zip(found, wanted, strict=False):
-            expect(at(part, layer.window, place).detach(), numbers_there)
-        expect(at(r, layer.window, place, True)[[child.index for child in seen]], wanted[-1])
+            expect(at(part, layer.window, place), numbers_there)
+        expect(at(r, layer.window, place, True)[seen.index], wanted[-1])
     same(row.call(layer, children, numbers), found)
 
 
@@ -55,7 +55,7 @@ def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str
 )
 def test_gradients(row: Row, options: dict[str, Any], form: str) -> None:
     layer = row.make(form, **options)
-    children, numbers = draw(layer)
+    children, numbers = draw_for(layer)
     leaves = [children.requires_grad_(), numbers.requires_grad_(), *layer.parameters()]
     assert torch.autograd.gradcheck(lambda c, n, *_: row.call(layer, c, n), leaves, fast_mode=True)
     assert all(gradient.any() for gradient in gradients(row.call(layer, children, numbers), leaves))
@@ -120,7 +120,7 @@ def test_any_number_of_children_and_of_parents(row: Row) -> None:
 @every
 def test_what_a_call_may_change(row: Row) -> None:
     layer, once, other = row.make(iterations=3), row.make(iterations=1), row.make(iterations=3)
-    children, numbers = draw(layer)
+    children, numbers = draw_for(layer)
     assert all(map(torch.equal, row.call(layer, children, numbers, iterations=1), row.call(once, children, numbers)))
     assert not torch.allclose(row.call(layer, children, numbers)[0], row.call(once, children, numbers)[0])
     place = torch.randn(6, 1, 2, 2, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_wrong_inputs_are_named(row: Row) -> None:
 @pytest.mark.parametrize("form", ["set", "grid"])
 def test_nan_stays_in_its_sample_and_children_are_there_unless_told(row: Row, form: str) -> None:
     layer = row.make(form)
-    children, numbers = draw(layer)
+    children, numbers = draw_for(layer)
     wanted = row.call(layer, children, numbers)
     broken = children.clone()
     broken[0, 0, ..., 0] = torch.nan

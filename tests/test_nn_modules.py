@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import gradients
-from nn_layers import LAYERS, Row, draw
+from nn_layers import LAYERS, Row, draw_for, gradients
 from torch import Tensor, nn
 
 from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, RoutingStack, compat, models
@@ -28,7 +27,7 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 def of_layer(row: Row) -> Made:
     """A routing layer, and all that it takes."""
     layer = row.make("grid")
-    children, numbers = draw(layer)
+    children, numbers = draw_for(layer)
     parents = (layer(children).detach(),) if layer.takes_parents else ()
     return layer, (children, *parents, numbers)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from functional_cases import draw
+from nn_layers import draw
 from torch import Tensor, nn
 
 from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models

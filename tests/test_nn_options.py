@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from functional_cases import draw
-from nn_layers import FORMS, LAYERS
-from nn_layers import draw as given
+from nn_layers import FORMS, LAYERS, draw
+from nn_layers import draw_for as given
 
 from fastcaps import DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting, functional
 

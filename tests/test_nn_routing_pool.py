@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import draw, expect, seen_by
+from nn_layers import draw, expect, seen_by
 from oracle_routings import vector_normed
 from torch import nn
 
@@ -36,7 +36,7 @@ def test_the_layer_is_the_procedure(name: str, parents: int | None) -> None:
     parts = poses.split(1, 1) if parents is None else (poses,)  # each group by itself, or all together
     for part, channels in zip(parts, found.detach().chunk(len(parts), 1), strict=True):
         for (b, y, x), seen in seen_by(window, part, weight, None, None):
-            expect(channels[b, :, y, x], vector_normed([child.votes for child in seen], 2, 1.5))
+            expect(channels[b, :, y, x], vector_normed(seen, 2, 1.5)[0])
     count = window.positions * (1 if parents is None else 2)
     assert r.shape == (2, *found.shape[2:], count, parents or 2)
     torch.testing.assert_close(r.sum(-2), torch.ones_like(r.sum(-2)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import draw as numbers
+from nn_layers import draw as numbers
 from torch import Tensor, nn
 
 from fastcaps import InvertedAttentionRouting, RoutingStack

@@ -1,4 +1,4 @@
-"""The registry is what is registered, its rows meet all pairs of factors, and its oracle is the procedures as loops."""
+"""The registry is what is registered, its rows meet all pairs of factors, and its oracle is the papers' procedures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import case_rows
 import oracle_routings
 import pytest
 import torch
+from case_rows import every_value, pairs_of, rows_covering
 from cases import LAYOUTS, Case
-from covering import every_value, pairs_of, rows_covering
 from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 
@@ -63,22 +63,21 @@ def test_rows_cover_all_pairs(routing: Routing) -> None:
 def is_small(case: Case) -> bool:
     """Whether the loops get through it quickly."""
     votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.iterations
+    if case.name.startswith("nobody-no-eps-1-"):  # a LayerNorm of nothing is NaN, and no procedure goes on from that
+        return False
     return 0 < votes * case.pose[0] * case.pose[2] * max(case.pose[1], 4) < 30_000
 
 
 @pytest.mark.parametrize(("routing", "case"), every_case(is_small), ids=str)
-def test_the_oracle_is_the_plain_loop(routing: Routing, case: Case) -> None:
+def test_the_oracle_is_the_procedure_over_stored_votes(routing: Routing, case: Case) -> None:
     """All iterations, all results; absent children have no votes."""
-    given = routing.call(replace(case, dtype=torch.float64)).given
-    found = routing.call(replace(case, dtype=torch.float64)).by_loop()
-    lists = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
-    votes = [lists[name] for name in ("children", "weight", "bias", "gate", "window", "parents")]
-    places = 0
+    call = routing.call(replace(case, dtype=torch.float64))
+    given, found, places = call.given, call.by_loop(), 0
+    votes = [given[name] for name in ("children", "weight", "bias", "gate", "window", "parents")]
     for place, seen in oracle_routings.positions(*votes):
-        for name, wanted in routing.loop(lists, seen, place, case.pose[0] * case.pose[2]).items():
+        for name, wanted in routing.loop(given, seen, place).items():
             here = found[name][place] if name in routing.results else found[name][(slice(None), *place)]
-            expected = torch.tensor(wanted, dtype=torch.float64)
-            torch.testing.assert_close(here.flatten(), expected.flatten(), rtol=1e-9, atol=1e-10, msg=f"{name} {place}")
+            torch.testing.assert_close(here.view_as(wanted), wanted, rtol=1e-9, atol=1e-10, msg=f"{name} {place}")
         places += 1
     assert places == case.batch * case.numbers[1] * case.numbers[2]
 

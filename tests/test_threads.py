@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,13 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import fastcaps
 from fastcaps.functional import dynamic_routing
-
-
-@pytest.fixture
-def threads_kept() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def call(seed: int) -> list[Tensor]:

@@ -12,9 +12,8 @@ from fastcaps import models
 from fastcaps.losses import margin_loss, spread_loss
 from fastcaps.training import TrainConfig
 from fastcaps.training.fields import SettingError, as_data, changed, read
-from fastcaps.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread
-from fastcaps.training.metric import right
-from fastcaps.training.schedule import AnySchedule, Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
+from fastcaps.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread, right
+from fastcaps.training.optimizer import AnySchedule, Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
 
 LOGITS = [[1.5, -0.5, 0.25], [-2.0, 0.75, 3.0]]
 LENGTHS = [[0.7, 0.3, 0.05], [0.2, 0.95, 0.6]]

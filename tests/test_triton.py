@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import GPU_DTYPES, Case
+from features import Largest
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Routing, gpu_cases
@@ -34,7 +35,6 @@ from triton_cases import (
     once_each,
     paths,
     schedule,
-    sizes_allocated,
     static,
 )
 
@@ -311,9 +311,10 @@ def test_workspace_never_grows_with_children_times_parents(routing: Routing, ord
         sizes = {"batch": batch, "types": children, "parents": many, "pose": (1, 16, 16), "groups": "one"}
         step = _step(routing, routing.make("large", **sizes), ordered)
         tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
-        made = sizes_allocated(step)
-        assert max(made) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
-        assert max(made) < batch * children * many
+        with Largest() as made:
+            launches(step)
+        assert made.numbers <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
+        assert made.numbers < batch * children * many
 
 
 def _large(

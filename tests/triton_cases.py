@@ -14,7 +14,6 @@ import pytest
 import torch
 from cases import Case, on_device
 from registry import BackwardCall, Routing
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton_worker import interpret
 
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
@@ -162,19 +161,3 @@ def hold_compiled(found: Sequence[call.Launch], target: str, spills: int, wanted
         assert made.num_warps in (1, 2, 4, 8, 16) and 0 < made.n_regs <= 512
         assert made.shared <= 64 << 10, made
         assert made.n_spills <= spills, made
-
-
-def sizes_allocated(run: Callable[[], Any]) -> list[int]:
-    """Return how many numbers every tensor has that a function makes, on the meta device."""
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                sizes.append(result.numel())
-            return result
-
-    sizes: list[int] = []
-    with Watch():
-        launches(run)
-    return sizes

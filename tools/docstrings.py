@@ -11,13 +11,10 @@ import importlib
 import inspect
 import pydoc
 import re
-import textwrap
 from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
-
-__all__ = ["Docstrings", "described", "fenced", "inline", "latex_left", "translated"]
 
 BLOCK = re.compile(
     r"^(?P<indent> *)\.\. math::(?P<first>[^\n]*)\n(?P<rest>(?:(?P=indent) +[^\n]*\n|[ ]*\n)*)", re.MULTILINE
@@ -123,13 +120,11 @@ def _role(found: re.Match[str]) -> str:
     return f"`{found['text'].rpartition('.')[2] if found['text'].startswith('~') else found['text']}`"
 
 
-def _block(found: re.Match[str]) -> str:
-    return f"\n{found['indent']}{fenced(found['first'] + chr(10) + textwrap.dedent(found['rest']))}\n\n"
-
-
 def translated(text: str, home: str = "fastcaps") -> str:
     """Return a docstring as Markdown; ``home`` is the module in which it stands."""
-    return ROLE.sub(_role, BLOCK.sub(_block, _written_out(_joined(text), home))).rstrip("\n")
+    drawn = BLOCK.sub(lambda found: f"\n{found['indent']}{fenced(found['first'] + found['rest'])}\n\n",
+                      _written_out(_joined(text), home))  # fmt: skip
+    return ROLE.sub(_role, drawn).rstrip("\n")
 
 
 class Docstrings(griffe.Extension):

@@ -16,17 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Fault", "drawn", "faults", "faults_of_line", "planted"]
-
+_OPPOSITES = (("<", "<="), (">", ">="), ("==", "!="), ("&&", "||"))
 SWAPS = (
-    (r" < ", " <= "),
-    (r" <= ", " < "),
-    (r" > ", " >= "),
-    (r" >= ", " > "),
-    (r" == ", " != "),
-    (r" != ", " == "),
-    (r" && ", " || "),
-    (r" \|\| ", " && "),
+    *((f" {re.escape(one)} ", f" {other} ") for pair in _OPPOSITES for one, other in (pair, pair[::-1])),
     (r"(?<![(,=]) \+ ", " - "),
     (r"(?<![(,=?:]) - ", " + "),
     (r"(?<=[\w)\]]) \* (?=[\w(])", " + "),
@@ -118,11 +110,8 @@ def faults_of_line(text: str, earlier: str = ";", later: str = "") -> Iterator[t
     head = earlier.partition("//")[0].rstrip()
     if (head and not head.endswith((";", "{", "}", ")", "else"))) or later.strip().startswith("else"):
         return
-    if (
-        not STATEMENT.match(code)
-        or DECLARES.match(code)
-        or any(code.count(a) != code.count(b) for a, b in ("()", "{}"))
-    ):
+    balanced = all(code.count(a) == code.count(b) for a, b in ("()", "{}"))
+    if not STATEMENT.match(code) or DECLARES.match(code) or not balanced:
         return
     yield "", f"if (!FASTCAPS_FAULT(@)) {{ {code} }}"
     for sign in re.finditer(r" ([-+*|&])= ", code):
@@ -139,23 +128,21 @@ def _of_cpp(name: str, text: str) -> Iterator[Fault]:
 
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
-COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
-COMBINED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-COMBINED |= {ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+OPPOSITE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+            ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+            ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+            ast.And: ast.Or, ast.Or: ast.And}  # fmt: skip
 CALLED = {"minimum": "maximum", "maximum": "minimum", "max": "min", "min": "max", "exp": "log", "zeros": "ones"}
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
     """Yield what an expression of Python becomes by each fault of its own."""
     copy: Any = deepcopy(node)
-    if isinstance(copy, ast.Compare) and type(copy.ops[0]) in COMPARED:
-        copy.ops[0] = COMPARED[type(copy.ops[0])]()
+    if isinstance(copy, ast.Compare) and type(copy.ops[0]) in OPPOSITE:
+        copy.ops[0] = OPPOSITE[type(copy.ops[0])]()
         yield ast.unparse(copy)
-    elif isinstance(copy, ast.BinOp) and type(copy.op) in COMBINED:
-        copy.op = COMBINED[type(copy.op)]()
-        yield ast.unparse(copy)
-    elif isinstance(copy, ast.BoolOp):
-        copy.op = ast.Or() if isinstance(copy.op, ast.And) else ast.And()
+    elif isinstance(copy, (ast.BinOp, ast.BoolOp)) and type(copy.op) in OPPOSITE:
+        copy.op = OPPOSITE[type(copy.op)]()
         yield ast.unparse(copy)
     elif isinstance(copy, ast.UnaryOp) and not isinstance(copy.operand, ast.Constant):
         yield ast.unparse(copy.operand)

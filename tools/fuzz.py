@@ -32,8 +32,6 @@ from fastcaps.functional import Window
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW
 
-__all__ = ["KINDS", "case", "main", "run_seed"]
-
 THREADS = (1, 2, 3, 7)
 MOST = 1 << 19  # multiply-adds of a call
 OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (1, 64, 2), (1, 2, 2), (1, 8, 8))
@@ -51,9 +49,8 @@ def case(draw: st.DrawFn, routing: Routing) -> Case:
         pose = (1, pose[1], 2)
     if one.groups == "none":
         pose = (pose[0], pose[1], pose[1])
-    one = replace(
-        one, pose=pose, layout=Case.layout, parents=draw(st.sampled_from((1, 2, 3, 5, 8, 16, 17, 33, 64, 65, 70)))
-    )
+    parents = draw(st.sampled_from((1, 2, 3, 5, 8, 16, 17, 33, 64, 65, 70)))
+    one = replace(one, pose=pose, layout=Case.layout, parents=parents)
     if draw(st.booleans()):
         types = draw(st.sampled_from((1, 2, 3, 5, 7, 8, 9, 16, 17, 31, 33, 64, 70)))
         batch = draw(st.sampled_from((0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)))
@@ -71,17 +68,13 @@ def _rearranged(draw: st.DrawFn, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bits(results: dict[str, Tensor]) -> dict[str, bytes]:
-    return {
-        n: x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
-        for n, x in results.items()
-    }
+    copies = {n: x.clone(memory_format=torch.contiguous_format) for n, x in results.items()}
+    return {n: x.flatten().view(torch.uint8).numpy().tobytes() for n, x in copies.items()}
 
 
 def _hold(bar: Bar, found: dict[str, Tensor], what: Any, logsumexp: Tensor | None = None) -> None:
-    """Hold results to twice what the rule allows: that is an estimate, and some of thousands of calls lie above it.
-
-    Pooling's shares are made again from a log-sum-exp, of which the last place is lost: that is allowed besides.
-    """
+    """Hold results to twice what the rule allows, an estimate above which some of thousands of calls lie; and besides
+    to the last place of pooling's log-sum-exp, from which its shares are made again."""
     share = 0.0 if logsumexp is None else bar.rounding.epsilon * largest(logsumexp)
     said = bar.judge(found, share)
     close = said.errors and all(error <= 2 * said.allowed[n] for n, error in said.errors.items())
@@ -98,8 +91,7 @@ def _same_bits(run: Callable[[], dict[str, Tensor]], threads: int, what: Any) ->
 
 # ---- kinds of calls --------------------------------------------------------------------------------------------------
 
-ROUTING = st.sampled_from(ROUTINGS)
-SEED = st.integers(0, 99)
+ROUTING, SEED = st.sampled_from(ROUTINGS), st.integers(0, 99)
 
 
 def op(draw: st.DrawFn) -> None:
@@ -141,28 +133,22 @@ def broken(draw: st.DrawFn) -> None:
     number = draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)))
     sample, at = draw(st.integers(0, one.batch - 1)), draw(st.integers(0, 1 << 20))
 
-    def spoilt() -> Call:
-        given, grads = dict(call.given), dict(call.grads)
-        of, key = (grads, name.removeprefix("grad of ")) if name.startswith("grad of ") else (given, name)
-        tensor = of[key].clone()
-        flat = tensor[sample].view(-1)
-        flat[at % flat.numel()] = number
-        of[key] = tensor
-        return replace(call, given=given, grads=grads)
-
-    clean, other = call.training(Call.by_op), spoilt().training(Call.by_op)
+    parts = {"given": dict(call.given), "grads": dict(call.grads)}
+    part, key = parts["grads" if name.startswith("grad of ") else "given"], name.removeprefix("grad of ")
+    part[key] = part[key].clone()
+    flat = part[key][sample].view(-1)
+    flat[at % flat.numel()] = number
+    spoilt = replace(call, **parts)
+    clean, other = call.training(Call.by_op), spoilt.training(Call.by_op)
     rest = [b for b in range(one.batch) if b != sample]
     what = f"{name} of sample {sample} is {number} (at {at}): {one!r}"
     lead = {*routing.results, *(f"d{n}" for n in ("children", "gate", *routing.state))}  # their samples come first
-    for result, value in clean.items():
-        if result not in lead:
-            continue
+    for result, value in ((n, x) for n, x in clean.items() if n in lead):
         assert _bits({result: value[rest]}) == _bits({result: other[result][rest]}), f"{result} of others moved: {what}"
     if number == number:
         return
-    exact = spoilt()
     with backends.backend("reference"):
-        wide = exact.having([None if t is None else t.double() for t in exact.tensors]).training(Call.by_op)
+        wide = spoilt.having([None if t is None else t.double() for t in spoilt.tensors]).training(Call.by_op)
     for result in ("dchildren", "dweight"):
         if result in wide:
             torn, allowed = ((~found[result].isfinite()).flatten(-2).any(-1) for found in (other, wide))
@@ -221,15 +207,14 @@ def wrong(draw: st.DrawFn) -> None:
     going = draw(st.booleans())
     call: Any = routing.call(one, draw(SEED)) if going else routing.backward_call(one, draw(SEED))
     given, what = _spoil(draw, call.given, list(call.given))
-    what = f"{routing.name}{'' if going else '_backward'}, {what}: {one!r}"
-    native = getattr(torch.ops.fastcaps_cpu, routing.name if going else f"{routing.name}_backward").default
-    results, said = _told(lambda: native(*given.values(), 0), what)
+    name = routing.name if going else f"{routing.name}_backward"
+    what = f"{name}, {what}: {one!r}"
+    results, said = _told(lambda: getattr(torch.ops.fastcaps_cpu, name).default(*given.values(), 0), what)
     if said:
         return
-    own, arguments = (
-        (routing.op, replace(call, given=given).arguments) if going else (routing.backward_op, given.values)
-    )
+    own = routing.op if going else routing.backward_op
     with fastcaps.backend("reference"):
+        arguments = replace(call, given=given).arguments if going else given.values
         wanted, refused = _told(lambda: own(*arguments()), what)
     assert refused or len(results) <= len(wanted), what
     for one_result, other in zip(results, wanted or (), strict=False):
@@ -268,9 +253,8 @@ def public(draw: st.DrawFn) -> None:
             results = [made] if isinstance(made, Tensor) else list(made)
             # not their sum, which LayerNorm leaves no gradient
             heads = [torch.linspace(-1, 2, r.numel(), dtype=r.dtype).view(r.shape) for r in results]
-            grads = torch.autograd.grad(
-                results, list(leaves.values()), heads, materialize_grads=True, allow_unused=True
-            )
+            inputs = list(leaves.values())
+            grads = torch.autograd.grad(results, inputs, heads, materialize_grads=True, allow_unused=True)
         found = {f"result {k}": r.detach() for k, r in enumerate(results)}
         return found | {f"d{n}": g for n, g in zip(names, grads, strict=True)}
 
@@ -288,8 +272,7 @@ def misused(draw: st.DrawFn) -> None:
     assert "\n" not in said, f"more than one line: {said}: {what}"
 
 
-ALL = (op, backward, broken, wrong, public, misused)
-KINDS: dict[str, Callable[[st.DrawFn], None]] = {kind.__name__: kind for kind in ALL}
+KINDS = {kind.__name__: kind for kind in (op, backward, broken, wrong, public, misused)}
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------
@@ -324,7 +307,6 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of fastcaps._testing.judge.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=15, help="calls of each kind")

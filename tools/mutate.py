@@ -26,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,6 @@ import pytest
 from fastcaps.ops import ROUTINGS
 from tools.faults import Fault, drawn, faults, planted
 from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, environment
-
-__all__ = ["SOURCES", "main"]
 
 FOLDER = ROOT / "build" / "mutate"
 COPIED = ("csrc", "fastcaps", "triton_kernels", "tests", "tools", "bench", "examples", "CMakeLists.txt", "setup.py",
@@ -89,7 +88,8 @@ def _copy(folder: Path, numbered: dict[int, Fault]) -> None:
         if not target.is_file() or target.read_bytes() != wanted:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(wanted)
-    (folder / "fault.h").write_text(HEADER) if not (folder / "fault.h").is_file() else None
+    if not (folder / "fault.h").is_file():
+        (folder / "fault.h").write_text(HEADER)
 
 
 def _uncompiled(said: str, numbered: dict[int, Fault]) -> set[int]:
@@ -105,11 +105,9 @@ def _uncompiled(said: str, numbered: dict[int, Fault]) -> set[int]:
 
 
 def _parses(fault: Fault) -> bool:
-    try:
-        ast.parse(planted(fault.path, (ROOT / fault.path).read_text(), {1: fault}))
-    except SyntaxError:
-        return False
-    return True
+    with suppress(SyntaxError):
+        return bool(ast.parse(planted(fault.path, (ROOT / fault.path).read_text(), {1: fault})))
+    return False
 
 
 def prepare(backend: str, numbered: dict[int, Fault], level: str) -> dict[str, str]:
@@ -230,10 +228,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     variables = prepare(given.backend, numbered, given.level) | {"CI": "1", "OMP_NUM_THREADS": "1"}
     variables["FASTCAPS_GUARD_SCRATCH"] = "1"  # as tests/test_guard_pages.py runs the CPU's kernels
-    pairs = [
-        f"{number}:{re.sub('_(forward|backward|kernels)$', '', Path(one.path).stem)}"
-        for number, one in numbered.items()
-    ]
+    end = "_(forward|backward|kernels)$"
+    pairs = [f"{number}:{re.sub(end, '', Path(one.path).stem)}" for number, one in numbered.items()]
     copy = FOLDER / given.backend / "source"
     command = [sys.executable, "-m", "tools.mutate", given.backend, "--run", str(given.limit), *pairs]
     ends: dict[int, int] = {}

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["FEW_POSES", "LEVELS", "LEVEL_FLAGS", "ROOT", "build", "call", "environment", "guarded"]
-
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("default", "avx2", "avx512")
 """Instruction sets that the CPU library holds kernels for, as ``FASTCAPS_CPU_CAPABILITY`` names them."""
@@ -23,8 +21,7 @@ _PROJECTS = {"fastcaps_cpu": ".", "fastcaps_cuda_on_cpu": "tests/cuda_on_cpu"}
 
 
 def _tool(name: str) -> str:
-    own = Path(sys.executable).with_name(name)
-    found = str(own) if own.is_file() else shutil.which(name)
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         raise SystemExit(f"fastcaps: needs {name} (pip install '.[test]')")
     return found
@@ -38,15 +35,8 @@ def call(command: Sequence[str], **options: object) -> subprocess.CompletedProce
 
 
 def build(folder: Path, target: str, flags: str, source: Path = ROOT, *definitions: str) -> Path:
-    """Build ``fastcaps_cpu`` for one instruction set, or ``fastcaps_cuda_on_cpu``, with compiler flags alone.
-
-    What has not changed is not compiled again.
-
-    Raises
-    ------
-    RuntimeError
-        If it does not compile, with the compiler's words.
-    """
+    """Build ``fastcaps_cpu`` for one instruction set, or ``fastcaps_cuda_on_cpu``, with compiler flags alone, of what
+    has changed; RuntimeError with the compiler's words if it does not compile."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,10 +61,8 @@ def environment(library: Path, **more: str) -> dict[str, str]:
 
 
 def guarded(folder: Path) -> dict[str, str]:
-    """Build the library of ``tests/guard_pages.c`` in a folder; return the environment that uses it.
-
-    It is empty on a system other than Linux, and without a C compiler.
-    """
+    """Build the library of ``tests/guard_pages.c`` in a folder; return the environment that uses it, empty on a system
+    other than Linux and without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         return {}

@@ -22,15 +22,8 @@ from fastcaps import cli
 from fastcaps._testing.markdown import as_markdown, into
 from fastcaps.training.tables import names
 
-__all__ = ["collect", "main", "page"]
-
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reproduction.md"
-COLUMNS = {
-    "ours": "short run",
-    "paper": "paper, in full",
-    "epochs × images": "epochs × images",
-    "parameters": "parameters",
-}
+COLUMNS = {"ours": "short run", "paper": "paper, in full"} | {n: n for n in ("epochs × images", "parameters")}
 _SHORTENED = re.compile(r"Shortened: (.*?)\.(?: ([A-Z].*))?")
 
 

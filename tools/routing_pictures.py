@@ -22,8 +22,6 @@ from bench.charts import as_svg
 from fastcaps import functional
 from fastcaps.viz.charts import BLUE, ORANGE, pyplot
 
-__all__ = ["SCENES", "main", "picture"]
-
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "routings"
 CHILDREN, PARENTS, ITERATIONS = 12, 2, 3
 COLOURS = (BLUE, ORANGE)
@@ -64,10 +62,8 @@ def scene(name: str, iteration: int) -> Iteration:
             found = functional.dynamic_routing(children, None, **given)
         elif name == "pooling":  # its last sum is an iteration of this picture
             found = functional.routing_pool(children, sharpness=1.5, **given | {"iterations": iteration - 1})
-        elif name == "inverted-attention":
-            found = functional.inverted_attention_routing(children, None, normalize=False, **given)
         else:
-            raise ValueError(f"there is no scene {name!r}")
+            found = functional.inverted_attention_routing(children, None, normalize=False, **given)
     poses = found.poses[0, :, 0]
     return found.coefficients[0], normalize(poses, dim=-1) if name == "inverted-attention" else poses, None
 

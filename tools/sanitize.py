@@ -25,8 +25,6 @@ from torch import Tensor
 from fastcaps import backends, encapnet
 from fastcaps._testing.judge import Bar
 
-__all__ = ["calls", "main", "run"]
-
 ROWS = (
     "pose-4x4-20", "bias-6x6", "bias-8x8", "pose-1x8", "pose-1x16", "bias-1x64", "pose-2x3", "children-float32", "conv",
     "sweeps", "sweeps-any", "one-position", "largest-pose", "same-4x4",
@@ -37,12 +35,10 @@ Checked = tuple[Callable[[str], dict[str, Tensor]], Bar]
 """What runs on a device, and what its results are held to."""
 
 
-def squash_sum(
-    summands: str, batch: int, types: int, dim: int, height: int, width: int
-) -> tuple[Callable[..., dict[str, Tensor]], list[Tensor]]:
+def squash_sum(summands: str, batch: int, types: int, dim: int, *size: int) -> tuple[Callable[..., Any], list[Tensor]]:
     """Return a run of ``squash_sum``, or its reference, for results and gradients by name; and tensors in float64."""
     generator, channels = torch.Generator().manual_seed(0), {"a": types, "b": types}
-    shapes = [(batch, channels.get(name, types * dim), height, width) for name in (*summands, "x")]  # the last: dresult
+    shapes = [(batch, channels.get(name, types * dim), *size) for name in (*summands, "x")]  # the last: dresult
     given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
     def run(function: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -85,9 +81,7 @@ def run(
 ) -> list[str]:
     """Run calls with ``only`` in their names, free and deterministic; print how each went, return those that err."""
     wrong = []
-    for name, make in calls(rows).items():
-        if only not in name:
-            continue
+    for name, make in ((name, make) for name, make in calls(rows).items() if only in name):
         run, bar = make(dtype)
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
@@ -104,7 +98,6 @@ def run(
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Small calls for compute-sanitizer, checked.")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default=None, help="force one (default: the one that comes first)")

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, call, environment
 
-__all__ = ["RUNS", "main"]
-
 COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
 KERNEL_TESTS = ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py")
@@ -92,9 +90,8 @@ def thread(short: bool) -> bool:
     pool = library.with_name("parallel_threads.so")
     command = ["c++", "-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-shared", "-fPIC", "-o", str(pool)]
     subprocess.run([*command, "tests/parallel_threads.cpp"], cwd=ROOT, check=True)
-    variables = environment(
-        library, LD_PRELOAD=f"{_preload('libtsan.so')} {pool}", TSAN_OPTIONS="halt_on_error=1:exitcode=66"
-    )
+    preload, options = f"{_preload('libtsan.so')} {pool}", "halt_on_error=1:exitcode=66"
+    variables = environment(library, LD_PRELOAD=preload, TSAN_OPTIONS=options)
     return _run("thread", [sys.executable, "tests/guard_worker.py", "0", "9" if short else "1", "2"], variables)
 
 
@@ -121,7 +118,6 @@ RUNS = {"address": address, "thread": thread, "cuda": cuda}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="The kernels under the compiler's sanitizers.")
     parser.add_argument("which", nargs="*", help=f"some of {', '.join(RUNS)}; all, if none is named")
     parser.add_argument("--short", action="store_true", help="a part of the cases")

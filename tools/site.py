@@ -47,11 +47,6 @@ def place(path: str) -> str:
     return PAGES.get(path, f"source/{path}")
 
 
-def title(path: Path) -> str:
-    """Return the title of a page."""
-    return re.sub(r"[`*]", "", re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)[1])
-
-
 def for_site(page: str, text: str) -> str:
     """Return a page's text with the links that leave docs/ turned to where the site has those files.
 
@@ -61,8 +56,10 @@ def for_site(page: str, text: str) -> str:
     def turned(link: re.Match[str]) -> str:
         path, target = outside(page, link["path"]), ROOT / "docs" / posixpath.dirname(page) / link["path"]
         here = link["path"] if path is None else posixpath.relpath(place(path), posixpath.dirname(page) or ".")
-        is_name = re.fullmatch(r"[\w./-]+\.md", link["text"]) and target.is_file()
-        return f"[{title(target) if is_name else link['text']}]({here}{link['anchor'] or ''})"
+        shown = link["text"]
+        if re.fullmatch(r"[\w./-]+\.md", shown) and target.is_file():
+            shown = re.sub(r"[`*]", "", re.search(r"^# (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)[1])
+        return f"[{shown}]({here}{link['anchor'] or ''})"
 
     return LINK.sub(turned, text)
 
@@ -87,12 +84,9 @@ def api(module: str) -> str:
 
 def named_outside(docs: Path) -> set[str]:
     """Return the files of the tree, other than pages, that pages of docs/ link to."""
-    found = set()
-    for path in docs.rglob("*.md"):
-        page = path.relative_to(docs).as_posix()
-        targets = (outside(page, link["path"]) for link in LINK.finditer(path.read_text(encoding="utf-8")))
-        found |= {target for target in targets if target is not None and target not in PAGES}
-    return found
+    pages = {path.relative_to(docs).as_posix(): path.read_text(encoding="utf-8") for path in docs.rglob("*.md")}
+    found = {outside(page, link["path"]) for page, text in pages.items() for link in LINK.finditer(text)}
+    return {path for path in found if path is not None and path not in PAGES}
 
 
 def as_page(notebook: str) -> str:

@@ -22,8 +22,6 @@ from fastcaps import functional
 from fastcaps.measure import status
 from tools.native import LEVELS, ROOT, guarded
 
-__all__ = ["main", "soak"]
-
 
 def growth(calls: int) -> int:
     """Return by how many bytes the process grew over so many calls, every other one refused; after as many to warm up.
@@ -62,15 +60,12 @@ def _process(level: str, *arguments: str, **environment: str) -> subprocess.Comp
         return None
 
 
-def _is_here(level: str) -> bool:
-    """Tell whether the library holds an instruction set and this processor has it."""
-    done = _process(level, "-c", "from fastcaps import backends; print(backends.native_capability())")
-    return done is not None and done.stdout.strip() == level
-
-
 def soak(minutes: float, first: int, count: int) -> int:
     """Run seed after seed, instruction set after instruction set; print what failed and how memory grew."""
-    guard, levels = guarded(ROOT / "build"), [level for level in LEVELS if _is_here(level)]
+    asked = "from fastcaps import backends; print(backends.native_capability())"  # another where it cannot run
+    here = {level: _process(level, "-c", asked) for level in LEVELS}
+    levels = [level for level, done in here.items() if done and done.stdout.strip() == level]
+    guard = guarded(ROOT / "build")
     begin, seed, cases, failures = time.monotonic(), first, 0, 0
     while time.monotonic() < begin + 60 * minutes:
         level, fuzz = levels[seed % len(levels)], ("-m", "tools.fuzz", "--seed", str(seed), "--count", str(count))
@@ -95,7 +90,6 @@ def soak(minutes: float, first: int, count: int) -> int:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Random calls on every instruction set, for long.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--first", type=int, default=0, help="the seed to begin with")

@@ -28,8 +28,6 @@ import torch
 from fastcaps import libraries, ops
 from fastcaps._testing.markdown import as_markdown
 
-__all__ = ["Usage", "collect", "main", "parse_usage", "spilled", "triton_table"]
-
 KNOWN_SPILLS = {
     "sm_90 forward<GaussianForward, FixedPose<4, 4, 4, 4, 4, 1, 8, 1, 20>, 1, false,": 8,
     "sm_80 forward<AttentionForward, TensorPose1x64<1>, 2, false,": 8,
@@ -67,10 +65,7 @@ _USAGE = re.compile(r"^\s*REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
 
 
 def tool(name: str) -> str | None:
-    """Return the path of a program such as ``cuobjdump``; None where there is none.
-
-    Looked for in ``$CUDA_HOME/bin``, on the path, in the default place of a toolkit, and in Triton's package.
-    """
+    """Return the path of a program such as ``cuobjdump``, of a toolkit or in Triton's package; None without one."""
     places = [os.path.join(os.environ[key], "bin") for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     places += [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
     triton = importlib.util.find_spec("triton")
@@ -106,13 +101,7 @@ def parse_usage(text: str) -> list[Usage]:
 
 
 def collect(paths: Sequence[Path]) -> list[Usage]:
-    """Read libraries, objects or cubins.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no such file, no cuobjdump, or it fails.
-    """
+    """Read libraries, objects or cubins; RuntimeError if there is no such file, no cuobjdump, or it fails."""
     program, found = tool("cuobjdump"), []
     if program is None:
         raise RuntimeError("no cuobjdump: neither a CUDA toolkit with it nor Triton is installed")
@@ -130,11 +119,8 @@ def collect(paths: Sequence[Path]) -> list[Usage]:
 
 def spilled(found: Iterable[Usage]) -> list[Usage]:
     """Return the kernels for one pose that keep more in local memory than they are known to."""
-
-    def known(one: Usage) -> int:
-        return max((most for name, most in KNOWN_SPILLS.items() if str(one).startswith(name)), default=0)
-
-    return [one for one in found if one.specialised and one.local > known(one)]
+    known = {one: [most for name, most in KNOWN_SPILLS.items() if str(one).startswith(name)] for one in found}
+    return [one for one, most in known.items() if one.specialised and one.local > max(most, default=0)]
 
 
 def table(found: Sequence[Usage]) -> list[list[str]]:
@@ -151,8 +137,7 @@ def table(found: Sequence[Usage]) -> list[list[str]]:
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------
 
-LAYERS = ("conv", "pose-4x4-10", "pose-1x8", "pose-1x16")
-"""Cases of tests/ that are as the papers' layers."""
+LAYERS = ("conv", "pose-4x4-10", "pose-1x8", "pose-1x16")  # cases of tests/ that are as the papers' layers
 
 
 def triton_table(target: str, options: int = 0) -> list[list[str]]:

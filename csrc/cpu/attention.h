@@ -15,7 +15,7 @@ template <class T, class X, class Operands_>
 struct QueryForward {
   using Operands = Operands_;
   using V = Vec<T>;
-  static constexpr int kShares = 1;
+  static constexpr int kShares = 1, kSumPoses = 1, kSumNumbers = 0;
   static constexpr bool kHasBase = false, kFolds = false, kEvenSums = false;
   static constexpr int kJoined = 1;
   const ForwardCall<Operands>& call;
@@ -31,15 +31,7 @@ struct QueryForward {
     return call.with.query.data || call.total > 1 ? call.votes.parents_size() : 0;
   }
   static int64_t numbers_before(const Votes&) { return 0; }
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 1};
-  }
-  template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
-    zero(result, result_numbers(in, many));
-  }
+  static int64_t summed_size(const Votes& in) { return in.parent_size(); }
 
   bool equal(int64_t iteration) const { return iteration == 0 && !with.query.data; }
   void load(const Tile<T>& tile, X* Q) const {
@@ -64,7 +56,7 @@ template <class T, class X, class Operands_>
 struct QueryBackward {
   using Operands = Operands_;
   using V = Vec<T>;
-  static constexpr int kResultNumbers = 0;
+  static constexpr int kSumPoses = 1, kSumNumbers = 0;
   static constexpr bool kBetas = false, kRest = false, kFolds = false;
   static constexpr int kJoined = 1;
   const BackwardCall<Operands>& call;
@@ -76,11 +68,7 @@ struct QueryBackward {
       : call(call_), in(call.votes), with(with_), CE(in.parent_size()), MCE(in.parents_size()) {}
 
   // Results: dQ.
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 1};
-  }
+  static int64_t summed_size(const Votes& in) { return in.parent_size(); }
   bool shares_known() const { return !with.query.data && !call.dgate; }
 
   void finish(const Tile<T>& tile, const X*, X* dq) const {
@@ -110,9 +98,8 @@ struct AttentionForward : QueryForward<T, X, Attention> {
   FASTCAPS_INLINE V compete(V* row, V highest, V gate) const { return exponentials<T>(row, in.M, highest, gate); }
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
-  template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V* factors, const V*, Units, const Range&, int64_t, int64_t count,
-                             int64_t, Planes<V>, int64_t, V* share) const {
+  FASTCAPS_INLINE void weigh(const V* row, const V* factors, const V*, const Range&, int64_t, int64_t count, int64_t,
+                             Planes<V>, int64_t, V* share) const {
     for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M] * factors[j];
   }
   void join_lanes(Planes<V> block, X* result, int64_t m) const {

@@ -65,7 +65,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       : Base(call_, pose_, arena),
         iterations(int64_t(call.with.size())),
         state_size(Pass::state_numbers(call)),
-        result_size(Pass::result_numbers(in, in.M)),
+        result_size(Pass::kFolds ? in.parents_size() : target_numbers(in.M)),
         parents_at_once(max(int64_t(4), min(kAddedAtOnce, kNumbersAtOnce / in.E))) {
     for (const auto& with : call.with) needs_vote = passes.emplace_back(call, with).needs_vote() || needs_vote;
     dP = arena.take<V>(slots * CD);
@@ -76,23 +76,16 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
                 ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(kJoined))
                 : nullptr;
     scratch = arena.take<X>(Pass::prepare_scratch(in));
-    inner_states = Pass::kFolds ? arena.take<X>(iterations * group_numbers(in.M)) : nullptr;
-    inner_results = Pass::kFolds ? arena.take<X>(iterations * group_numbers(in.M)) : nullptr;
+    inner_states = Pass::kFolds ? arena.take<X>(iterations * target_numbers(in.M)) : nullptr;
+    inner_results = Pass::kFolds ? arena.take<X>(iterations * target_numbers(in.M)) : nullptr;
     seen_state = Pass::kFolds ? arena.take<X>(iterations * state_size) : nullptr;
   }
 
-  // Numbers that a group of children has of `many` parents, where they are folded.
-  int64_t group_numbers(int64_t many) const {
-    if constexpr (Pass::kFolds) return Pass::inner_numbers(in, many);
-    return 0;
-  }
-  // Numbers that votes for `many` parents are summed in.
-  int64_t target_numbers(int64_t many) const {
-    return Pass::kFolds ? group_numbers(many) : Pass::result_numbers(in, many);
-  }
+  // Numbers that votes for `many` parents are summed in; where they are folded, what a group of children has of them.
+  int64_t target_numbers(int64_t many) const { return summed_numbers<Pass>(in, many); }
   // The parents of iteration k before row t of a walk.
   const X* state(int64_t t, int64_t k) const {
-    return Pass::kFolds ? inner_states + k * group_numbers(in.M) : states + (t * iterations + k) * state_size;
+    return Pass::kFolds ? inner_states + k * target_numbers(in.M) : states + (t * iterations + k) * state_size;
   }
   V* scores_of(int64_t k) const { return scores + k * Pass::kScores * slots * in.M; }
 
@@ -255,7 +248,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
               },
               row + j * M, plane, high[j]);
           if constexpr (Pass::kBetas)
-            row[j * M + plane] += passes[k].evidence_gain(parents, m, Units{}, range, child_of(block.first, j));
+            row[j * M + plane] += passes[k].evidence_gain(parents, m, range, child_of(block.first, j));
         }
       }
   }
@@ -263,7 +256,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   void dscore(int64_t k, int64_t q, int64_t row, int64_t slot) {
     const V gate = gates[slot];
     V dgate = passes[k].dscore(scores_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
-    if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Units{}, range, q);
+    if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), range, q);
     const auto whole = (gate != 0) | ((dgate - dgate) == 0);
     if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
       const auto keep_whole = [&](V& number) { number = whole ? number : V{}; };
@@ -285,15 +278,15 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // Where a parent of row t gathers its gradient: in the row's, or, where lanes are children, in the block's own. The
   // iterations of one call have no gradients of their parents, except as they are folded.
   X* result(int64_t t, int64_t k) const {
-    if constexpr (Pass::kFolds) return inner_results + k * group_numbers(in.M);
+    if constexpr (Pass::kFolds) return inner_results + k * target_numbers(in.M);
     return results ? results + t * result_size : nullptr;
   }
   Planes<V> target(int64_t t, int64_t k, int64_t which) const {
     if constexpr (kChildLanes)
-      return Pass::planes(local + ((Pass::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(kJoined), in,
-                          kJoined);
+      return planes_of<Pass>(local + ((Pass::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(kJoined), in,
+                             kJoined);
     else
-      return Pass::planes(result(block.t0 + t, k), in, in.M);
+      return planes_of<Pass>(result(block.t0 + t, k), in, in.M);
   }
   bool has_results() const { return Pass::kFolds || results; }
   int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? iterations : nt; }
@@ -320,7 +313,12 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       add_child_gradients<kMany>(j, m0, W);
       Base::template add_unit<kMany>(j, m0);
     }
-    for (int which = 0; which < kMany; ++which) Base::add_block(m0 + which, which);
+    for (int which = 0; which < kMany; ++which) {
+      Base::add_block(m0 + which, which);
+      Base::end_bias(m0 + which, which);
+      if constexpr (Pass::kBetas)
+        for (auto& pass : passes) pass.end_betas(m0 + which, which, item);
+    }
     if constexpr (kChildLanes)
       if (has_results()) join_lanes<kMany>(m0);
   }
@@ -362,7 +360,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       }
       if constexpr (Pass::kBetas)
         for (int64_t k = 0; k < iterations; ++k)
-          passes[k].add_betas(state(row, k), m, scores_of(k)[slot * in.M + m], gates[slot], Units{}, range, q, item);
+          passes[k].add_betas(state(row, k), m, which, scores_of(k)[slot * in.M + m], gates[slot], range, q, item);
       if (!call.wants_votes()) continue;
       V* sum = dV + (which * slots + slot) * CE;
       if constexpr (kAtOnce) {
@@ -386,7 +384,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         vote_gradient<0>(m, row, slot, vote, 0, int(CE), sum);
         for (int64_t k = 0; unsafe && k < CE; ++k) sum[k] = here != 0 ? sum[k] : V{};
       }
-      if (dB) Base::add_bias_gradient(q, m, sum);
+      if (dB) Base::add_bias_gradient(q, m, which, sum);
     }
   }
 
@@ -413,10 +411,10 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int64_t t = 0; t < results_at_once(block.nt); ++t)
       for (int which = 0; which < kMany; ++which) {
         const Planes<V> from = target(t, t, which);
-        const Planes<X> to = Pass::planes(result(block.t0 + t, t), in, in.M);
+        const Planes<X> to = planes_of<Pass>(result(block.t0 + t, t), in, in.M);
         for (int plane = 0; plane < from.poses; ++plane)
           add_lane_sums<T>(from.pose(plane, 0), (last + 1) * CE, to.pose(plane, m0 - last + which));
-        for (int plane = 0; plane < Pass::kResultNumbers; ++plane)
+        for (int plane = 0; plane < Pass::kSumNumbers; ++plane)
           add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m0 + which));
       }
   }

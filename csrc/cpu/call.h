@@ -124,10 +124,9 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   call.schedule = schedule_of(call);
   if (in.positions() == 0) return;
   const bool cut = call.schedule.ranges > 1;
-  const MaybeTensor partial =
-      cpu.rows(cut, call.schedule, call.schedule.ranges, table.forward_results(call), lanes, call.partial);
-  const MaybeTensor state =
-      cpu.rows(cut && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
+  const RowNumbers row = table.forward_row(call);
+  const MaybeTensor partial = cpu.rows(cut, call.schedule, call.schedule.ranges, row.results, lanes, call.partial);
+  const MaybeTensor state = cpu.rows(cut && call.total > 1, call.schedule, 1, row.state, lanes, call.state);
   const int64_t scratch = table.forward_scratch(call);
   SignalWatch watch;
   call.iterations = cut ? 1 : call.total;  // where children are cut into ranges, iterations wait for all of them
@@ -161,10 +160,10 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
       cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
-    const MaybeTensor state =
-        cpu.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
+    const RowNumbers row = table.backward_row(call);
+    const MaybeTensor state = cpu.rows(true, call.schedule, int64_t(call.with.size()), row.state, lanes, call.state);
     const MaybeTensor partial =
-        cpu.rows(dparents, call.schedule, call.schedule.ranges, table.backward_results(call), lanes, call.partial);
+        cpu.rows(dparents, call.schedule, call.schedule.ranges, row.results, lanes, call.partial);
     const int64_t scratch = table.backward_scratch(call);
     SignalWatch watch;
     run_items(watch, call, table.backward_prepare, call.schedule.rows(), scratch);

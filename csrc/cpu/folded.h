@@ -126,15 +126,7 @@ struct FoldedForward : AttentionForward<T, X> {
     return in.parents_size() + in.M * in.child_size();
   }
   static int64_t numbers_before(const Votes& in) { return in.parents_size(); }
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.child_size(); }
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.child_size(), 1};
-  }
-  template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
-    zero(result, result_numbers(in, many));
-  }
+  static int64_t summed_size(const Votes& in) { return in.child_size(); }
 
   // Equal shares of the same poses: one sum for all parents. A bias of their own makes the poses differ.
   bool one_sum(int64_t iteration) const { return Base::equal(iteration) && in.bias_stride_m == 0; }
@@ -164,18 +156,14 @@ struct FoldedBackward : AttentionBackward<T, X> {
   using Base = AttentionBackward<T, X>;
   using V = Vec<T>;
   static constexpr bool kFolds = true;
-  static constexpr int kJoined = 4;
+  static constexpr int kJoined = 4, kSumPoses = 2;
   using Base::call, Base::in, Base::with, Base::MCE;
   const int64_t CD, MCD;
   FoldedBackward(const BackwardCall<Attention>& call_, const Attention& with_)
       : Base(call_, with_), CD(in.child_size()), MCD(in.M * CD) {}
 
   // State of a row and a group of children: Y and U. Results: dQ of a row; of a group of children Z, X.
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.child_size(), 2};
-  }
-  static int64_t inner_numbers(const Votes& in, int64_t many) { return 2 * many * in.child_size(); }
+  static int64_t summed_size(const Votes& in) { return in.child_size(); }
   bool needs_vote() const { return true; }
 
   void enter(const T* W, const X* state, X* inner) const {
@@ -217,7 +205,7 @@ void walk_folded(Item& item, int64_t row_count) {
   item.weights.enter(item.range, 0, 1);
   const auto* W = item.weights.matrix(0, 0);
   auto* dW = item.dW ? item.gradient_of(0, 0) : nullptr;
-  const int64_t iterations = item.iterations, inner_size = item.group_numbers(item.in.M);
+  const int64_t iterations = item.iterations, inner_size = item.target_numbers(item.in.M);
   for (int64_t t = 0; t < row_count; ++t) {
     const auto* state = item.unsafe ? seen(item, t) : item.states + t * iterations * item.state_size;
     for (int64_t k = 0; k < iterations; ++k)

@@ -6,7 +6,7 @@
 // What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
 //   load         the parents before the first iteration
 //   base         where a parent without a mean keeps what its sums are taken about (gaussian.h alone)
-//   clear        results before the first vote
+//   begin        results before the first vote, where they are not 0 (pooling.h alone)
 //   enter        children that share their weights are next, and
 //   leave        have all been met (folded.h alone)
 //   score        a vote against a parent: its logit
@@ -52,13 +52,13 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         pass(call),
         state_size(Pass::state_numbers(call)),
         before(Pass::numbers_before(in)),
-        result_size(before + Pass::result_numbers(in, in.M)) {
+        result_size(before + summed_numbers<Pass>(in, in.M)) {
     states = arena.take<X>(schedule.block_rows * state_size);
     results = arena.take<X>(schedule.block_rows * result_size);
     logits = arena.take<V>(slots * in.M);
     highest = arena.take<V>(slots);
     shares = arena.take<V>(slots * Pass::kShares);
-    local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, kJoined)) : nullptr;
+    local = kChildLanes ? arena.take<V>(schedule.block_rows * summed_numbers<Pass>(in, kJoined)) : nullptr;
   }
 
   X* state(int64_t t) const { return states + t * state_size; }
@@ -68,9 +68,14 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   // own for kJoined parents, whose lanes are added up together; and which of them are parent m's.
   Planes<V> target(int64_t t) const {
     if constexpr (kChildLanes)
-      return Pass::planes(local + t * Pass::result_numbers(in, kJoined), in, kJoined);
+      return planes_of<Pass>(local + t * summed_numbers<Pass>(in, kJoined), in, kJoined);
     else
-      return Pass::planes(result(t) + before, in, in.M);
+      return planes_of<Pass>(result(t) + before, in, in.M);
+  }
+  template <class Y>
+  static FASTCAPS_INLINE void clear(Planes<Y> sums) {
+    zero(sums.base, sums.numbers(Pass::kSumNumbers));
+    if constexpr (requires { Pass::begin(sums); }) Pass::begin(sums);
   }
   static FASTCAPS_INLINE int64_t in_target(int64_t m) { return kChildLanes ? m % kJoined : m; }
 
@@ -85,7 +90,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       for (iteration = call.iteration; iteration < call.iteration + call.iterations; ++iteration) {
         for (int64_t t = 0; t < nt; ++t) {
           zero(result(t), before);
-          Pass::clear(result(t) + before, in, in.M);
+          clear(planes_of<Pass>(result(t) + before, in, in.M));
         }
         each_range(begin, count, [&] {
           weights.enter(range, 0, min(range.count, 1));
@@ -232,9 +237,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     const int64_t slot = t * schedule.block_children;
     V* share = shares + slot * Pass::kShares;
     const Planes<V> to = target(t);
-    if (kChildLanes && m % kJoined == 0) Pass::clear(to.base, in, kJoined);
-    pass.weigh(logits + slot * in.M + m, highest + slot, gates + slot, Units{}, range, first, count, m, to,
-               in_target(m), share);
+    if (kChildLanes && m % kJoined == 0) clear(to);
+    pass.weigh(logits + slot * in.M + m, highest + slot, gates + slot, range, first, count, m, to, in_target(m), share);
     return share;
   }
 
@@ -243,7 +247,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     if constexpr (kChildLanes) {
       const int64_t last = m % kJoined;
       if (last + 1 == kJoined || m + 1 == all)
-        pass.join_lanes(Pass::planes(target(t).base, in, last + 1), result(t), m - last);
+        pass.join_lanes(planes_of<Pass>(target(t).base, in, last + 1), result(t), m - last);
     }
   }
 

@@ -20,8 +20,9 @@ namespace FASTCAPS_NAMESPACE {
 inline constexpr int kNumbersAtOnce = kManyRegisters ? 8 : 4;
 
 // The betas of a unit of children for one parent.
-template <class T>
+template <class T, class X>
 struct Betas {
+  static constexpr bool kChildLanes = kOnePosition<T, X>;
   const T *use, *ignore;
   int64_t use_i, use_m, ignore_i, ignore_m;
 
@@ -33,23 +34,20 @@ struct Betas {
         ignore_i(with.ignore_stride_i),
         ignore_m(with.ignore_stride_m) {}
 
-  template <class Units>
   static FASTCAPS_INLINE Vec<T> at(const T* beta, int64_t stride_i, int64_t stride_m, const Range& range, int64_t q,
                                    int64_t m) {
     if (stride_i == 0) return broadcast(beta[m * stride_m]);  // and no divisions
-    if (Units::kUnit == 1) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
+    if (!kChildLanes) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
     T lane[kLanes<T>];
     for (int r = 0; r < kLanes<T>; ++r)
       lane[r] = q + r < range.count ? beta[range.child(q + r) * stride_i + m * stride_m] : T(0);
     return load<T>(lane);
   }
-  template <class Units>
-  FASTCAPS_INLINE Vec<T> use_at(Units, const Range& range, int64_t q, int64_t m) const {
-    return at<Units>(use, use_i, use_m, range, q, m);
+  FASTCAPS_INLINE Vec<T> use_at(const Range& range, int64_t q, int64_t m) const {
+    return at(use, use_i, use_m, range, q, m);
   }
-  template <class Units>
-  FASTCAPS_INLINE Vec<T> ignore_at(Units, const Range& range, int64_t q, int64_t m) const {
-    return at<Units>(ignore, ignore_i, ignore_m, range, q, m);
+  FASTCAPS_INLINE Vec<T> ignore_at(const Range& range, int64_t q, int64_t m) const {
+    return at(ignore, ignore_i, ignore_m, range, q, m);
   }
 };
 
@@ -57,29 +55,21 @@ template <class T, class X>
 struct GaussianForward {
   using Operands = Gaussian;
   using V = Vec<T>;
-  static constexpr int kShares = 2;
+  static constexpr int kShares = 2, kSumPoses = 2, kSumNumbers = 2;
   static constexpr bool kHasBase = true, kFolds = false, kEvenSums = false;
   static constexpr int kJoined = 1;
   const ForwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
-  const Betas<T> betas;
+  const Betas<T, X> betas;
   const int64_t CE;
 
   explicit GaussianForward(const ForwardCall<Gaussian>& call_)
       : call(call_), in(call.votes), with(call.with), betas(with.betas), CE(in.parent_size()) {}
 
   // Results: the mean and the squares about it, both about the base; n and the evidence.
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 2};
-  }
+  static int64_t summed_size(const Votes& in) { return in.parent_size(); }
   static int64_t numbers_before(const Votes&) { return 0; }
-  static int64_t result_numbers(const Votes& in, int64_t many) { return 2 * many * (in.parent_size() + 1); }
-  template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
-    zero(result, result_numbers(in, many));
-  }
   // State: the base and p; alpha.
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
@@ -128,9 +118,8 @@ struct GaussianForward {
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   // From a block's weights w to how far each child moves the mean, and how much its square counts.
-  template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, Units, const Range& range, int64_t first,
-                             int64_t count, int64_t m, Planes<V> to, int64_t to_m, V* share) const {
+  FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, const Range& range, int64_t first, int64_t count,
+                             int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
     V some{};  // of a few children: added one by one, hundreds lose digits
     for (int64_t j = 0; j < count; ++j) {
@@ -139,9 +128,9 @@ struct GaussianForward {
       share[2 * j + 1] = n * moved;
       n = sum;
       if (betas.use) {
-        const int64_t q = first + j * Units::kUnit;
-        const V ignore = betas.ignore_at(Units{}, range, q, m);
-        some += (betas.use_at(Units{}, range, q, m) + ignore) * w - ignore * gates[j];
+        const int64_t q = first + j * UnitsOf<T, kOnePosition<T, X>>::kUnit;
+        const V ignore = betas.ignore_at(range, q, m);
+        some += (betas.use_at(range, q, m) + ignore) * w - ignore * gates[j];
         if (j % 16 == 15 || j + 1 == count) evidence += some, some = V{};
       }
     }
@@ -171,7 +160,7 @@ struct GaussianForward {
   // The lanes' moments to one (their common mean first, then the squares about it), and that into the row's.
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
-      const Planes<X> to = planes(result, in, in.M);
+      const Planes<X> to = planes_of<GaussianForward>(result, in, in.M);
       const V n = *block.number(0, 0);
       const T sum = sum_lanes<T>(n);
       *to.number(1, m) += sum_lanes<T>(*block.number(1, 0));
@@ -201,7 +190,7 @@ struct GaussianForward {
   }
   // Two ranges' moments to one (Chan et al. 1979).
   void join(X* result, const X* other) const {
-    const Planes<X> to = planes(result, in, in.M);
+    const Planes<X> to = planes_of<GaussianForward>(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 2};
     for (int64_t m = 0; m < in.M; ++m) {
       const X before = *to.number(0, m), n = *from.number(0, m), sum = before + n;
@@ -215,7 +204,7 @@ struct GaussianForward {
   }
 
   FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t iteration, X* result, X* state) const {
-    const Planes<X> to = planes(result, in, in.M), from = parents(state);
+    const Planes<X> to = planes_of<GaussianForward>(result, in, in.M), from = parents(state);
     const int64_t MCE = in.parents_size(), at = iteration * in.positions();
     const T eps = T(with.eps);
     for (int64_t m = 0; m < in.M; ++m) {
@@ -255,15 +244,16 @@ template <class T, class X>
 struct GaussianBackward {
   using Operands = Gaussian;
   using V = Vec<T>;
-  static constexpr int kScores = 2;         // a, then w; t, then da
-  static constexpr int kResultNumbers = 1;  // sum of da
+  static constexpr int kScores = 2;  // a, then w; t, then da
+  static constexpr int kSumPoses = 2, kSumNumbers = 1;
   static constexpr bool kBetas = true, kRest = true, kFolds = false;
   static constexpr int kJoined = 1;
   const BackwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
-  const Betas<T> betas;
+  const Betas<T, X> betas;
   const int64_t CE;
+  V shared[2][8] = {};  // of betas that children share, a block's part of duse and dignore for the parents at hand
 
   GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
       : call(call_), in(call.votes), with(with_), betas(with.betas), CE(in.parent_size()) {}
@@ -280,11 +270,7 @@ struct GaussianBackward {
     return in.M * (kPoses * in.parent_size() + kNumbers);
   }
   // Results: sums of da (V - mu) and da (V - mu)^2; of da.
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * (2 * in.parent_size() + 1); }
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 2};
-  }
+  static int64_t summed_size(const Votes& in) { return in.parent_size(); }
   bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
   bool needs_vote() const { return true; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.M + 1; }
@@ -380,18 +366,14 @@ struct GaussianBackward {
     row[stride] = gain[0] + gain[1] + *from.number(kAlways, m);
   }
 
-  template <class Units>
-  FASTCAPS_INLINE V evidence_gain(const X* state, int64_t m, Units, const Range& range, int64_t q) const {
+  FASTCAPS_INLINE V evidence_gain(const X* state, int64_t m, const Range& range, int64_t q) const {
     if (!betas.use) return V{};
-    return (betas.use_at(Units{}, range, q, m) + betas.ignore_at(Units{}, range, q, m)) *
-           *parents(state).number(kEvidence, m);
+    return (betas.use_at(range, q, m) + betas.ignore_at(range, q, m)) * *parents(state).number(kEvidence, m);
   }
-  template <class Units>
-  FASTCAPS_INLINE V ignored_evidence(const X* state, Units, const Range& range, int64_t q) const {
+  FASTCAPS_INLINE V ignored_evidence(const X* state, const Range& range, int64_t q) const {
     V sum{};
     if (betas.use)
-      for (int64_t m = 0; m < in.M; ++m)
-        sum -= betas.ignore_at(Units{}, range, q, m) * *parents(state).number(kEvidence, m);
+      for (int64_t m = 0; m < in.M; ++m) sum -= betas.ignore_at(range, q, m) * *parents(state).number(kEvidence, m);
     return sum;
   }
 
@@ -440,32 +422,41 @@ struct GaussianBackward {
   }
 
   // duse += w devidence, dignore += (w - g) devidence
-  template <class Units>
-  FASTCAPS_INLINE void add_betas(const X* state, int64_t m, V w, V gate, Units, const Range& range, int64_t q,
-                                 int64_t item) const {
+  FASTCAPS_INLINE void add_betas(const X* state, int64_t m, int which, V w, V gate, const Range& range, int64_t q,
+                                 int64_t item) {
     if (!with.duse && !with.dignore) return;
     const V evidence = V{} + *parents(state).number(kEvidence, m);
-    if (with.duse)
-      add_beta<Units>(with.duse.template part<T>(item), betas.use_i, betas.use_m, w * evidence, range, q, m);
+    if (with.duse) add_beta(with.duse, betas.use_i, betas.use_m, w * evidence, shared[0][which], range, q, m, item);
     if (with.dignore)
-      add_beta<Units>(with.dignore.template part<T>(item), betas.ignore_i, betas.ignore_m, (w - gate) * evidence, range,
-                      q, m);
+      add_beta(with.dignore, betas.ignore_i, betas.ignore_m, (w - gate) * evidence, shared[1][which], range, q, m,
+               item);
   }
-  template <class Units>
-  static FASTCAPS_INLINE void add_beta(T* to, int64_t stride_i, int64_t stride_m, V sum, const Range& range, int64_t q,
-                                       int64_t m) {
-    if (Units::kUnit == 1 || stride_i == 0) {
-      to[(stride_i == 0 ? 0 : range.child(q) * stride_i) + m * stride_m] += sum_lanes<T>(sum);
-      return;
+  static FASTCAPS_INLINE void add_beta(const Parts& parts, int64_t stride_i, int64_t stride_m, V number, V& shared,
+                                       const Range& range, int64_t q, int64_t m, int64_t item) {
+    T* to = parts.part<T>(item) + m * stride_m;
+    if (stride_i == 0) {
+      shared += number;
+    } else if (!kOnePosition<T, X>) {
+      to[range.child(q) * stride_i] += sum_lanes<T>(number);
+    } else {
+      T lane[kLanes<T>];
+      store<T>(lane, number);
+      for (int r = 0; r < kLanes<T>; ++r)
+        if (q + r < range.count) to[range.child(q + r) * stride_i] += lane[r];
     }
-    T lane[kLanes<T>];
-    store<T>(lane, sum);
-    for (int r = 0; r < kLanes<T>; ++r)
-      if (q + r < range.count) to[range.child(q + r) * stride_i + m * stride_m] += lane[r];
+  }
+  // The sums of a block's children for parent m are complete.
+  void end_betas(int64_t m, int which, int64_t item) {
+    const Parts* to[] = {&with.duse, &with.dignore};
+    const int64_t stride[] = {betas.use_m, betas.ignore_m};
+    for (int k = 0; k < 2; ++k) {
+      if (*to[k]) to[k]->part<T>(item)[m * stride[k]] += sum_lanes<T>(shared[k][which]);
+      shared[k][which] = V{};
+    }
   }
 
   void finish(const Tile<T>& tile, const X* state, X* result) const {
-    const Planes<X> sums = planes(result, in, in.M);
+    const Planes<X> sums = planes_of<GaussianBackward>(result, in, in.M);
     const X* p = parents(state).pose(kPrecision, 0);
     X *first = sums.pose(0, 0), *second = sums.pose(1, 0);
     for (int64_t k = 0; k < in.parents_size(); ++k) {

@@ -130,23 +130,18 @@ struct Functions {
     return of_items > of_rows ? of_items : of_rows;
   }
 
-  static int64_t forward_state(const Forward& call) {
+  static RowNumbers forward_row(const Forward& call) {
+    const auto row = [&]<class Policy>(std::type_identity<Policy>) -> RowNumbers {
+      const Votes& in = call.votes;
+      return {Policy::state_numbers(call), Policy::numbers_before(in) + summed_numbers<Policy>(in, in.M)};
+    };
     if constexpr (std::is_same_v<Operands, Attention>)
-      if (call.schedule.folded) return FoldedForward<float, float>::state_numbers(call);
-    return ForwardPolicy<float, float>::state_numbers(call);
+      if (call.schedule.folded) return row(std::type_identity<FoldedForward<float, float>>{});
+    return row(std::type_identity<ForwardPolicy<float, float>>{});
   }
-  template <class Policy>
-  static int64_t row_numbers(const Votes& in) {
-    return Policy::numbers_before(in) + Policy::result_numbers(in, in.M);
-  }
-  static int64_t forward_results(const Forward& call) {
-    if constexpr (std::is_same_v<Operands, Attention>)
-      if (call.schedule.folded) return row_numbers<FoldedForward<float, float>>(call.votes);
-    return row_numbers<ForwardPolicy<float, float>>(call.votes);
-  }
-  static int64_t backward_state(const Backward& call) { return BackwardPolicy<float, float>::state_numbers(call); }
-  static int64_t backward_results(const Backward& call) {
-    return BackwardPolicy<float, float>::result_numbers(call.votes, call.votes.M);
+  static RowNumbers backward_row(const Backward& call) {
+    using Policy = BackwardPolicy<float, float>;
+    return {Policy::state_numbers(call), summed_numbers<Policy>(call.votes, call.votes.M)};
   }
   static bool own_pose(const Forward& call) {
     return with_pose<true>(call, [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
@@ -161,10 +156,8 @@ struct Functions {
                                                &run<false, Backward, finish>,
                                                &scratch_bytes<Forward>,
                                                &scratch_bytes<Backward>,
-                                               &forward_state,
-                                               &forward_results,
-                                               &backward_state,
-                                               &backward_results,
+                                               &forward_row,
+                                               &backward_row,
                                                &own_pose};
 };
 

@@ -115,6 +115,11 @@ struct BackwardCall {
   bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
 };
 
+// Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
+struct RowNumbers {
+  int64_t state, results;
+};
+
 // One table per pass and instruction set. Items (rows for prepare and finish) may run in any order and on any thread;
 // `scratch` is the thread's own.
 template <class Operands>
@@ -130,9 +135,8 @@ struct Kernels {
   void (*backward_finish)(const Backward&, int64_t begin, int64_t end, void* scratch);
   int64_t (*forward_scratch)(const Forward&);  // bytes
   int64_t (*backward_scratch)(const Backward&);
-  // Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
-  int64_t (*forward_state)(const Forward&), (*forward_results)(const Forward&);
-  int64_t (*backward_state)(const Backward&), (*backward_results)(const Backward&);
+  RowNumbers (*forward_row)(const Forward&);
+  RowNumbers (*backward_row)(const Backward&);
   bool (*own_pose)(const Forward&);  // whether the call's pose has kernels of its own
 };
 

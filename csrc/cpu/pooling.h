@@ -55,16 +55,14 @@ inline constexpr T kLowest = sizeof(T) == 4 ? T(-FLT_MAX) : T(-DBL_MAX);
 template <class T, class X>
 struct PoolingForward : QueryForward<T, X, Pooling> {
   using Base = QueryForward<T, X, Pooling>;
-  using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::planes;
+  using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
+  static constexpr int kSumNumbers = 2;
 
   // Results: sums of e V, the largest logit (to base 2), sums of e below it.
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * (in.parent_size() + 2); }
   template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
-    zero(result, result_numbers(in, many));
-    Y* top = planes(result, in, many).number(0, 0);
-    for (int64_t m = 0; m < many; ++m) top[m] += kLowest<T>;
+  static FASTCAPS_INLINE void begin(Planes<Y> result) {
+    for (int64_t m = 0; m < result.many; ++m) *result.number(0, m) += kLowest<T>;
   }
 
   template <class Each>
@@ -85,9 +83,8 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
   // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.
-  template <class Units>
-  FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, Units, const Range&, int64_t, int64_t count,
-                             int64_t, Planes<V> to, int64_t m, V* share) const {
+  FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, const Range&, int64_t, int64_t count, int64_t,
+                             Planes<V> to, int64_t m, V* share) const {
     V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
     V high = top;
     for (int64_t j = 0; j < count; ++j) {
@@ -104,7 +101,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   // The lanes' sums below the largest logit of all of them and of the row.
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
-      const Planes<X> to = planes(result, in, in.M);
+      const Planes<X> to = planes_of<PoolingForward>(result, in, in.M);
       T lane[kLanes<T>], high = *to.number(0, m);
       store<T>(lane, *block.number(0, 0));
       for (int r = 0; r < kLanes<T>; ++r) high = lane[r] > high || lane[r] != lane[r] ? lane[r] : high;
@@ -117,7 +114,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     }
   }
   void join(X* result, const X* other) const {
-    const Planes<X> to = planes(result, in, in.M);
+    const Planes<X> to = planes_of<PoolingForward>(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 1};
     for (int64_t m = 0; m < in.M; ++m) {
       const X mine = *to.number(0, m), theirs = *from.number(0, m), high = mine > theirs ? mine : theirs;
@@ -136,7 +133,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_exp2f(x)) : T(__builtin_exp2(x)); }
 
   FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t iteration, X* result, X* Q) const {
-    const Planes<X> from = planes(result, in, in.M);
+    const Planes<X> from = planes_of<PoolingForward>(result, in, in.M);
     const int64_t MCE = in.parents_size(), at = iteration * in.positions();
     const bool last = iteration + 1 == call.total;
     X *S = from.pose(0, 0), *total = from.number(1, 0), *top = from.number(0, 0);

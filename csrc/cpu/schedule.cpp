@@ -35,7 +35,7 @@ int64_t partial_bytes(const Votes& in, const Task& task) {
 void schedule_block(const Votes& in, const Task& task, int64_t rows, int64_t per_child, Schedule& schedule) {
   const int64_t vec = task.lanes * task.number, votes = in.parents_size() * vec;
   const int64_t weights = in.M * in.D * in.E * task.number;
-  const int64_t parents = votes + (task.state + task.results) * vec;
+  const int64_t parents = votes + (task.row.state + task.row.results) * vec;
   schedule.block_rows = weights > kWeightBytes ? std::clamp<int64_t>(kParentBytes / parents, 1, 4) : 1;
   schedule.block_rows = std::clamp<int64_t>(schedule.block_rows, 1, std::max<int64_t>(rows, 1));
   schedule.keep_votes = votes * schedule.block_rows <= kVoteBytesMost;
@@ -88,7 +88,7 @@ void schedule_block_of_child_lanes(const Votes& in, const Task& task, Schedule& 
 void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.child_lanes = schedule.shared_weights = true;
   schedule.block_rows = 1;
-  const int64_t vec = task.lanes * task.number, votes = in.parents_size() * vec, least = task.results > 0 ? 4 : 1;
+  const int64_t vec = task.lanes * task.number, votes = in.parents_size() * vec, least = task.row.results > 0 ? 4 : 1;
   schedule.keep_votes = least * votes <= kVoteBytesMost;
   schedule.block_children =
       std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 16);
@@ -149,14 +149,14 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
     schedule_block(in, task, tiles, 0, schedule);
     const int64_t vec = task.lanes * task.number;
     const int64_t child = (in.parents_size() + in.child_size()) * vec + in.M * in.D * in.E * task.number;
-    const int64_t close = (kCloseBytes - (task.state + task.results) * vec) / child;
+    const int64_t close = (kCloseBytes - (task.row.state + task.row.results) * vec) / child;
     if (close >= 2) schedule.block_children = std::min(schedule.block_children, close);
     schedule.row_groups = ceil_div(tiles, schedule.block_rows);
     schedule.rows_per_group = schedule.block_rows = ceil_div(tiles, std::max<int64_t>(schedule.row_groups, 1));
   }
   let_children_stay(in, task, schedule);
   const int64_t positions = schedule.rows_per_group * (schedule.child_lanes ? 1 : task.lanes);
-  const int64_t row_bytes = task.results * task.number * (schedule.child_lanes ? 1 : task.lanes);
+  const int64_t row_bytes = task.row.results * task.number * (schedule.child_lanes ? 1 : task.lanes);
   const bool by_group = (task.folded || schedule.shared_weights) && in.G >= kItems / 8;  // enough for many threads
   const int64_t most = std::min({
       by_group               ? in.G
@@ -208,7 +208,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
       schedule_block_of_child_lanes(in, once, schedule);
       if (schedule.shared_weights) schedule_block_of_sharing_lanes(in, once, schedule);
     }
-    const double row = double(task.results * number) * double(child_lanes ? 1 : lanes);
+    const double row = double(task.row.results * number) * double(child_lanes ? 1 : lanes);
     const double room = std::max(1.0, row * double(schedule.rows()));
     const int64_t most = std::min<int64_t>(
         {most_ranges, int64_t(work / 3.0 / double(std::max<int64_t>(schedule.row_groups, 1) * kOperationsPerItem)),

@@ -9,10 +9,9 @@ namespace fastcaps {
 
 // What a schedule depends on besides the sizes of the votes.
 struct Task {
-  int64_t lanes;       // positions that make a tile
-  int64_t number;      // bytes of the compute type
-  int64_t state;       // numbers of a row's parents,
-  int64_t results;     // and of what is made for them
+  int64_t lanes;   // positions that make a tile
+  int64_t number;  // bytes of the compute type
+  RowNumbers row;
   int64_t iterations;  // of a routing, forward; whose gradients are made together, backward
   int64_t copied = 0;  // numbers of the gradients that every item has a copy of: bias, betas
   bool shared;         // children of the same type have the same weights and bias, and more of them may
@@ -21,11 +20,10 @@ struct Task {
 
   // `folds`: the pass is linear in its votes, so it may be folded: where enough children share a matrix, or none has
   // one.
-  Task(const Votes& in, bool folds, int64_t lanes, int64_t state, int64_t results, int64_t iterations)
+  Task(const Votes& in, bool folds, int64_t lanes, RowNumbers row, int64_t iterations)
       : lanes(lanes),
         number(in.is_double() ? 8 : 4),
-        state(state),
-        results(results),
+        row(row),
         iterations(iterations),
         shared(in.N % in.G == 0 && in.bias_stride_i == 0),
         identity(in.weight == nullptr),
@@ -38,10 +36,9 @@ Schedule schedule_backward(const Votes& in, const Task& task);
 template <class Operands>
 Schedule schedule_of(ForwardCall<Operands>& call) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);
-  Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes), 0, 0, call.total);
+  Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes), {}, call.total);
   call.schedule.folded = task.folded;
-  task.state = table.forward_state(call);
-  task.results = table.forward_results(call);
+  task.row = table.forward_row(call);
   return schedule_forward(call.votes, task);
 }
 
@@ -50,8 +47,10 @@ template <class Operands>
 Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0, int64_t iterations = 0) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);
   if (iterations == 0) iterations = int64_t(call.with.size());
-  Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes),
-            iterations * table.backward_state(call), dparents ? table.backward_results(call) : 0, iterations);
+  Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes), table.backward_row(call),
+            iterations);
+  task.row.state *= iterations;
+  if (!dparents) task.row.results = 0;
   task.copied = copied;
   return schedule_backward(call.votes, task);
 }

@@ -23,6 +23,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   const bool shared;      // children of a walk have all the same matrices,
   const bool one_matrix;  // of which a lane's sums are kept to its end
   V *dV, *dW_lanes = nullptr;
+  V* bias_sums;  // [kTogether, C * E], of a bias that children share: long sums lose digits one by one
   T *P_rows = nullptr, *dV_rows = nullptr;
   T *dW = nullptr, *dB = nullptr;  // of the item in hand, if they are wanted
   struct {
@@ -34,7 +35,9 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
         DE(in.D * in.E),
         shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
         one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes),
-        dV(arena.take<V>(Pose::kTogether * slots * CE)) {
+        dV(arena.take<V>(Pose::kTogether * slots * CE)),
+        bias_sums(call.dbias && weights.bias_i == 0 ? arena.take<V>(Pose::kTogether * CE) : nullptr) {
+    if (bias_sums) zero(bias_sums, Pose::kTogether * CE);
     if (Pose::kIdentity || !(call.dweight || kAtOnce)) return;
     const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
                              : one_matrix                                            ? in.M
@@ -107,15 +110,25 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     if (!one_matrix) add_lane_sums<T>(sums_of(0, m), DE, gradient_of(block.first, m));
   }
 
-  void add_bias_gradient(int64_t q, int64_t m, const V* sum) {
+  // What a unit's vote gradients for parent m, the `which`-th at hand, add.
+  void add_bias_gradient(int64_t q, int64_t m, int which, const V* sum) {
     const auto at = [&](int64_t k) { return dB + range.child(k) * weights.bias_i + m * weights.bias_m; };
-    if constexpr (kLane == Lanes::kChildren) {
+    if (bias_sums) {
+      for (int64_t k = 0; k < CE; ++k) bias_sums[which * CE + k] += sum[k];
+    } else if constexpr (kLane == Lanes::kChildren) {
       T* lane[n];
       for (int k = 0; k < n; ++k) lane[k] = q + k < range.count ? at(q + k) : nullptr;
       scatter_rows<true, T>(lane, CE, sum);
     } else {
       add_lane_sums<T>(sum, CE, at(q));
     }
+  }
+  // The sums of a block's children for parent m are complete.
+  void end_bias(int64_t m, int which) {
+    if (!dB || !bias_sums || (weights.bias_m == 0 && m + 1 < in.M)) return;
+    const int64_t many = weights.bias_m == 0 ? Pose::kTogether : 1, first = weights.bias_m == 0 ? 0 : which;
+    for (int64_t k = first; k < first + many; ++k) add_lane_sums<T>(bias_sums + k * CE, CE, dB + m * weights.bias_m);
+    zero(bias_sums + first * CE, many * CE);
   }
 
  private:

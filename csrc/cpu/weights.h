@@ -88,15 +88,11 @@ struct WeightsOf {
   }
 
   FASTCAPS_NOINLINE const Weight* widened(const T* const* first, int64_t offset) const {
+    const auto* const* narrow_first = reinterpret_cast<const BFloat16* const*>(first);
     if constexpr (kTransposed) {
-      const BFloat16* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r)
-        lane[r] = first[r] ? reinterpret_cast<const BFloat16*>(first[r]) + offset : nullptr;
-      gather_rows<T>(lane, size, weight_lanes);
-      return weight_lanes;
+      return taken(narrow_first, offset, size, weight_lanes);
     } else {
-      const BFloat16* from = reinterpret_cast<const BFloat16*>(*first) + offset;
-      for (int64_t k = 0; k < size; ++k) wide[k] = widen<T>(from[k]);
+      for (int64_t k = 0; k < size; ++k) wide[k] = widen<T>(narrow_first[0][offset + k]);
       return wide;
     }
   }
@@ -104,9 +100,10 @@ struct WeightsOf {
   static constexpr int kLanesEach = kTransposed ? kLanes<T> : 1;
   static constexpr int64_t kStep = kLane == Lanes::kSharing ? kLanes<T> : 1;
 
-  FASTCAPS_INLINE const Weight* taken(const T* const* first, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
+  template <class S>
+  FASTCAPS_INLINE const Weight* taken(const S* const* first, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
     if constexpr (kTransposed) {
-      const T* lane[kLanes<T>];
+      const S* lane[kLanes<T>];
       for (int r = 0; r < kLanes<T>; ++r) lane[r] = first[r] ? first[r] + offset : nullptr;
       gather_rows<T>(lane, numbers, lanes);
       return lanes;
@@ -158,6 +155,17 @@ struct Planes {
   FASTCAPS_INLINE X* number(int plane, int64_t m) const { return base + poses * many * size + plane * many + m; }
   FASTCAPS_INLINE int64_t numbers(int64_t scalars) const { return many * (poses * size + scalars); }
 };
+
+// What votes for `many` parents are summed in: the policy's planes of poses, each of
+// summed_size() numbers, and of single numbers.
+template <class Pass, class X>
+FASTCAPS_INLINE Planes<X> planes_of(X* base, const Votes& in, int64_t many) {
+  return {base, many, Pass::summed_size(in), Pass::kSumPoses};
+}
+template <class Pass>
+int64_t summed_numbers(const Votes& in, int64_t many) {
+  return many * (Pass::kSumPoses * Pass::summed_size(in) + Pass::kSumNumbers);
+}
 
 template <class X>
 FASTCAPS_INLINE void zero(X* p, int64_t count) {

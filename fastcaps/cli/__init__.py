@@ -11,19 +11,13 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from fastcaps.cli.common import Fail, refuse_missing
+from fastcaps.cli.common import Fail, missing_extra
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
-
-    Raises
-    ------
-    SystemExit
-        Of status 2, for a wrong command line.
-    """
+    """Run one command; return the exit status. SystemExit of status 2 for a wrong command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that lacks a sign is no reason to lose all others
             stream.reconfigure(errors="replace")
@@ -34,25 +28,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
 
     try:
-        try:
-            import typer
+        import typer
 
-            from fastcaps.cli.app import app
+        from fastcaps.cli.app import app
 
-            try:
-                status = app(given, prog_name="fastcaps", standalone_mode=False, obj=given)
-            except typer.TyperException as error:
-                context = getattr(error, "ctx", None)
-                say(f"{error.format_message()} ({context.command_path if context else name} --help)")
-                raise SystemExit(error.exit_code) from None
-        except ImportError as error:
-            refuse_missing(error)
-    except Fail as error:
-        say(error)
-        return error.status
-    except OSError as error:  # a full disk, a folder that may not be written
-        say(error)
+        status = app(given, prog_name="fastcaps", standalone_mode=False, obj=given)
+    except ImportError as error:
+        say(missing_extra(error))
         return 1
+    except (Fail, OSError) as error:  # OSError: a full disk, a folder that may not be written
+        say(error)
+        return getattr(error, "status", 1)
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        say(f"{error.format_message()} ({context.command_path if context else name} --help)")
+        raise SystemExit(error.exit_code) from None
     if status == 130:  # what Typer makes of Ctrl-C
         say("stopped")
     return status or 0

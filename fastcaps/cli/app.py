@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fastcaps.cli import bench, completion, demo, explain, info, reproduce, train
+from fastcaps.cli import bench, completion, demo, info, reproduce, train
 
 app = typer.Typer(
     name="fastcaps",
@@ -44,7 +44,7 @@ app.command("info")(info.info)
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("bench", context_settings=PASSED_ON)(bench.bench)
 app.command("compare", context_settings=PASSED_ON)(bench.compare)
-app.command("explain")(explain.explain)
+app.command("explain")(info.explain)
 app.command("train")(train.train)
 app.command("recipes")(reproduce.recipes)
 app.command("reproduce")(reproduce.reproduce)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from typer import Context, Option
 
 from fastcaps.checks import did_you_mean
-from fastcaps.cli.common import Fail, Wrong, refuse_missing
+from fastcaps.cli.common import Fail, Wrong, missing_extra
 
 
 def _start(module: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def _start(module: str, *arguments: str, **options: Any) -> subprocess.Completed
             "pip install --no-build-isolation -e '.[bench]' and this command again"
         )
     if find_spec("pytest_benchmark") is None:
-        refuse_missing(ImportError(name="pytest_benchmark"))
+        raise missing_extra(ImportError(name="pytest_benchmark"))
     return subprocess.run([sys.executable, "-m", module, *arguments], cwd=root, text=True, check=False, **options)
 
 

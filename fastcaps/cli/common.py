@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,12 +38,12 @@ class Stopped(Fail):
     status = 130
 
 
-def refuse_missing(error: ImportError) -> NoReturn:
-    """Say which extra brings the missing module; anything else is a fault of ours and stays a traceback."""
+def missing_extra(error: ImportError) -> Fail:
+    """Return an error with the extra that brings the missing module; anything else is a fault of ours, and raises."""
     module = (error.name or "").split(".")[0]
     if module not in EXTRAS:
         raise error
-    raise Fail(f"{module} is not installed; install it with: pip install 'fastcaps[{EXTRAS[module]}]'") from error
+    return Fail(f"{module} is not installed; install it with: pip install 'fastcaps[{EXTRAS[module]}]'")
 
 
 @contextmanager

@@ -1,12 +1,14 @@
-"""``fastcaps info``."""
+"""``fastcaps info`` and ``fastcaps explain``."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
-from fastcaps.cli.common import Wrong, show, show_list
+from fastcaps.cli.common import Fail, Wrong, read_settings, show, show_list
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -85,3 +87,49 @@ def info(
     print(f"  {runs.backend}: {runs.how}")  # the list of backends says why not on others
     show_list({f"  {name}": getattr(runs, name) for name in ("call", "forward", "backward")})
     return 0
+
+
+def explain(
+    network: Annotated[str, Argument(metavar="NETWORK", help="a name that fastcaps train --list shows")],
+    batch: Annotated[int, Option(min=1, help="images or texts")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        Option("--set", metavar="OPTION=VALUE", help="an option of the network, as in iterations=3 (repeat)"),
+    ] = None,
+    dtype: Annotated[str, Option(help="of weights and inputs")] = "float32",
+    device: Annotated[str, Option(help="where they lie")] = "cpu",
+    backend: Annotated[str | None, Option(help="force one: cuda, triton, cpu or reference")] = None,
+    as_json: Annotated[bool, Option("--json", help="as JSON")] = False,
+) -> int:
+    """Tell on which kernel every routing call of a network runs, and why not on the others."""
+    import torch
+
+    import fastcaps
+    from fastcaps.checks import did_you_mean
+    from fastcaps.functional.explanation import Explanation
+
+    kind, device, options = read_dtype(dtype), read_device(device), read_settings(settings) if settings else {}
+    if network not in (known := fastcaps.models.names()):
+        raise Wrong(
+            f"no network is called {network!r}{did_you_mean(network, known, 3)}; fastcaps train --list shows all"
+        )
+    try:
+        fastcaps.models.config(network, **options)
+    except (ValueError, TypeError) as error:
+        raise Wrong(f"--set: {str(error).replace('create() has no override', 'got')}") from error
+    try:
+        with nullcontext() if backend is None else fastcaps.backend(backend):
+            net: Any = fastcaps.models.create(network, **options).to(device=device, dtype=kind)
+            texts = hasattr(net, "embedding")  # of 32 tokens
+            size = (32, net.layers, net.embedding) if texts else (net.in_channels, *net.image_size)
+            found = fastcaps.explain(net, torch.zeros(batch, *size, dtype=kind, device=device))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise (Fail if isinstance(error, RuntimeError) else Wrong)(str(error).splitlines()[0]) from error
+    calls = [found] if isinstance(found, Explanation) else list(found)
+    refused = int(any(call.backend is None for call in calls))
+    if as_json:
+        show({"network": network, "batch": batch, "calls": [asdict(call) for call in calls]})
+        return refused
+    print(f"{network}, batch {batch}, {dtype} on {device}: {len(calls)} routing call{'' if len(calls) == 1 else 's'}\n")
+    print(found)
+    return refused

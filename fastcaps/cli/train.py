@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,89 +13,85 @@ from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, Wrong, absolute, one_line_errors, read_settings, show, show_list, told_on
 
-PATHS = {
-    **{name: f"{name}.name" for name in ("network", "data", "loss", "optimizer", "schedule")},
-    **{name: f"network.options.{name}" for name in ("iterations", "routing")},
-    **{name: f"data.{name}" for name in ("augment", "flip", "limit", "validation")},
-    **{name: f"optimizer.{name}" for name in ("lr", "weight_decay", "momentum")},
-    **{name: name for name in ("epochs", "batch_size", "seed", "runs", "out", "checkpoint_every")},
-    **{name: name for name in ("precision", "accelerator", "devices", "strategy", "workers")},
-    "data_dir": "data.dir",
-}
-"""The setting that each option of ``fastcaps train`` stands for."""
-
 WHAT, HOW, WHERE, RUN = "What to train on what", "How to train", "On which machine", "The run"
-SETTING = "FIELD=VALUE"
 DATA_DIR = "folder that holds the data set's files, or a folder of them; nothing is downloaded"
 
+# option, its type, the path of its setting, its panel in the help, what it says there, the setting's default
+OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
+    ("network", str, "network.name", WHAT, "network to train (see --list)", ""),
+    ("data", str, "data.name", WHAT, "mnist, cifar10, sst5, … (see --list; digits ship with scikit-learn)", ""),
+    ("data_dir", str, "data.dir", WHAT, DATA_DIR, ""),
+    ("iterations", int, "network.options.iterations", WHAT, "routing iterations", ""),
+    ("routing", str, "network.options.routing", WHAT, "concurrent or sequential", ""),
+    ("augment", bool, "data.augment", WHAT, "pad and crop training images at random (CIFAR, smallNORB are)", ""),
+    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)", ""),
+    ("limit", int, "data.limit", WHAT, "use only the first training images, for a quick try", ""),
+    ("validation", int, "data.validation", WHAT, "hold out so many images; the best epoch by them counts", "0"),
+    ("epochs", int, "epochs", HOW, "passes over the training images", "2"),
+    ("batch_size", int, "batch_size", HOW, "images a step, on all devices together", "64"),
+    ("loss", str, "loss.name", HOW, "cross-entropy, bce, margin, spread or feedback", "cross-entropy"),
+    ("optimizer", str, "optimizer.name", HOW, "adam, adamw, radam, rmsprop or sgd", "adam"),
+    ("lr", float, "optimizer.lr", HOW, "highest learning rate", "0.003"),
+    ("weight_decay", float, "optimizer.weight_decay", HOW, "weight decay", "0.0"),
+    ("momentum", float, "optimizer.momentum", HOW, "momentum, for sgd and rmsprop", ""),
+    ("schedule", str, "schedule.name", HOW, "one-cycle, cosine, milestones, exponential or constant", "one-cycle"),
+    ("seed", int, "seed", HOW, "decides initial weights, order of images, augmentation", "0"),
+    ("runs", int, "runs", HOW, "so many runs, with this seed and those after it: mean and spread", "1"),
+    ("precision", str, "precision", WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true", "32-true"),
+    ("accelerator", str, "accelerator", WHERE, "auto, cpu, gpu, … as Lightning has them", "auto"),
+    ("devices", str, "devices", WHERE, "how many devices, or which (0,1)", "1"),
+    ("strategy", str, "strategy", WHERE, "auto, ddp, fsdp, … as Lightning has them", "auto"),
+    ("workers", int, "workers", WHERE, "processes that gather what batches are made of", "0"),
+    ("out", str, "out", RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)", ""),
+    ("checkpoint_every", int, "checkpoint_every", RUN, "steps between two checkpoints", "200"),
+)
+"""The options that each stand for one setting; those of a recipe are the default if there is a recipe."""
+PATHS = {name: path for name, _, path, *_ in OPTIONS}
 
-Text = str | None
-Whole = int | None
+
+def _with_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Return the command with :data:`OPTIONS` in its signature, which Typer reads; they arrive as ``**given``."""
+    first, *own, _ = signature(command, eval_str=True).parameters.values()
+    added = []
+    for name, kind, _, panel, text, default in OPTIONS:
+        option = Option(help=text, rich_help_panel=panel, show_default=default or True)
+        added.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]))
+    command.__signature__ = Signature([first, *added, *own])  # type: ignore[attr-defined]
+    return command
 
 
-def _text(panel: str, text: str, *names: str, default: str = "", **more: Any) -> Any:
-    """An option; ``default`` is what the settings have if neither it nor a recipe gives a value."""
-    return Option(*names, help=text, rich_help_panel=panel, show_default=default or True, **more)
-
-
+@_with_options
 def train(
-    folder: Annotated[Text, Argument(metavar="[RUN]", help="with --resume: the run's folder, as --out")] = None,
-    network: Annotated[Text, _text(WHAT, "network to train (see --list)")] = None,
-    data: Annotated[Text, _text(WHAT, "mnist, cifar10, sst5, … (see --list; digits ship with scikit-learn)")] = None,
-    data_dir: Annotated[Text, _text(WHAT, DATA_DIR)] = None,
+    folder: Annotated[str | None, Argument(metavar="[RUN]", help="with --resume: the run's folder, as --out")] = None,
+    *,
     recipe: Annotated[
-        Text,
-        _text(WHAT, "begin from an experiment of a paper (fastcaps recipes), or from a .yaml file", metavar="NAME"),
+        str | None,
+        Option(metavar="NAME", help="begin from a paper's experiment (recipes), or a .yaml file", rich_help_panel=WHAT),
     ] = None,
     settings: Annotated[
-        list[str] | None, _text(WHAT, "any setting by its path: optimizer.lr=0.01 (repeat)", "--set", metavar=SETTING)
+        list[str] | None,
+        Option(
+            "--set", metavar="FIELD=VALUE", help="any setting, as in optimizer.lr=0.01 (repeat)", rich_help_panel=WHAT
+        ),
     ] = None,
-    iterations: Annotated[Whole, _text(WHAT, "routing iterations")] = None,
-    routing: Annotated[Text, _text(WHAT, "concurrent or sequential")] = None,
-    augment: Annotated[
-        bool | None, _text(WHAT, "pad and crop training images at random (CIFAR, smallNORB are)")
-    ] = None,
-    flip: Annotated[
-        bool | None, _text(WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)")
-    ] = None,
-    limit: Annotated[Whole, _text(WHAT, "use only the first training images, for a quick try")] = None,
-    validation: Annotated[
-        Whole, _text(WHAT, "hold out so many training images; the best epoch by them counts", default="0")
-    ] = None,
-    epochs: Annotated[Whole, _text(HOW, "passes over the training images", default="2")] = None,
-    batch_size: Annotated[Whole, _text(HOW, "images a step, on all devices together", default="64")] = None,
-    loss: Annotated[Text, _text(HOW, "cross-entropy, bce, margin, spread or feedback", default="cross-entropy")] = None,
-    optimizer: Annotated[Text, _text(HOW, "adam, adamw, radam, rmsprop or sgd", default="adam")] = None,
-    lr: Annotated[float | None, _text(HOW, "highest learning rate", default="0.003")] = None,
-    weight_decay: Annotated[float | None, _text(HOW, "weight decay", default="0.0")] = None,
-    momentum: Annotated[float | None, _text(HOW, "momentum, for sgd and rmsprop")] = None,
-    schedule: Annotated[
-        Text, _text(HOW, "one-cycle, cosine, milestones, exponential or constant", default="one-cycle")
-    ] = None,
-    seed: Annotated[Whole, _text(HOW, "decides initial weights, order of images, augmentation", default="0")] = None,
-    runs: Annotated[
-        Whole, _text(HOW, "so many runs, with this seed and those after it: mean and spread", default="1")
-    ] = None,
-    precision: Annotated[
-        Text, _text(WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true", default="32-true")
-    ] = None,
-    accelerator: Annotated[Text, _text(WHERE, "auto, cpu, gpu, … as Lightning has them", default="auto")] = None,
-    devices: Annotated[Text, _text(WHERE, "how many devices, or which (0,1)", default="1")] = None,
-    strategy: Annotated[Text, _text(WHERE, "auto, ddp, fsdp, … as Lightning has them", default="auto")] = None,
-    workers: Annotated[Whole, _text(WHERE, "processes that gather what batches are made of", default="0")] = None,
-    out: Annotated[Text, _text(RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)")] = None,
-    checkpoint_every: Annotated[Whole, _text(RUN, "steps between two checkpoints", default="200")] = None,
     resume: Annotated[
-        bool, _text(RUN, "go on from the last checkpoint in RUN; settings that are given must agree", "--resume")
+        bool,
+        Option("--resume", help="go on from RUN's last checkpoint; settings given must agree", rich_help_panel=RUN),
     ] = False,
-    overwrite: Annotated[bool, _text(RUN, "replace a run that --out already holds", "--overwrite")] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="replace a run that --out already holds", rich_help_panel=RUN)
+    ] = False,
     listed: Annotated[bool, Option("--list", help="list the networks and data sets, and stop")] = False,
     as_json: Annotated[bool, Option("--json", help="print result.json and its folder, and nothing else")] = False,
+    **given: Any,
 ) -> int:
     """Train a network on images or texts. The sizes of its inputs and its classes follow from the data."""
-    options = locals()
     if listed:
-        return _list(as_json)
+        from fastcaps import data, models
+
+        names = {"networks": models.names(), "data": data.names()}
+        show(names) if as_json else show_list({f"{what}:": ", ".join(found) for what, found in names.items()})
+        return 0
     from fastcaps import training
     from fastcaps.training.callbacks import Report
 
@@ -103,11 +100,11 @@ def train(
     if folder is not None:
         if not resume:
             raise Wrong(f"{folder}: a folder stands after --resume alone; --network and --data say what to train")
-        if out is not None:
-            raise Wrong(f"--resume {folder} and --out {out} both name the run's folder: give one of them")
-        options["out"] = folder
+        if given["out"] is not None:
+            raise Wrong(f"--resume {folder} and --out {given['out']} both name the run's folder: give one of them")
+        given["out"] = folder
     with one_line_errors():
-        changes = {path: options[name] for name, path in PATHS.items() if options[name] is not None}
+        changes = {path: given[name] for name, path in PATHS.items() if given[name] is not None}
         changes |= read_settings(settings or [])  # --set wins over an option of its own
         for path in ("data.dir", "data.options.transformer"):
             if isinstance(changes.get(path), str):
@@ -142,17 +139,6 @@ def _tell(result: Any, runs: int, say: Callable[[str], None]) -> None:
         + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}")
     )
     say(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard")
-
-
-def _list(as_json: bool) -> int:
-    from fastcaps import data, models
-
-    listed = {"networks": models.names(), "data": data.names()}
-    if as_json:
-        show(listed)
-    else:
-        show_list({f"{what}:": ", ".join(names) for what, names in listed.items()})
-    return 0
 
 
 def _fresh(name: str | None, changes: dict[str, Any]) -> Any:

@@ -8,14 +8,12 @@
 from fastcaps.data.batches import ShuffledBatches
 from fastcaps.data.draws import Draws
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError
-from fastcaps.data.folders import read_folder
 from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps.data.images import BatchDataset, ImageDataset
-from fastcaps.data.readers import read_cifar, read_digits, read_idx, read_norb, read_svhn, split_digits
+from fastcaps.data.readers import read_cifar, read_digits, read_folder, read_idx, read_norb, read_svhn, split_digits
 from fastcaps.data.registry import Splits, load, names
-from fastcaps.data.text import TextDataset, TextEmbedder
+from fastcaps.data.text import Phrases, TextDataset, TextEmbedder, Treebank, load_treebank, read_trees
 from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops
-from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
 __all__ = [
     "Splits", "load", "names", "Phrases", "TextEmbedder", "Treebank", "load_treebank", "read_cifar", "read_digits",

@@ -4,40 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
 
+@dataclass(eq=False)
 class ShuffledBatches:
-    """Batches of shuffled indices, in an order set by seed and epoch only; iteration can start inside an epoch.
+    """Batches of shuffled indices, in an order set by seed and epoch only; iteration can start inside an epoch."""
 
-    Parameters
-    ----------
-    size, batch_size : int
-        Number of images in all, and in a batch on each rank.
-    seed : int
-        Seed of the permutations.
-    epoch, start : int
-        The first epoch, and how many of its batches to skip.
-    rank, world_size : int
-        Each rank gets its own part. Parts are padded with the first images to equal length, since all ranks must run
-        the same number of steps.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int,
-        *,
-        epoch: int = 0,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.epoch, self.start = epoch, start
-        self.rank, self.world_size = rank, world_size
+    size: int  # number of images in all
+    batch_size: int  # number of images in a batch on each rank
+    seed: int  # of the permutations
+    _: KW_ONLY
+    epoch: int = 0  # the first epoch, and
+    start: int = 0  # how many of its batches to skip
+    # each rank gets its own part, padded with the first images: all ranks must run the same number of steps
+    rank: int = 0
+    world_size: int = 1
+    source: Any = None  # a data set whose images change with its epoch (``set_epoch``)
 
     @property
     def sampler(self) -> ShuffledBatches:
@@ -53,10 +39,12 @@ class ShuffledBatches:
         return math.ceil(math.ceil(self.size / self.world_size) / self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # now, not with the first batch, since workers copy the data set in between
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self.epoch)
         # not seed + epoch: epoch 1 of one run would equal epoch 0 of the next seed's
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(self.size, generator=generator)
         share = math.ceil(self.size / self.world_size)
         positions = torch.arange(self.rank, share * self.world_size, self.world_size) % self.size
-        for batch in order[positions].split(self.batch_size)[self.start :]:
-            yield batch.tolist()
+        return (batch.tolist() for batch in order[positions].split(self.batch_size)[self.start :])

@@ -9,13 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 64) if bits >> 63 else bits
-
-
-_STEP = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # as a signed number, as all three
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def _mix(state: Tensor) -> Tensor:
@@ -28,20 +23,9 @@ def _mix(state: Tensor) -> Tensor:
 class Draws:
     """Random numbers for the items of a batch; every call continues after the last.
 
-    Parameters
-    ----------
-    seed : int
-        Any integer of 63 bits.
-    items : Tensor
-        int64 ``[n]``: the items' indices, on the device of the random numbers.
+    ``seed`` is any integer of 63 bits; ``items`` are the items' indices, int64 ``[n]``, on the device of the random
+    numbers. :meth:`going_on` takes the ``states``, int64 ``[n]``.
 
-    Attributes
-    ----------
-    states : Tensor
-        int64 ``[n]``: the states, for :meth:`going_on`.
-
-    Examples
-    --------
     >>> import torch
     >>> Draws(0, torch.tensor([7, 8])).integers(10, 3).shape
     torch.Size([2, 3])

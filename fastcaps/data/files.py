@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+
+Images = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+Arrays = tuple[Images, Labels]
 
 
 class DataError(Exception):

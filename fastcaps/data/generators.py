@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fastcaps.checks import check_choice, check_count, check_finite
 from fastcaps.data.draws import Draws
+from fastcaps.data.files import Images, Labels
 from fastcaps.data.images import BatchDataset
 from fastcaps.data.transforms import cropped
 
@@ -23,37 +22,15 @@ from fastcaps.data.transforms import cropped
 class ShiftedDigits(BatchDataset):
     """Each digit shifted by up to ``shift`` pixels in each direction, on a larger black square.
 
-    A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the training half of the affNIST experiment
-    (Sabour et al. 2017, section 5.2).
+    An image is 2·shift larger than the digit. A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the
+    training half of the affNIST experiment (Sabour et al. 2017, section 5.2).
 
-    Parameters
-    ----------
-    images : numpy.ndarray
-        uint8 ``[n, 1, h, w]``.
-    labels : numpy.ndarray
-        int64 ``[n]``, 0 to ``classes`` − 1.
-    shift : int
-        Pixels; an image is 2·shift larger than the digit.
-    classes : int
-        Number of classes.
-    mean, std : float or sequence of float
-        Of pixels scaled to 0..1; MNIST's by default.
-    seed : int, optional
-        As :class:`BatchDataset` takes it.
+    Images are uint8 ``[n, 1, h, w]``; labels int64 ``[n]``, 0 to ``classes`` − 1; the rest is as for
+    :class:`BatchDataset`, with MNIST's mean and std by default.
     """
 
-    def __init__(
-        self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
-        *,
-        shift: int = 4,
-        classes: int = 10,
-        mean: float | Sequence[float] = (0.1307,),
-        std: float | Sequence[float] = (0.3081,),
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(images, labels, mean=mean, std=std, seed=seed)
+    def __init__(self, images: Images, labels: Labels, *, shift: int = 4, classes: int = 10, **options: Any) -> None:
+        super().__init__(images, labels, **{"mean": 0.1307, "std": 0.3081, **options})
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
             raise ValueError(f"labels: got {found}, want 0 to {classes - 1}")
@@ -76,32 +53,19 @@ class OverlappingDigits(ShiftedDigits):
     the digits of other classes. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
     images shows one digit. Training images use MNIST's training digits, test images its test digits.
 
-    Parameters
-    ----------
-    images, labels, classes, **options
-        As :class:`ShiftedDigits` takes them.
-    single : float
-        Probability that an image shows only one digit.
-    overlay : str
-        ``"sum"``, clamped to 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do not say.
+    ``overlay`` is ``"sum"``, clamped to 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do
+    not say. The rest is as for :class:`ShiftedDigits`.
     """
 
     def __init__(
-        self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
-        *,
-        single: float = 0.0,
-        overlay: str = "sum",
-        classes: int = 10,
-        **options: Any,
+        self, images: Images, labels: Labels, *, single: float = 0.0, overlay: str = "sum", **options: Any
     ) -> None:
-        super().__init__(images, labels, classes=classes, **options)
+        super().__init__(images, labels, **options)
         if not 0 <= single <= 1:
             raise ValueError(f"single: got {single}, want 0 to 1")
         check_choice("overlay", overlay, ("sum", "max"))
         self.single, self.overlay = single, overlay
-        counts = torch.bincount(self.labels, minlength=classes)
+        counts = torch.bincount(self.labels, minlength=self.classes)
         if single < 1 and int(counts.max()) == len(self.labels):
             raise ValueError(f"labels: got digits of class {int(self.labels[0])} alone, want two classes or more")
         # sorted by class, in a ring: the digits of all other classes follow a class's, so that one draw picks any
@@ -156,22 +120,15 @@ class AffineDigits(ShiftedDigits):
     The angle, the shear and the two scales are uniform in their ranges, and the position is uniform where the digit's
     bounding box is inside the image. Pixels are sampled bilinearly.
 
-    Parameters
-    ----------
-    images, labels, **options
-        As :class:`ShiftedDigits` takes them, except ``shift``; images must be square.
-    size : int
-        Height and width of the generated images.
-    rotation, shear : float
-        Maximum of :math:`|\varphi|` in degrees, and of :math:`|k|`.
-    scale : (float, float)
-        Minimum and maximum of s.
+    ``rotation`` and ``shear`` are the maxima of :math:`|\varphi|` in degrees and of :math:`|k|`, ``scale`` the minimum
+    and maximum of s, ``size`` the height and width of the generated images. The rest is as for
+    :class:`ShiftedDigits`, without ``shift``; images must be square.
     """
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
+        images: Images,
+        labels: Labels,
         *,
         size: int = 40,
         rotation: float = 20.0,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastcaps.data.draws import Draws
+from fastcaps.data.files import Images, Labels
 from fastcaps.data.transforms import Augmentation, Mixup
 
 Self = TypeVar("Self", bound="BatchDataset")
@@ -25,24 +25,15 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     trainer gathers on the CPU, moves the bytes and finishes on the training device; :meth:`batch` does both on the
     images' device. The results are equal.
 
-    Parameters
-    ----------
-    images : numpy.ndarray
-        uint8 ``[n, c, h, w]``.
-    labels : numpy.ndarray
-        int64 ``[n]``.
-    mean, std : float or sequence of float
-        One for all channels or one per channel, of pixel values scaled to 0..1; an item is
-        ``(image / 255 - mean) / std``.
-    seed : int, optional
-        With a seed, item i is the same in every batch until :meth:`set_epoch`. Without one, every batch draws from
-        torch's global generator.
+    Images are uint8 ``[n, c, h, w]``, labels int64 ``[n]``. An item is ``(image / 255 - mean) / std``, with one value
+    for all channels or one per channel. With a ``seed``, item i is the same in every batch until :meth:`set_epoch`;
+    without one, every batch draws from torch's global generator.
     """
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
+        images: Images,
+        labels: Labels,
         *,
         mean: float | Sequence[float],
         std: float | Sequence[float],
@@ -64,8 +55,7 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         self.mean, self.std = (numbers.expand(images.shape[1]).view(1, -1, 1, 1) for numbers in scale.values())
         self.images = torch.from_numpy(np.array(images))  # a copy, as torch requires writable memory
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
-        self.seed = seed
-        self.epoch = 0
+        self.seed, self.epoch = seed, 0
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Move all tensors to a device, in place, so that batches are built there; return self."""
@@ -135,20 +125,14 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 class ImageDataset(BatchDataset):
     """Labelled images, stored in memory as bytes, returned as normalised float32.
 
-    Parameters
-    ----------
-    images, labels, **options
-        As :class:`BatchDataset` takes them.
-    augment : callable, optional
-        Applied to the bytes of a batch, before normalisation (so padding is black, as in the authors' code).
-    mixup : Mixup, optional
-        Applied last; targets are then float32 ``[n, classes]``.
+    ``augment`` changes the bytes of a batch, before normalisation (so padding is black, as in the authors' code).
+    ``mixup`` comes last; targets are then float32 ``[n, classes]``. The rest is as for :class:`BatchDataset`.
     """
 
     def __init__(
         self,
-        images: npt.NDArray[np.uint8],
-        labels: npt.NDArray[np.int64],
+        images: Images,
+        labels: Labels,
         *,
         augment: Augmentation | None = None,
         mixup: Mixup | None = None,

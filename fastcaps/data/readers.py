@@ -1,4 +1,4 @@
-"""Readers of the data sets' files: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN), digits.
+"""Readers of the data sets' files: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN), digits, images.
 
 IDX files and smallNORB's are a header and an array: the element type, the number of dimensions, their sizes, then the
 elements in C order.
@@ -10,22 +10,15 @@ import gzip
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.files import (
-    CorruptDataError,
-    check_labels,
-    existing,
-    find,
-    first_bytes,
-    needing,
-    read_by,
-    sizes_text,
-)
+from fastcaps.data import files
+from fastcaps.data.files import Arrays, CorruptDataError, Images, Labels, MissingDataError, check_labels, read_by
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_BYTES = 2**31
@@ -46,7 +39,9 @@ def _header(stream: IO[bytes], path: Path, form: Format, dtype: str) -> tuple[in
     begin = stream.read(struct.calcsize(form.head))
     magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
     if magic != (wanted := form.magic[dtype]):
-        raise CorruptDataError(f"{path}: not {form.kind}, of {dtype}; {first_bytes(begin)}, want {wanted.hex(' ')}")
+        raise CorruptDataError(
+            f"{path}: not {form.kind}, of {dtype}; {files.first_bytes(begin)}, want {wanted.hex(' ')}"
+        )
     if dims > 64:
         raise CorruptDataError(f"{path}: its header states {dims:,} dimensions, want 64 or fewer")
     header = stream.read(4 * max(dims, form.fewest))
@@ -61,15 +56,10 @@ def read_array(
     """Return the array of a file, plain or gzip; elements are read only after the header passed its checks.
 
     The first bytes decide whether a file is compressed, not its name (a browser may unpack it and keep the name).
-    ``dtype`` and ``shape`` are what the caller wants, ``None`` for any size.
-
-    Raises
-    ------
-    MissingDataError, CorruptDataError
-        If there is no such file; if it has another format, dtype or shape, fewer or more bytes than its header says, or
-        damaged gzip.
+    ``dtype`` and ``shape`` are what the caller wants, ``None`` for any size. MissingDataError if there is no such file;
+    CorruptDataError if it has another format, dtype or shape, other bytes than its header says, or damaged gzip.
     """
-    path = existing(path, f"{form.kind}, plain or gzip,")
+    path = files.existing(path, f"{form.kind}, plain or gzip,")
     with path.open("rb") as file:
         packed = file.read(2) == GZIP_MAGIC
         file.seek(0)
@@ -79,9 +69,9 @@ def read_array(
                 sizes = _header(stream, path, form, dtype)
                 wanted = sizes if shape is None else shape
                 if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
-                    raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
+                    raise CorruptDataError(f"{path}: holds {files.sizes_text(sizes)}, want {files.sizes_text(wanted)}")
                 count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python int, as it may exceed 64 bits
-                stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
+                stated = f"its header states {files.sizes_text(sizes)} = {count:,} bytes"
                 if count > MOST_BYTES:
                     raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
                 content = stream.read(count)
@@ -99,7 +89,7 @@ def read_array(
 _IDX = Format("an IDX file", {"uint8": b"\0\0\x08"}, head=">3sB", size=">I")
 
 
-def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> npt.NDArray[np.uint8]:
+def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> Images:
     """Return the array of an IDX file of unsigned bytes, plain or gzip; ``shape`` has None for any size.
 
     MissingDataError if there is no such file; CorruptDataError if it is no IDX file, is truncated or too long, or has
@@ -119,9 +109,7 @@ NORB = Format(
 )
 
 
-def read_norb(
-    folder: str | Path, *, train: bool
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def read_norb(folder: str | Path, *, train: bool) -> tuple[Images, Labels, Labels]:
     """Return one half of smallNORB: pairs of images, their categories, and how each toy was photographed.
 
     uint8 ``[n, 2, 96, 96]`` (left and right camera); int64 ``[n]``, 0 to 4; int64 ``[n, 4]``: the toy's number, its
@@ -129,7 +117,7 @@ def read_norb(
     the three files is missing or wrong, or they do not match.
     """
     stem = STEMS["train" if train else "test"]
-    images, categories, info = (find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
+    images, categories, info = (files.find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
     # the small files first, to refuse files that do not match before unpacking 448 MB
     labels = read_array(categories, NORB, "int32", (None,)).astype(np.int64)
     check_labels(categories, labels, 0, 4)
@@ -144,16 +132,14 @@ _HINTS = {
 }
 
 
-def read_cifar(
-    path: str | Path, *, label_bytes: int, classes: int, records: int | None = None
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_cifar(path: str | Path, *, label_bytes: int, classes: int, records: int | None = None) -> Arrays:
     """Return images uint8 ``[n, 3, 32, 32]`` and labels int64 ``[n]`` of a binary CIFAR file.
 
     A record is ``label_bytes`` (CIFAR-100: the coarse class, then the fine one), the last of which is the label, below
     ``classes``; then 3,072 bytes of image, red, green, blue, row by row. ``records`` is how many the file must hold,
     None for any number. MissingDataError if there is no such file, CorruptDataError for a wrong size or label.
     """
-    path = existing(path, "a binary CIFAR file")
+    path = files.existing(path, "a binary CIFAR file")
     size, record = path.stat().st_size, label_bytes + 3 * 32 * 32
     if size == 0 or size % record or records not in (None, size // record):
         with path.open("rb") as file:
@@ -166,13 +152,13 @@ def read_cifar(
     return table[:, label_bytes:].reshape(-1, 3, 32, 32), labels
 
 
-def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_svhn(path: str | Path) -> Arrays:
     """Return uint8 ``[n, 3, 32, 32]`` and int64 ``[n]`` of a file of cropped digits, e.g. ``train_32x32.mat``.
 
     The file's label 10 is the digit 0. MissingDataError if the file or SciPy is missing; CorruptDataError if it is
     damaged, or not a MATLAB file of the right arrays. Sizes are checked first.
     """
-    path = existing(path, "a MATLAB file of SVHN's cropped digits")
+    path = files.existing(path, "a MATLAB file of SVHN's cropped digits")
     with read_by("SciPy", path, "a MATLAB file"):
         from scipy.io import loadmat, whosmat
 
@@ -181,7 +167,9 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     count = sizes[3] if len(sizes) == 4 else 0
     of_labels, plain = held.get("y", ((), ""))
     if kind != "uint8" or sizes != (32, 32, 3, count) or count == 0 or of_labels != (count, 1) or plain == "cell":
-        found = ", ".join(f"{name} ({kind} {sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
+        found = (
+            ", ".join(f"{name} ({kind} {files.sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
+        )
         raise CorruptDataError(
             f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
         )
@@ -195,13 +183,13 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels % 10
 
 
-def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def read_digits() -> Arrays:
     """Return scikit-learn's handwritten digits, real data that need no download.
 
     uint8 ``[1797, 1, 8, 8]`` from 0 to 255 (the package stores 0 to 16), and int64 ``[1797]``. MissingDataError if
     scikit-learn is not installed.
     """
-    with needing("scikit-learn", "demo", "its digits"):
+    with files.needing("scikit-learn", "demo", "its digits"):
         from sklearn.datasets import load_digits
     bunch = load_digits()
     # from 0..16 to 0..255, as in the other data sets
@@ -209,7 +197,7 @@ def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     return images, bunch.target.astype(np.int64)
 
 
-def split_digits(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def split_digits(labels: Labels) -> tuple[Labels, Labels]:
     """Return the fixed stratified split: indices for training and for testing, a fifth of every class.
 
     NumPy's legacy generator is frozen, so the split is the same in every version. Both parts contain digits of the same
@@ -222,3 +210,79 @@ def split_digits(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], 
         test.append(members[: round(len(members) / 5)])
     held_out = np.sort(np.concatenate(test))
     return np.setdiff1d(np.arange(len(labels)), held_out), held_out
+
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+"""Pillow reads more formats, whatever a file's name; PostScript would run in Ghostscript."""
+MOST_PIXELS = 2**26
+"""The maximum for an image, by its header: 8,192 x 8,192."""
+
+
+def class_names(folder: str | Path) -> tuple[str, ...]:
+    """Return the names of a folder's folders, sorted: class k is the k-th. MissingDataError if there are none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise MissingDataError(f"{folder}: no such folder; it should hold a folder of images for each class")
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        raise MissingDataError(f"{folder}: holds no folder; want one for each class, with its images")
+    return tuple(found)
+
+
+def read_folder(folder: str | Path, *, classes: Sequence[str] | None = None, image_size: int | None = None) -> Arrays:
+    """Return all images of a folder of classes, uint8 ``[n, 3, size, size]``, and their labels, int64 ``[n]``.
+
+    ``folder`` holds a folder for each class; ``classes`` are their names, by default :func:`class_names`, so that a
+    test set can use the training set's labels. With ``image_size`` the shorter side is resized to it, and the middle is
+    cropped; without it all images must be squares of one size.
+
+    MissingDataError if a folder or Pillow is missing, or a folder is empty; CorruptDataError if a file is damaged or
+    not an image, or has more than 2²⁶ pixels by its header, channels of more than 8 bits, or another size than the
+    first.
+    """
+    folder = Path(folder)
+    if image_size is not None and not 1 <= image_size**2 <= MOST_PIXELS:
+        raise ValueError(f"image_size: got {image_size}, want 1 to {math.isqrt(MOST_PIXELS)}")
+    names = class_names(folder)
+    classes = names if classes is None else tuple(classes)
+    if unknown := sorted(set(names) - set(classes)):
+        raise CorruptDataError(f"{folder / unknown[0]}: not one of the classes {', '.join(classes)}")
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        if not found:
+            raise MissingDataError(f"{folder / name}: holds no image; want files named {', '.join(SUFFIXES)}")
+        paths += found
+        labels += [label] * len(found)
+    shape = _read_image(paths[0], image_size).shape
+    images = np.empty((len(paths), *shape), np.uint8)  # np.stack of a list would take twice the memory
+    for index, path in enumerate(paths):
+        pixels = _read_image(path, image_size)
+        if pixels.shape != shape or shape[1] != shape[2]:
+            raise CorruptDataError(
+                f"{path}: {pixels.shape[2]} x {pixels.shape[1]} pixels, want squares of one size (the first image, "
+                f"{paths[0]}, has {shape[2]} x {shape[1]}); image_size= brings all to one"
+            )
+        images[index] = pixels
+    return images, np.array(labels, dtype=np.int64)
+
+
+def _read_image(path: Path, size: int | None) -> Images:
+    with read_by("Pillow", path, f"an image of {', '.join(FORMATS)}"):
+        from PIL import Image, ImageOps
+
+        with Image.open(path, formats=FORMATS) as opened:  # reads the header only
+            width, height = opened.size
+            if width * height > MOST_PIXELS:
+                raise CorruptDataError(
+                    f"{path}: its header states {width:,} x {height:,} pixels, want {MOST_PIXELS:,} or fewer"
+                )
+            if opened.mode in ("I", "F") or opened.mode.startswith("I;"):  # Pillow would cut them at 255
+                raise CorruptDataError(f"{path}: pixels of more than 8 bits (Pillow's mode {opened.mode}), want bytes")
+            if size is None:
+                image = opened.convert("RGB")
+            else:
+                opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size
+                image = ImageOps.fit(opened.convert("RGB"), (size, size), method=Image.Resampling.BILINEAR)
+            return np.asarray(image).transpose(2, 0, 1)

@@ -7,6 +7,7 @@ random numbers; without draws, torch's global generator seeds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -52,22 +53,19 @@ class Chain:
         return images
 
 
+@dataclass
 class RandomCropFlip:
     """Pad with zeros, crop randomly to the old size, flip half (Tsai et al. 2020, A.2).
 
     Without a flip it is a shift by up to ``padding`` pixels in each direction, as Sabour et al. (2017) shift MNIST by
     2. Use a flip only if mirrored images have the same class: a mirrored 2 is no 2.
-
-    Parameters
-    ----------
-    padding : int
-        Zero pixels added on each side; 4 in the paper, 16 in Heinsen (2019) for smallNORB.
-    flip : bool
-        Flip left and right with probability 1/2.
     """
 
-    def __init__(self, padding: int = 4, flip: bool = False) -> None:
-        self.padding, self.flip = check_count("padding", padding, 0), flip
+    padding: int = 4  # zero pixels added on each side; 16 in Heinsen (2019) for smallNORB
+    flip: bool = False  # left and right, with probability 1/2
+
+    def __post_init__(self) -> None:
+        check_count("padding", self.padding, 0)
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         """Return transformed bytes ``[n, c, h, w]``."""
@@ -76,21 +74,17 @@ class RandomCropFlip:
         return cropped(padded, 2 * self.padding, draws, self.flip)
 
 
+@dataclass
 class ResizeCrop:
-    """Resize, and crop randomly: 34 and 32 in Li et al. (2018) for CIFAR and SVHN, 48 and 32 in Hinton et al. (2018).
+    """Resize and crop randomly: 34 to 32 in Li et al. (2018) for CIFAR and SVHN, 48 to 32 in Hinton et al. (2018)."""
 
-    Parameters
-    ----------
-    resize, size : int
-        Height and width before and after the crop.
-    flip : bool
-        Flip left and right with probability 1/2.
-    """
+    resize: int  # height and width before the crop
+    size: int  # and after it
+    flip: bool = False  # left and right, with probability 1/2
 
-    def __init__(self, resize: int, size: int, flip: bool = False) -> None:
-        if not 1 <= size <= resize:
-            raise ValueError(f"size: got {size}, want 1 to {resize}, the size before the crop")
-        self.resize, self.size, self.flip = resize, size, flip
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.resize:
+            raise ValueError(f"size: got {self.size}, want 1 to {self.resize}, the size before the crop")
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         """Return bytes ``[n, c, size, size]`` of ``[n, c, h, w]``."""
@@ -98,30 +92,27 @@ class ResizeCrop:
         return cropped(resized(images, self.resize), self.resize - self.size, draws, self.flip)
 
 
+@dataclass
 class ColorJitter:
     """Change brightness, contrast, saturation and hue, in this order, by random factors of each image.
 
     A factor is uniform from 1 − s to 1 + s, where s is the strength. Brightness multiplies pixels; contrast scales
     their difference from the image's mean brightness, saturation that from each pixel's brightness; hue rotates colours
     around the grey axis (in YIQ) by up to ``hue`` of 360°. Only the result is rounded and clamped to 0..255. Li et al.
-    (2018) use all four without giving the strengths; the defaults are ours.
-
-    Parameters
-    ----------
-    brightness, contrast, saturation : float
-        Strengths from 0 to 1. Saturation must be 0 unless images have three channels.
-    hue : float
-        From 0 to 0.5, and 0 unless images have three channels.
+    (2018) use all four without giving the strengths; the defaults are ours. Saturation and hue must be 0 unless images
+    have three channels.
     """
 
-    def __init__(
-        self, brightness: float = 0.4, contrast: float = 0.4, saturation: float = 0.4, hue: float = 0.1
-    ) -> None:
-        strengths = {"brightness": brightness, "contrast": contrast, "saturation": saturation}
-        for name, value, most in (*((n, s, 1.0) for n, s in strengths.items()), ("hue", hue, 0.5)):
+    brightness: float = 0.4  # strengths from 0 to 1
+    contrast: float = 0.4
+    saturation: float = 0.4
+    hue: float = 0.1  # from 0 to 0.5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            most = 0.5 if name == "hue" else 1.0
             if not 0 <= value <= most:
                 raise ValueError(f"{name}: got {value}, want 0 to {most}")
-        self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         """Return transformed bytes ``[n, c, h, w]``."""
@@ -133,8 +124,7 @@ class ColorJitter:
                 "want 0, 0, or three channels"
             )
         draws = draws or Draws.fresh(len(images), images.device)
-        strengths = (self.brightness, self.contrast, self.saturation, self.hue)
-        spread = torch.tensor(strengths, device=images.device)
+        spread = torch.tensor(astuple(self), device=images.device)
         brightness, contrast, saturation, hue = (spread * draws.between(-1, 1, 4)).unbind(1)
         pixels = images.to(torch.float32) * (1 + brightness)[:, None, None, None]
         to_yiq = _TO_YIQ.to(images.device, torch.float32)
@@ -153,6 +143,7 @@ class ColorJitter:
         return pixels.round_().clamp_(0, 255).to(torch.uint8)
 
 
+@dataclass
 class Mixup:
     """Blend each image with another of the batch, and their targets with the same factor (Zhang et al. 2017).
 
@@ -161,19 +152,15 @@ class Mixup:
 
     Every image has its own λ; the partners are a permutation of the batch. Cross-entropy takes the blended targets. For
     texts, embeddings and masks are blended, as in Heinsen (2019).
-
-    Parameters
-    ----------
-    classes : int
-        Number of classes.
-    alpha : float
-        The Beta distribution's parameter; 0.2 in Heinsen (2019).
     """
 
-    def __init__(self, classes: int, alpha: float = 0.2) -> None:
-        if not alpha > 0:
-            raise ValueError(f"alpha: got {alpha}, want more than 0")
-        self.classes, self.alpha = check_count("classes", classes), alpha
+    classes: int  # number of classes
+    alpha: float = 0.2  # the Beta distribution's parameter, as in Heinsen (2019)
+
+    def __post_init__(self) -> None:
+        check_count("classes", self.classes)
+        if not self.alpha > 0:
+            raise ValueError(f"alpha: got {self.alpha}, want more than 0")
 
     def shares(self, draws: Draws) -> Tensor:
         """Return λ of each image: float32 ``[n]``.
@@ -192,8 +179,7 @@ class Mixup:
         Images are floating point ``[n, ...]``, or a tuple of several inputs of a network; labels are int64 ``[n]``, or
         soft targets ``[n, classes]``.
         """
-        several: tuple[Tensor, ...] = images if isinstance(images, tuple) else (images,)
-        for each in several:
+        for each in images if isinstance(images, tuple) else (images,):
             if not each.is_floating_point():
                 raise ValueError(f"images: got {each.dtype}, want floating point: normalise them before mixup")
         draws = draws or Draws.fresh(len(labels), labels.device)
@@ -204,7 +190,7 @@ class Mixup:
         def blend(mine: Tensor) -> Tensor:
             return torch.lerp(mine[partner], mine, share.to(mine.dtype).view(-1, *(1,) * (mine.dim() - 1)))
 
-        made: Any = tuple(map(blend, several)) if isinstance(images, tuple) else blend(images)
+        made: Any = tuple(map(blend, images)) if isinstance(images, tuple) else blend(images)
         return made, blend(targets.to(torch.float32))
 
 

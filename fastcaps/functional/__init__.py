@@ -1,8 +1,9 @@
 """Routing functions of tensors.
 
 Tensors may have any strides. Kernels store nothing of size batch x children x parents; the reference does, but no
-votes. Invalid arguments raise before anything runs: TypeError for a wrong type or dtype, ValueError for wrong shapes,
-counts, devices and windows.
+votes. Invalid arguments raise before anything runs, with a message that names the argument: TypeError for a wrong type
+or dtype, ValueError for wrong shapes, counts, devices and windows, :class:`~fastcaps.BackendError` if a forced backend
+cannot take the call.
 """
 
 from fastcaps.functional.dynamic import dynamic_routing

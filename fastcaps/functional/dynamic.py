@@ -51,19 +51,13 @@ def dynamic_routing(
 
     Parameters
     ----------
-    children : Tensor or Votes
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which hold weight, bias and window.
-    weight : Tensor or None
-        W, ``[G, M, D, E]``; None: a child's votes are its pose, plus the bias. G divides the number of children in one
-        window (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group i mod G: G = I is a
-        matrix for every child, G = N shares over the window, G = 1 shares among all.
+    children, weight, bias, window
+        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
     iterations : int
         At least 1.
     parents : int, optional
         M; by default that of ``weight``, else of ``bias``, else 1.
-    bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send no votes.
     gate : Tensor, optional
         g, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child that does not exist. The paper has none.
     compete : "parents" or "children"
@@ -82,8 +76,6 @@ def dynamic_routing(
     eps : float
         Added under the root in squash, as many published implementations do: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
         eps)``. With a prior or an eps every iteration is a separate op.
-    window : Window, optional
-        Routes a grid.
     return_coefficients : bool
         Also return the r of the last iteration.
 
@@ -96,10 +88,8 @@ def dynamic_routing(
 
     Raises
     ------
-    TypeError, ValueError
-        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
-    BackendError
-        If a forced backend cannot take the call.
+    TypeError, ValueError, BackendError
+        As in :mod:`fastcaps.functional`.
 
     Examples
     --------

@@ -91,15 +91,12 @@ def em_routing(
 
     Parameters
     ----------
-    children : Tensor or Votes
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which hold weight, bias and window.
+    children, weight, bias, window
+        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
     activations : Tensor or None
         a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an
         activation of 0 has no effect.
-    weight : Tensor or None
-        W, ``[G, M, D, E]``; None: a child's votes are its pose, plus the bias. Child i, counted as (ky, kx, n) with n
-        fastest, uses group i mod G: G = I is a matrix for every child, G = N shares over the window, G = 1 among all.
     beta_u, beta_a : Tensor
         ``[M]``: the cost of describing a child, per value of its pose; the benefit of activating a parent.
     iterations : int
@@ -107,12 +104,8 @@ def em_routing(
     inverse_temperature : float, sequence of float, callable, optional
         :math:`\lambda_t`: one value, a value for each iteration, or a function of the iteration (counted from 0). None
         is the usual ``0.01 (1 - 0.95^(iteration + 1))``.
-    bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``; see :func:`coordinate_bias`.
     eps : float
         Added to n under the moments, and to the variances.
-    window : Window, optional
-        Routes a grid.
     return_coefficients : bool
         Also return the r of the last iteration.
     first_coefficients : "uniform" or "ones"
@@ -132,10 +125,8 @@ def em_routing(
 
     Raises
     ------
-    TypeError, ValueError
-        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
-    BackendError
-        If a forced backend cannot take the call.
+    TypeError, ValueError, BackendError
+        As in :mod:`fastcaps.functional`.
 
     Examples
     --------
@@ -155,14 +146,8 @@ def em_routing(
     temperatures = inverse_temperatures(given, iterations)
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
     use, ignore = widen(votes.children.dtype, *others)
-    own = ops.Gaussian(
-        beta_use=use,
-        beta_ignore=ignore,
-        temperatures=temperatures,
-        rule=int(Rule.EM),
-        eps=eps,
-        coefficients=bool(return_coefficients),
-    )
+    flags = (int(Rule.EM), eps, bool(return_coefficients))
+    own = ops.Gaussian(None, None, None, use, ignore, temperatures, *flags)
     ones = first_coefficients == "ones"
     first_votes = weighed_by_ones(votes) if ones else votes
     if normalize_cost:

@@ -1,7 +1,6 @@
 """What :func:`fastcaps.explain` answers: which backend runs a call, by which kernel, and why not the others.
 
-A call is explained by making it with fake tensors, which have shapes and no numbers: nothing is computed, and nothing
-of the module or the process changes. The ops' fake kernels tell of each call on the way, to the thread that asked.
+It makes the call with fake tensors, which have shapes and no values; the ops' fake kernels report to its listener.
 """
 
 from __future__ import annotations
@@ -56,10 +55,9 @@ class Explanation:
         return "\n".join([self._answer(), *_reasons((self,))])
 
     def _answer(self) -> str:
-        """What runs, without what does not."""
-        lines = [f"{self.backend or 'nothing'}: {self.how}"]
-        told = {"call": self.call, "forward": self.forward, "backward": self.backward}
-        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in told.items() if text)])
+        """Return what runs, without the reasons."""
+        lines = [f"  {name}: {text}" for name in ("call", "forward", "backward") if (text := getattr(self, name))]
+        return "\n".join([f"{self.backend or 'nothing'}: {self.how}", *lines])
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -70,14 +68,13 @@ class Explanations(tuple[Explanation, ...]):
         same: dict[str, list[int]] = {}
         for k, call in enumerate(self):
             same.setdefault(call._answer(), []).append(k)
-        return (
-            "\n".join([*(f"{which} {answer}" for answer, which in same.items()), *_reasons(self)]) or "no routing call"
-        )
+        lines = [*(f"{which} {answer}" for answer, which in same.items()), *_reasons(self)]
+        return "\n".join(lines) or "no routing call"
 
 
 def _reasons(calls: Sequence[Explanation]) -> list[str]:
-    """Return why other backends do not run, a line a reason, which names the calls if it is not of all of them."""
-    found: dict[str, dict[str, list[int]]] = {}
+    """Return lines with why other backends do not run, which name the calls if it is not all of them."""
+    found: dict[str, dict[str, list[int]]] = {}  # calls by reason and backend
     for k, call in enumerate(calls):
         for name, reason in call.reasons.items():
             if reason != call.how:
@@ -90,15 +87,14 @@ def _reasons(calls: Sequence[Explanation]) -> list[str]:
     return lines
 
 
-_MOST_CALLS = 1000
-"""Calls in one explanation: a module that makes more of them walks absurdly many iterations by itself."""
+_MOST_CALLS = 1000  # a module that makes more of them iterates absurdly often by itself
+BY_LIBRARY = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
 
 
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
     """Say which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
 
-    Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
-    parameters, statistics, hooks and random numbers stay as they are, and no other thread notices.
+    Nothing is computed: the call runs on a copy of the module, with tensors that have shapes and no values.
 
     Parameters
     ----------
@@ -119,10 +115,9 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     TypeError
         If ``call`` cannot be called, or is a module that needs inputs and got none.
     ValueError
-        If the way through a module depends on numbers (``if x.sum() > 0``), or has more than 1000 calls of routings.
+        If the way through a module depends on values (``if x.sum() > 0``), or has more than 1000 calls of routings.
     Exception
-        What the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
-        backend cannot take the call is part of the answer.
+        What the call would raise for wrong arguments. That a forced backend cannot take the call is part of the answer.
     """
     if isinstance(call, Tensor):
         call, inputs = inverted_attention_routing, (call, *inputs)
@@ -189,47 +184,36 @@ class _Listener(list[Explanation]):
             raise ValueError(
                 f"explain: the module makes more than {_MOST_CALLS} calls of routings; explain fewer iterations"
             )
-        self.append(_explain_op(op, votes, own, by_library))
+        call, count = backends.Call.under_autocast(op.stem, votes), op.iterations(own)
+        described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
+        self.other(call, described, ("torch", BY_LIBRARY) if by_library else None)
+        if self[-1].backend in backends.NAMES:
+            copied = sum(table.numel() for table in (votes.bias, *op.tables(own)) if table is not None)
+            facts = (count, getattr(own, op.state[0]) is not None)
+            forward, backward = (
+                _schedule(self[-1].backend, call, votes, (*facts, half, copied)) for half in (False, True)
+            )
+            self[-1] = replace(self[-1], forward=forward, backward=backward)
 
     def other(self, call: backends.Call, described: str, runs: tuple[str, str] | None = None) -> None:
-        """Explain a call that is no routing's op; ``runs`` is what serves it, and why, where no backend is chosen."""
-        self.append(_explain(call, described) if runs is None else _without_choice(call, described, *runs))
+        """Explain any call; ``runs`` is what serves it, and why, if no backend is chosen."""
+        refusals, forced = {name: backends.refusal(name, call) for name in backends.NAMES}, backends.forced()
+        name: str | None
+        if forced is not None and refusals[forced] is not None:
+            name, how, others = None, f"backend {forced!r} is forced and cannot take this call", f"{forced!r} is forced"
+        elif runs is not None:
+            (name, how), others = runs, runs[1]
+        elif forced is not None:
+            name, how, others = forced, "forced", f"{forced!r} is forced"
+        else:
+            name = backends.chosen(None, call)
+            how, others = next(one.detail for one in backends.listing() if one.name == name), f"{name} comes first"
+        order = sorted(backends.NAMES, key=lambda each: each != forced)
+        reasons = {each: refusals[each] or others for each in order if each != name}
+        self.append(Explanation(name, how, reasons, call=described))
 
 
-def _explain_op(routing: Routing, votes: VoteInputs, own: Any, by_library: bool) -> Explanation:
-    call, count = backends.Call.under_autocast(routing.stem, votes), routing.iterations(own)
-    described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
-    found = _explain(call, described)
-    if found.backend is None:
-        return found
-    if by_library:
-        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
-        return _without_choice(call, described, "torch", why)
-    copied = sum(table.numel() for table in (votes.bias, *routing.tables(own)) if table is not None)
-    facts = (count, getattr(own, routing.state[0]) is not None)
-    forward, backward = (_schedule(found.backend, call, votes, (*facts, half, copied)) for half in (False, True))
-    return replace(found, forward=forward, backward=backward)
-
-
-def _without_choice(call: backends.Call, described: str, runs: str, why: str) -> Explanation:
-    reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES if name != runs}
-    return Explanation(runs, why, reasons, call=described)
-
-
-def _explain(call: backends.Call, described: str) -> Explanation:
-    """Return which backend runs a call, and why not the others."""
-    refusals, forced = {name: backends.refusal(name, call) for name in backends.NAMES}, backends.forced()
-    if forced is not None and refusals[forced] is not None:
-        reasons = {name: refusals[name] or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
-        return Explanation(None, f"backend {forced!r} is forced and cannot take this call", reasons, call=described)
-    runs = backends.chosen(forced, call)
-    how = "forced" if forced else next(entry.detail for entry in backends.listing() if entry.name == runs)
-    after = f"{forced!r} is forced" if forced else f"{runs} comes first"
-    reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
-    return Explanation(runs, how, reasons, call=described)
-
-
-def _schedule(name: str, call: backends.Call, votes: VoteInputs, facts: tuple[int, bool, bool, int]) -> str:
+def _schedule(name: str | None, call: backends.Call, votes: VoteInputs, facts: tuple[int, bool, bool, int]) -> str:
     """Return what a backend says of kernel and schedule, in a line. ``facts``: iterations, start, backward, copied."""
     if name in ("cpu", "cuda"):
         asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))

@@ -56,18 +56,14 @@ def heinsen_routing(
 
     Parameters
     ----------
-    children : Tensor or Votes
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which hold weight, bias and window.
+    children, weight, bias, window
+        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others. With
+        G = 1 and one row in ``bias`` and betas, the number of children is free; with one column in each (expand the
+        weight), the number of parents is (section 2.1.1 of the paper).
     scores : Tensor or None
         a_i of the children, real values, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity is a child that does not exist
         and has no effect, plus infinity one that certainly does; None is plus infinity for all.
-    weight : Tensor or None
-        W, ``[G, M, D, E]``; None: a child's votes are its pose, plus the bias. Child i, counted as (ky, kx, n) with n
-        fastest, uses group i mod G. With G = 1 and one row in ``bias`` and betas, the number of children is free; with
-        one column in each (expand the weight), the number of parents is (section 2.1.1 of the paper).
-    bias : Tensor or None
-        Added to votes, ``[I or 1, M or 1, C, E]``.
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``: net benefit of using a child, net cost of ignoring it.
     iterations : int
@@ -76,8 +72,6 @@ def heinsen_routing(
         The probability p of a vote.
     eps : float
         The epsilon of the equations.
-    window : Window, optional
-        Routes a grid.
     return_coefficients : bool
         Also return the r of the last iteration.
 
@@ -91,10 +85,8 @@ def heinsen_routing(
 
     Raises
     ------
-    TypeError, ValueError
-        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
-    BackendError
-        If a forced backend cannot take the call.
+    TypeError, ValueError, BackendError
+        As in :mod:`fastcaps.functional`.
 
     Examples
     --------
@@ -116,14 +108,8 @@ def heinsen_routing(
         gate = votes.gate.to(accumulation_dtype(votes.children.dtype)).sigmoid()
         votes = votes._replace(gate=gate.to(votes.children.dtype))
     use, ignore = widen(votes.children.dtype, *others)
-    own = ops.Gaussian(
-        beta_use=use,
-        beta_ignore=ignore,
-        temperatures=inverse_temperatures(1.0, iterations),
-        rule=MODELS[model],
-        eps=eps,
-        coefficients=bool(return_coefficients),
-    )
+    flags = (MODELS[model], eps, bool(return_coefficients))
+    own = ops.Gaussian(None, None, None, use, ignore, inverse_temperatures(1.0, iterations), *flags)
     found, means, variances, *_, coefficients = ops.gaussian_routing(votes, own)
     dtype = result_dtype(votes)
     result = Gaussians(*(votes.from_op(tensor).to(dtype) for tensor in (means, found, variances)))

@@ -46,17 +46,11 @@ def inverted_attention_routing(
 
     Parameters
     ----------
-    children : Tensor or Votes
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which hold weight, bias and window.
-    weight : Tensor or None
-        W, ``[G, M, D, E]``; None: a child's votes are its pose, and M is that of ``parents`` or ``bias``. G divides the
-        number of children in one window (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group
-        i mod G: G = I is a matrix for every child, G = N shares over the window, G = 1 shares among all.
+    children, weight, bias, window
+        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
     parents : Tensor, optional
         Q, the parents' poses of the last iteration, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``.
-    bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send no votes.
     gate : Tensor, optional
         g, the children's activations, ``[B, I]`` or ``[B, N, H, W]``, or booleans.
     norm_weight, norm_bias : Tensor, optional
@@ -65,8 +59,6 @@ def inverted_attention_routing(
         Of LayerNorm.
     scale : float, optional
         s; ``1 / sqrt(C * E)`` by default.
-    window : Window, optional
-        Routes a grid.
     normalize : bool
         False skips LayerNorm; it is also skipped for poses of one value.
     iterations : int
@@ -83,10 +75,8 @@ def inverted_attention_routing(
 
     Raises
     ------
-    TypeError, ValueError
-        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
-    BackendError
-        If a forced backend cannot take the call.
+    TypeError, ValueError, BackendError
+        As in :mod:`fastcaps.functional`.
     """
     others = (parents, norm_weight, norm_bias, bool(normalize))
     votes = inputs_of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)

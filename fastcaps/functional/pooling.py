@@ -64,13 +64,9 @@ def routing_pool(
 
     Parameters
     ----------
-    children : Tensor or Votes
-        Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0. Or
-        :class:`~fastcaps.Votes`, which hold weight, bias and window.
-    weight : Tensor, optional
-        W, ``[G, M, D, E]``; child i, counted as (ky, kx, n) with n fastest, uses group i mod G. None: E = D.
-    bias : Tensor, optional
-        Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send no votes.
+    children, weight, bias, window
+        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
     gate : Tensor, optional
         The children's weights in the softmax, not negative, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child
         that does not exist.
@@ -85,8 +81,6 @@ def routing_pool(
         Applied to the sums, poses ``[..., C, E]``: a function, or one of "relu", "sigmoid", "squash", "tanh".
     detach : bool
         Treat the coefficients as constants in the gradient: it flows through the last sum only.
-    window : Window, optional
-        Routes a grid.
     return_coefficients : bool
         Also return the r of the last sum.
 
@@ -99,10 +93,8 @@ def routing_pool(
 
     Raises
     ------
-    TypeError, ValueError
-        For an argument of a wrong type, dtype, device, shape, count or window; the message names it.
-    BackendError
-        If a forced backend cannot take the call.
+    TypeError, ValueError, BackendError
+        As in :mod:`fastcaps.functional`.
 
     Examples
     --------

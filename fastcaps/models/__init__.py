@@ -61,7 +61,10 @@ def config(name: str, **overrides: Any) -> Any:
 def create(
     name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **overrides: Any
 ) -> nn.Module:
-    """Return the network ``name`` with new weights.
+    """Return the network ``name``, one of :func:`names`, with new weights; it returns logits ``[B, classes]``.
+
+    It is a :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration. ValueError
+    if there is no such network, or an override's value is invalid; TypeError if it has no such override.
 
     Parameters
     ----------
@@ -74,19 +77,6 @@ def create(
         :class:`NetworkConfig` also the arguments of all its routing layers that the network does not fix: layer_norm,
         dropout, compete, prior, start...; for a :class:`CNNConfig` with routing as pooling: detach, dim, iterations,
         sharpness.
-
-    Returns
-    -------
-    Module
-        A :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration. It returns
-        logits ``[B, classes]``.
-
-    Raises
-    ------
-    ValueError
-        If there is no such network, or an override's value is invalid.
-    TypeError
-        If the network has no such override.
 
     Examples
     --------

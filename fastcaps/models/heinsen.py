@@ -24,9 +24,8 @@ class TextCapsNet(nn.Module):
 
     .. math:: \mu = \mathrm{swish}(A\,\mathrm{LayerNorm}(x + depth))
 
-    ``layers`` l is the number of the transformer's layers, ``embedding`` m the values in an embedding, ``classes`` the
-    number of class capsules, ``parts`` that of the capsules below, whose poses have two values, ``dim`` the values in
-    the pose of a mapped embedding, and ``iterations`` those of both routings.
+    The transformer has ``layers`` l, with ``embedding`` m values in an embedding; a mapped embedding's pose has ``dim``
+    values. ``parts`` is the number of capsules below the class capsules, whose poses have two values.
 
     Examples
     --------
@@ -70,13 +69,8 @@ class TextCapsNet(nn.Module):
     ) -> Tensor | tuple[Tensor, RoutingTrace]:
         """Return scores ``[B, classes]``, which are logits, and with ``return_trace`` the RoutingTrace.
 
-        Parameters
-        ----------
-        embeddings : Tensor
-            ``[B, n, l, m]``: of n tokens, in l layers.
-        mask : Tensor, optional
-            ``[B, n]``, 1 or True for a token, 0 for padding, a value between for their mixup; None: all are tokens.
-            ValueError or TypeError names an argument whose shape does not fit.
+        Embeddings are ``[B, n, l, m]``, of n tokens in l layers. The mask ``[B, n]`` is 1 or True for a token, 0 for
+        padding, a value between for their mixup; None: all are tokens.
         """
         require_tensor(embeddings, "embeddings")
         if embeddings.dim() != 4 or embeddings.shape[2:] != self.depth.shape:
@@ -111,7 +105,7 @@ class TextConfig:
 
 NETWORKS: dict[str, Config] = {
     "heinsen-norb": NetworkConfig(
-        (Coordinates(), *(Conv(64, 3, stride=stride, order="norm conv swish") for stride in (1, 2, 1, 2, 1, 2))),
+        (Coordinates, *(Conv(64, 3, stride=stride, order="norm conv swish") for stride in (1, 2, 1, 2, 1, 2))),
         capsules=64,
         dim=16,
         hidden=(CapsuleSpec(64, share=True),),

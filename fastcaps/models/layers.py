@@ -21,12 +21,16 @@ Shape = tuple[int, ...]
 WORDS = ("conv", "linear", "norm", "relu", "swish")
 
 
-class Layer(Protocol):
+class Declaration(Protocol):
     """A declaration of one or several modules in a row."""
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         """Return the modules for an input of ``shape``, without the batch, in a network of ``classes``."""
         ...
+
+
+Layer = Declaration | type[nn.Module]
+"""A declaration, or the class of a module without arguments."""
 
 
 def _in_order(order: str, named: dict[str, nn.Module], before: int, after: int) -> list[nn.Module]:
@@ -100,14 +104,6 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Flatten:
-    """All dimensions but the batch in one."""
-
-    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
-        return [nn.Flatten()]
-
-
-@dataclass(frozen=True)
 class Linear:
     """A linear layer, with dropout and activation."""
 
@@ -123,24 +119,15 @@ class Linear:
         return [nn.Dropout(self.dropout), *made] if self.dropout else made
 
 
-@dataclass(frozen=True)
-class Coordinates:
+class Coordinates(nn.Module):
     """Two more channels with a pixel's coordinates, from -1 to 1, across and down (Heinsen, 2019, Figure 3b)."""
-
-    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
-        return [AppendCoordinates()]
-
-
-class AppendCoordinates(nn.Module):
-    """See :class:`Coordinates`."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Return ``[B, channels + 2, H, W]`` of ``[B, channels, H, W]``."""
-        batch, _, height, width = images.shape
-        across = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype)
-        down = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)[:, None]
-        across, down = (each.expand(batch, 1, height, width) for each in (across, down))
-        return torch.cat([images, across, down], dim=1)
+        options: dict[str, Any] = {"device": images.device, "dtype": images.dtype}
+        down, across = (torch.linspace(-1, 1, size, **options) for size in images.shape[2:])
+        grid = torch.stack(torch.meshgrid(across, down, indexing="xy"))
+        return torch.cat([images, grid.expand(len(images), -1, -1, -1)], dim=1)
 
 
 class PadShortcut(nn.Module):
@@ -191,12 +178,16 @@ def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) 
 
     ``classes`` are the features of a :class:`Linear` without any. ValueError if an image is too small for a layer.
     """
+
+    def made(layer: Layer) -> list[nn.Module]:
+        return [layer()] if isinstance(layer, type) else layer.modules(shape, classes)
+
     modules: list[nn.Module] = []
     size = shape[1:]
     for layer in layers:
-        modules += layer.modules(shape, classes)
+        modules += made(layer)
         with torch.device("meta"):
-            probe = nn.Sequential(*layer.modules(shape, classes)).eval()
+            probe = nn.Sequential(*made(layer)).eval()
             try:
                 shape = tuple(probe(torch.empty(1, *shape)).shape[1:])
             except RuntimeError as error:

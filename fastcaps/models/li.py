@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,15 +36,23 @@ class CapNetConfig(NetworkConfig):
         return super(CapNetConfig, replace(self, hidden=(first,))).build()
 
 
-def convolutions(channels: int, last: str) -> tuple[Conv, ...]:
-    """Return the first four layers."""
-    options = {"padding": 1, "bias": False}
-    widths = ((32, 1), (64, 1), (128, 2))
-    first = (Conv(width, 3, stride=stride, order="conv norm relu", **options) for width, stride in widths)  # type: ignore[arg-type]
-    return *first, Conv(channels, 3, stride=2, order=last, **options)  # type: ignore[arg-type]
-
-
-CLASSES = {"kernel_size": "all", "share": True, "types": 32}
+def capnet(channels: int, order: str, layer: Any, normalize: str | None, **options: Any) -> CapNetConfig:
+    """Return a CapNet; its fourth convolution has so many channels and this order of modules."""
+    convs = ((32, 1, "conv norm relu"), (64, 1, "conv norm relu"), (128, 2, "conv norm relu"), (channels, 2, order))
+    return CapNetConfig(
+        tuple(Conv(width, 3, stride=stride, padding=1, bias=False, order=words) for width, stride, words in convs),
+        capsules=32,
+        dim=8,
+        classes=10,
+        image_size=32,
+        in_channels=3,
+        layer=layer,
+        pose="vector",
+        iterations=3,
+        primary={"kernel_size": None, "normalize": normalize},
+        class_layer={"kernel_size": "all", "share": True, "types": 32},
+        options=options,
+    )
 
 
 class Stage(nn.Module):
@@ -86,34 +95,8 @@ class PlainNetConfig(encapnet.FeedbackConfig):
 
 
 NETWORKS: dict[str, Config] = {
-    "li-capnet-dynamic": CapNetConfig(
-        convolutions(256, "conv norm relu"),
-        capsules=32,
-        dim=8,
-        classes=10,
-        image_size=32,
-        in_channels=3,
-        layer=DynamicRouting,
-        pose="vector",
-        iterations=3,
-        primary={"kernel_size": None, "normalize": "squash"},
-        class_layer=CLASSES,
-        options={"compete": "children"},
-    ),
-    "li-capnet-em": CapNetConfig(
-        convolutions(256 + 32, "conv norm"),
-        capsules=32,
-        dim=8,
-        classes=10,
-        image_size=32,
-        in_channels=3,
-        layer=EMRouting,
-        pose="vector",
-        iterations=3,
-        primary={"kernel_size": None, "normalize": None},
-        class_layer=CLASSES,
-        options={"normalize_cost": True},
-    ),
+    "li-capnet-dynamic": capnet(256, "conv norm relu", DynamicRouting, "squash", compete="children"),
+    "li-capnet-em": capnet(256 + 32, "conv norm", EMRouting, None, normalize_cost=True),
     "li-cnn-same": PlainNetConfig(stem=((32, 1), (64, 1), (128, 2), (256, 2), (512, 2))),
     "li-cnn-large": PlainNetConfig(stem=((80, 1), (160, 1), (320, 2), (640, 2), (1280, 2))),
     "li-resnet18": PlainNetConfig(stages=((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))),

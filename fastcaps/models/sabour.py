@@ -7,7 +7,9 @@ own call of ``net.decoder``. docs/networks.md lists our choices.
 
 from __future__ import annotations
 
-from fastcaps.models.layers import Conv, Flatten, Linear
+from torch import nn
+
+from fastcaps.models.layers import Conv, Linear
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
 from fastcaps.nn.dynamic import DynamicRouting
 
@@ -39,7 +41,7 @@ NETWORKS: dict[str, Config] = {
             Conv(256, 5, padding=2),
             Conv(256, 5, padding=2),
             Conv(128, 5, padding=2),
-            Flatten(),
+            nn.Flatten,
             Linear(328, order="linear relu"),
             Linear(192, order="linear relu"),
             Linear(dropout=0.5),

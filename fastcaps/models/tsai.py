@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastcaps.models.layers import Blocks, Conv, Flatten, Layer, Linear, Pool
+from torch import nn
+
+from fastcaps.models.layers import Blocks, Conv, Layer, Linear, Pool
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
@@ -62,7 +64,7 @@ def cnn(classes: int) -> CNNConfig:
     """Return a network of Tables 2 and 3."""
     first = Conv(1024, 3, stride=2, padding=1)
     pair = (Conv(1024, 3, stride=2, padding=1, order="conv relu norm"), Pool("average", 2))
-    return CNNConfig((first, *pair, *pair, Flatten(), Linear()), classes=classes, **CIFAR)
+    return CNNConfig((first, *pair, *pair, nn.Flatten, Linear()), classes=classes, **CIFAR)
 
 
 def dmm_cnn(*end: Layer) -> CNNConfig:
@@ -78,7 +80,7 @@ def dmm_cnn(*end: Layer) -> CNNConfig:
 def resnet18(classes: int) -> CNNConfig:
     """Return He et al.'s (2016) network with a 3 x 3 convolution before the blocks, as usual for small images."""
     blocks = (Blocks(64, 2), Blocks(128, 2, stride=2), Blocks(256, 2, stride=2), Blocks(512, 2, stride=2))
-    return CNNConfig((STEM, *blocks, Pool("average"), Flatten(), Linear()), classes=classes, **CIFAR)
+    return CNNConfig((STEM, *blocks, Pool("average"), nn.Flatten, Linear()), classes=classes, **CIFAR)
 
 
 NETWORKS: dict[str, Config] = {
@@ -90,8 +92,8 @@ NETWORKS: dict[str, Config] = {
     "tsai-dmm-matrix-42m": dmm(types=64),
     "tsai-dmm-vector": dmm(pose="vector"),
     "tsai-dmm-dynamic": dmm(primary=SQUASHED, layer=DynamicRouting, pose="vector", iterations=3),
-    "tsai-dmm-cnn": dmm_cnn(Conv(640, 1, order="conv"), Pool("average"), Flatten()),
-    "tsai-dmm-cnn-learned": dmm_cnn(Flatten(), Linear(640)),
+    "tsai-dmm-cnn": dmm_cnn(Conv(640, 1, order="conv"), Pool("average"), nn.Flatten),
+    "tsai-dmm-cnn-learned": dmm_cnn(nn.Flatten, Linear(640)),
 }
 for _classes in (10, 100):
     NETWORKS |= {

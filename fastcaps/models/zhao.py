@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastcaps.models.layers import Blocks, Conv, Flatten, Layer, Linear, Pool
+from torch import nn
+
+from fastcaps.models.layers import Blocks, Conv, Layer, Linear, Pool
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
 from fastcaps.nn.routing_pool import RoutingPool
 
@@ -47,9 +49,9 @@ CIFAR: dict[str, Any] = {"classes": 10, "image_size": 32, "in_channels": 3}
 NETWORKS: dict[str, Config] = {"zhao-affnist": capsules(40, 1.0), "zhao-multimnist": capsules(36, 5.0)}
 for _kind in ("max", "average", "routing"):
     _convs = (Conv(64, 5, padding=2),) * 4
-    NETWORKS[f"zhao-cnn-{_kind}"] = CNNConfig((*_convs, Pool(_kind), Flatten(), Linear()), **CIFAR)
+    NETWORKS[f"zhao-cnn-{_kind}"] = CNNConfig((*_convs, Pool(_kind), nn.Flatten, Linear()), **CIFAR)
 for _depth in (20, 32, 44, 56):
     for _pool in (Pool("average"), Pool("routing", sharpness=5.0)):
         NETWORKS[f"zhao-resnet{_depth}-{_pool.kind}"] = CNNConfig(
-            (*resnet(_depth), _pool, Flatten(), Linear()), **CIFAR
+            (*resnet(_depth), _pool, nn.Flatten, Linear()), **CIFAR
         )

@@ -2,34 +2,30 @@
 
 ``attention_routing``, ``pooling_routing`` and ``gaussian_routing`` run T >= 1 iterations; a pass is a routing of one
 iteration. Their first arguments are the votes (:class:`fastcaps.votes.VoteInputs`), in op layout; the function of the
-same name in :mod:`fastcaps.reference` documents the others, and what an iteration computes. Callers use
-:class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fastcaps.attention_routing`` and so on.
+same name in :mod:`fastcaps.reference` documents the others. Callers use :class:`~fastcaps.ops.routing.Routing`; the raw
+ops are ``torch.ops.fastcaps.attention_routing`` and so on.
 
 Workspace
 ---------
 "1 P" means a tensor of the parents' size, B * L * M * C * E values, "1 M" a value for each parent. The results hold the
 parents and, for each iteration, 1 P for attention, 1 P and 1 M for pooling, 2 P and 2 M for Gaussians. Coefficients, if
-asked for, take B * L * I * M values (twice that during their computation), and about 4 MB of votes.
+asked for, take B * L * I * M values (twice that during their computation), and about 4 MB of votes. Nothing else grows
+with children times parents, except in the reference: some values for each pair, and a block of votes.
 
-CPU kernels, forward: partial sums if there are too few positions to keep the threads busy, of a 64th of the votes' size
-in all (within 1 and 32 MiB): 1 P for each range of children, with 2 M for pooling, or 2 P and 2 M for Gaussians. 0.5 to
-1.5 MiB for each thread: the parents and votes of one block, or the children of a row if they stay for all iterations;
-with very many parents, several times the parents of 16 positions.
+CPU, forward: if there are too few positions to keep the threads busy, 1 P (pooling: and 2 M; Gaussians: 2 P and 2 M)
+for each range of children, a 64th of the votes' size in all, within 1 and 32 MiB. 0.5 to 1.5 MiB for each thread; with
+very many parents, several times the parents of 16 positions.
 
-CPU kernels, backward: for each iteration 2 P for attention (the query and dL/dS, transposed to lanes), 2 P and 2 M for
-pooling, 5 P and 3 M for Gaussians; 1 P for each range of children; one ``dweight`` and ``dbias`` for each group of
-samples into which the call is split (``csrc/cpu`` keeps them few); about 1 MiB for each thread. A backward of several
-iterations also computes every iteration's query (for Gaussians the variances) and stores the gradients of every
-iteration's parents: 2 P per iteration, 3 P for Gaussians, and 2 P more while these are stacked.
+CPU, backward: for each iteration 2 P for attention, 2 P and 2 M for pooling, 5 P and 3 M for Gaussians; of several
+iterations 2 P more, 3 P for Gaussians, and 2 P while these are stacked; 1 P for each range of children; one ``dweight``
+and ``dbias`` for each group of samples into which the call is split; about 1 MiB for each thread.
 
-CUDA kernels, forward: 1 P for each range of at least 8 children, if there are too few positions to fill the device; if
-the parents do not fit into one block, 2 * B * L * I values for each block of them, in parts of at most 64 MiB; a copy
-of weights that are rounded to TF32. Backward: 1 P, with 1 or 2 M for pooling and Gaussians, also for each of several
-ranges of children; for blocks of parents as in the forward, with 3 values instead of 2; eight ``dbias`` if all children
-share it; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of each if larger, and
-as much of ``dchildren`` if the parents do not fit into one block. A routing in one launch uses no workspace.
-
-Nothing grows with children times parents, except in the reference: some values for each pair, and a block of votes.
+CUDA, forward: 1 P for each range of at least 8 children, if there are too few positions to fill the device; if the
+parents do not fit into one block, 2 * B * L * I values for each block of them, in parts of at most 64 MiB; a copy of
+weights that are rounded to TF32. Backward: 1 P, with 1 or 2 M for pooling and Gaussians, also for each of the ranges
+of children; for blocks of parents as in the forward, with 3 values instead of 2; eight ``dbias`` if all children share
+it; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of each if larger, and as much
+of ``dchildren`` if the parents do not fit into one block. A routing in one launch uses no workspace.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,9 +74,6 @@ class AttentionRouting(QueryRouting):
         votes, own = self.given(self.cast((*votes, *own)))
         with torch.autocast(device, enabled=False):
             return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
-
-    def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return reference.attention_routing, reference.attention_routing_backward
 
     def check(self, votes: VoteInputs, own: Attention) -> None:
         rows, _, columns = votes.pose

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,9 +76,6 @@ class GaussianRouting(Routing):
         log_weight = next_log_weight(scores, variances, own.rule)
         return {"mean": means, "variance": None if own.rule == Rule.KMEANS else variances, "log_weight": log_weight}
 
-    def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return reference.gaussian_routing, reference.gaussian_routing_backward
-
     def check(self, votes: VoteInputs, own: Gaussian) -> None:
         shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.parent_values_shape}
         check_like(votes, own, shapes, wide=True)
@@ -94,11 +91,8 @@ class GaussianRouting(Routing):
 
     def fakes(self, votes: VoteInputs, own: Gaussian) -> Results:
         count, dtype = len(own.temperatures), accumulation_dtype(votes.children.dtype)
-        shapes: list[Any] = [votes.parent_values_shape, votes.poses, votes.poses]
-        shapes += [
-            (count, *shape)
-            for shape in (votes.parent_values_shape, votes.poses, votes.poses, votes.parent_values_shape)
-        ]
+        values, poses = votes.parent_values_shape, votes.poses
+        shapes = [values, poses, poses, *((count, *shape) for shape in (values, poses, poses, values))]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
     def coefficients(self, votes: VoteInputs, own: Gaussian, results: Results) -> Tensor:
@@ -110,51 +104,53 @@ class GaussianRouting(Routing):
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Gaussian, history: Results) -> None:
         counts, means, narrow, scores = history
-        beta_u: Any = own.beta_use
         em, kmeans, count = own.rule == Rule.EM, own.rule == Rule.KMEANS, len(own.temperatures)
-        numbers = means.shape[-2] * means.shape[-1]
-        variances = narrow + own.eps
-        log_sigma = log_sigmas(variances)
+        variances, numbers = narrow + own.eps, means.shape[-2] * means.shape[-1]
         left = self.advance(own, (scores, means, variances))
         mean, variance, log_weight = (_queue(getattr(own, name), left[name]) for name in STATE)
         betas = (None, None) if em else (own.beta_use, own.beta_ignore)
         rest = Backward(mean, variance, log_weight, *betas, counts, means, narrow, own.eps)
-        d_score, d_mean, d_variance = grads
-        if not em and d_score is None and count > 1:
-            d_score = torch.zeros_like(scores[-1])  # the betas matter in earlier iterations
-        made = {"beta_use", "beta_ignore"} if em or d_score is None else set()
-        reverse.summed = reverse.needs - made - {*STATE}
+        reverse.summed = reverse.needs - {*STATE, *(("beta_use", "beta_ignore") if em else ())}
 
-        heads: list[tuple[Tensor | None, ...]] = []  # the gradients of the results, from the current iteration on
-        heats: list[Tensor | None] = []
-        d_log_sigma: Tensor | None = None
-        found: dict[str, Tensor] = {}
-        between = {*STATE} - ({"variance"} if kmeans else set())
+        d_variance: Any
+        d_score, d_mean, d_variance = grads
+        d_score = torch.zeros_like(scores[-1]) if d_score is None else d_score
+        d_mean = torch.zeros_like(means[-1]) if d_mean is None else d_mean
+        if d_variance is None and not kmeans:  # those of k-means, which no iteration reads, may be without
+            d_variance = torch.zeros_like(narrow[-1])
+        d_log_sigma = torch.zeros_like(d_score)
+        log_sigma = log_sigmas(variances)
+        heats: list[Tensor] = []
+        heads: list[tuple[Tensor | None, ...]] = []  # the gradients of each iteration's results, from the last on
         for k in range(-1, -count - 1, -1):
-            heat = d_counts = None
-            if em and d_score is not None:
-                heat = own.temperatures[k] * d_score
-                d_log_sigma = _plus(d_log_sigma, -heat * counts[k])
-                d_counts = -heat * (numbers * beta_u + log_sigma[k])
-            if d_log_sigma is not None:
-                d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] * inverse_or_zero(variances[k]))
-            heats.insert(0, heat)
-            heads.insert(0, (d_counts, d_mean, d_variance, None if em else d_score))
+            d_counts = None
+            if em:
+                assert own.beta_use is not None
+                heats.append(own.temperatures[k] * d_score)
+                d_counts = -heats[-1] * (numbers * own.beta_use + log_sigma[k])
+                d_log_sigma = d_log_sigma - heats[-1] * counts[k]
+            if not kmeans:
+                d_variance = d_variance + 0.5 * d_log_sigma[..., None, None] * inverse_or_zero(variances[k])
+            heads.append((d_counts, d_mean, d_variance, None if em else d_score))
             first = k == -count
-            wanted = reverse.needs & {*STATE} if first else between
-            found = reverse.ask(k, [_stacked([head]) for head in heads[0]], rest, wanted)
-            if not first:
-                d_mean, d_variance = found["mean"], None if kmeans else found["variance"]
-                d_score = found["log_weight"] * (-scores[k - 1]).sigmoid()
-                d_log_sigma = None if kmeans else -found["log_weight"]
-        for name in reverse.needs & {*STATE}:
-            reverse.gradients[name] = found[name]
+            wanted = reverse.needs & {*STATE} if first else {*STATE} - ({"variance"} if kmeans else set())
+            found = reverse.ask(k, [x if x is None else x[None] for x in heads[-1]], rest, wanted)
+            if first:
+                reverse.gradients |= {name: found[name] for name in wanted}
+                break
+            d_mean, d_log_sigma = found["mean"], -found["log_weight"]
+            d_score = found["log_weight"] * (-scores[k - 1]).sigmoid()
+            if not kmeans:
+                d_variance = found["variance"]
+            elif d_variance is not None:
+                d_variance = torch.zeros_like(d_variance)
         if reverse.together:
-            reverse.ask(None, [_stacked(kind) for kind in zip(*heads, strict=True)], rest)
-        if (heat := _stacked(heats)) is not None:
+            columns: Any = zip(*reversed(heads), strict=True)
+            reverse.ask(None, [None if x[-1] is None else torch.stack(x) for x in columns], rest)
+        if em:
+            heat = torch.stack(heats[::-1])
             for name, part in (("beta_use", -numbers * (heat * counts)), ("beta_ignore", heat)):
-                if name in reverse.needs:
-                    reverse.gradients[name] = part.flatten(0, -2).sum(0)
+                reverse.gradients[name] = part.flatten(0, -2).sum(0)
 
 
 def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:
@@ -163,18 +159,6 @@ def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:
         return None
     every = left[:-1] if first is None else torch.cat((first[None], left[:-1]))
     return every if len(every) else None
-
-
-def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
-def _stacked(each: Sequence[Tensor | None]) -> Tensor | None:
-    """Return a gradient of all iterations, 0 in those without it; None if all are without it."""
-    like = next((x for x in each if x is not None), None)
-    return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in each])
 
 
 gaussian_routing = GaussianRouting()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +49,6 @@ class PoolingRouting(QueryRouting):
 
     def step(self, own: Pooling, results: Results) -> Tensor:
         return results[0] if own.rule == Rule.SQUASH else self.steps_of(own, results[0], results[0].dtype)
-
-    def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return reference.pooling_routing, reference.pooling_routing_backward
 
     def check(self, votes: VoteInputs, own: Pooling) -> None:
         check_like(votes, own, {"query": votes.poses})

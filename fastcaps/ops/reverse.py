@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,44 +13,34 @@ from fastcaps.rules import DETACH
 from fastcaps.votes import VoteInputs
 
 
+@dataclass
 class Reverse:
-    """A routing's backward, last iteration first.
+    """A routing's backward, last iteration first: :meth:`ask` calls ``run``, the backward op, for one iteration.
 
-    An iteration is asked for the gradients of the parents that it was given: its query, say. The rest, ``summed``, is
-    summed over iterations; a routing takes out of it what it makes itself. Where a kernel makes that sum in one call
-    (``together``), with votes and their gradients made once, it comes last; elsewhere an iteration is asked for its
-    part on the way. ``gradients`` holds what was found.
-
-    Parameters
-    ----------
-    routing, run
-        Whose backward it is, and the op that makes it.
-    votes, count
-        What the votes are made of, and how many iterations there are.
-    needs
-        The names of the tensors whose gradients are wanted.
+    An iteration alone has the gradients of its own state, such as its query. The others of ``needs`` are sums over all
+    iterations, and so are ``gradients``. On the CPU the last call computes these sums, and makes the votes once; else
+    each iteration adds its part.
     """
 
-    def __init__(
-        self,
-        routing: Signature,
-        run: Callable[..., Any],
-        votes: VoteInputs,
-        count: int,
-        needs: set[str],
-        together: bool,
-    ) -> None:
-        self.routing, self.run, self.votes, self.count = routing, run, votes, count
-        self.needs, self.together, self.summed = needs, together, needs
-        self.gradients: dict[str, Tensor] = {}
+    routing: Signature
+    run: Callable[..., Any]
+    votes: VoteInputs
+    count: int
+    needs: set[str]
+    on_cpu: bool
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.together = self.on_cpu and self.count > 1
+        self.summed = self.needs
 
     def ask(
         self, k: int | None, heads: Gradients, rest: Sequence[Any], own: Iterable[str] = (), detach: bool = False
     ) -> dict[str, Tensor]:
         """Return the gradients of what iteration k alone was given, ``own``, among others.
 
-        ``heads`` are those of the iteration's results, ``rest`` what the backward op takes after the votes, of all
-        iterations. k counts from the last, -1; None asks for what is summed over all.
+        ``heads`` are those of the iteration's results, ``rest`` the backward op's arguments after the votes, of all
+        iterations. k counts from the last, -1; None asks for the sums over all.
         """
         last = k is None or not self.together
         wanted = {*own, *self.summed} if last else {*own}

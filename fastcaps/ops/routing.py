@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps import backends
+from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, check_tensor
 from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops.define import LIBRARY, NATIVE, define, interruptibly, let_inductor_call, make_differentiable
-from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
 from fastcaps.votes import SET_WINDOW, VoteInputs, as_grid, as_set, without_autocast
@@ -64,10 +63,6 @@ class Routing(Signature, ABC):
         """Return empty tensors of the op's results, without the coefficients."""
 
     @abstractmethod
-    def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the reference's routing of one iteration, and its backward."""
-
-    @abstractmethod
     def coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor:
         """Return the coefficients of the last iteration, from the results of all iterations."""
 
@@ -88,10 +83,11 @@ class Routing(Signature, ABC):
     def __init__(self) -> None:
         """Define both ops."""
         super().__init__()
-        flops = partial(forward_flops, self), partial(backward_flops, self)
-        self.op, self.native = define(self.name, *self.schema, self.run, self.fake, flops[0], self.native_schema)
-        backward = f"{self.name}_backward", *self.backward_schema, self.run_backward, self.fake_backward
-        self.backward_op, self.native_backward = define(*backward, flops[1], self.native_backward_schema)
+        self.op, self.native = define(self.name, *self.schema, self.run, self.fake, self.flops, self.native_schema)
+        name, schema, native = f"{self.name}_backward", self.backward_schema, self.native_backward_schema
+        self.backward_op, self.native_backward = define(
+            name, *schema, self.run_backward, self.fake_backward, self.backward_flops, native
+        )
         make_differentiable(self.op, self._differentiate_op, self.save, self.by_reference, self.fake)
         for key in ("AutocastCPU", "AutocastCUDA"):
             LIBRARY.impl(self.name, self._autocast_kernel(key), key)
@@ -104,8 +100,7 @@ class Routing(Signature, ABC):
                 hears.other(
                     backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
                 )
-            results = self._joined(self.iterate(self._reference, votes, own))
-            return _complete((*results, self._coefficients(votes, own, results)), votes.children)
+            return self._each(votes, own)
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
         if is_transformed():
@@ -140,54 +135,60 @@ class Routing(Signature, ABC):
         chosen = backends.choose(call)
         if chosen in NATIVE:
 
-            def run(votes: VoteInputs, own: Any) -> Results:
-                found: Results = self.native[chosen](*votes, *own[: self.native_count], call.options)
-                return found
+            def run(votes: VoteInputs, own: Any) -> Any:
+                return self.native[chosen](*votes, *own[: self.native_count], call.options)
 
             begins = getattr(own, self.state[0]) is not None
             whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
         else:
-            self._on_grid(votes, own)[0].check()
-            kernel = self._reference
-            if chosen == "triton":
-                kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
-            results = [x.contiguous().detach() for x in self._on_grids(kernel, votes, own)]  # no views: users may write
+            votes.check()
+            self._check(votes, own)
+            kernel = self._reference if chosen == "reference" else partial(self._triton, options=call.options)
+            results = self._joined(self.iterate(kernel, votes, own))
+            results = [x.contiguous().detach() for x in results]  # no views: users may write into them
         return (*results, self._coefficients(votes, own, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the chosen backend. All backends store the same, so it may differ from the forward's."""
-        votes = self.given_backward(arguments)[1]
+        heads, votes, rest, needs = self.given_backward(arguments)
         if backends.on_cpu(self.stem, votes.children):
-            return tuple(interruptibly(self.native_backward["cpu"], (*arguments, 0)))
+            return self.run_backward_on_cpu(*arguments)
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
             return tuple(self.native_backward[chosen](*arguments, call.options))
-        if votes.is_set:
-            lead = {*self.heads, *self.stacked}
-            arguments = tuple(
-                as_grid(x, 2) if name in lead and x is not None else x
-                for name, x in zip(self.backward_names, arguments, strict=True)
-            )
-        heads, _, rest, needs = self.given_backward(arguments)
-        if chosen == "triton":
-            kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
-            found = kernel(heads, votes.on_grid(), rest, needs, call.options)
-        else:
-            found = self._reference_backward(heads, votes.on_grid(), rest, needs)
+        if chosen == "reference":
+            return tuple(self._reference_backward(heads, votes, rest, needs))
+        kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
         if not votes.is_set:
-            return tuple(found)
+            return tuple(kernel(heads, votes, rest, needs, call.options))
+        heads = [x if x is None else as_grid(x, 2) for x in heads]
+        given = rest._asdict()
+        rest = rest._replace(**{name: as_grid(given[name], 2) for name in self.stacked if given[name] is not None})
+        found = kernel(heads, votes.on_grid(), rest, needs, call.options)
         placed = ("children", "gate", *self.state)
         return tuple(
             as_set(x) if name in placed and x.dim() > 1 else x for name, x in zip(self.tensors, found, strict=True)
         )
 
+    def run_backward_on_cpu(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run a backward by the CPU's kernels."""
+        return tuple(interruptibly(self.native_backward["cpu"], (*arguments, 0)))
+
+    def _triton(self, votes: VoteInputs, own: Any, options: int) -> Results:
+        """Run an iteration by Triton's kernel, to which a set is a grid of one position."""
+        kernel: Callable[..., Results] = getattr(backends.triton_kernels(self.stem), self.name)
+        if not votes.is_set:
+            return kernel(votes, own, options=options)
+        state = {name: as_grid(x) for name in self.state if (x := getattr(own, name)) is not None}
+        results = kernel(votes.on_grid(), own._replace(**state), options=options)
+        leading = [1] * len(self.finals) + [2] * len(self.history)  # the first dimension is the iteration
+        return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)]
+
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
-        given = own._asdict()
-        del given["coefficients"]
-        found: Results = self.reference()[0](votes, **given)
-        return found
+        formula: Callable[..., Results] = getattr(reference, self.name)
+        return formula(votes, *own[:-1])  # without `coefficients`
 
     def _reference_backward(self, heads: Gradients, votes: VoteInputs, rest: Sequence[Any], needs: int) -> list[Tensor]:
         """Return the sum over iterations of the reference's backwards of one."""
@@ -201,31 +202,24 @@ class Routing(Signature, ABC):
             given = (*(head if head is None else head[k] for head in heads), votes)
             part = zip(self.Rest._fields, self.part(rest, k), strict=True)
             alone = (x[0] if name in self.stacked and x is not None else x for name, x in part)
-            found = self.reference()[1](*given, *alone, needs)
+            found = getattr(reference, f"{self.name}_backward")(*given, *alone, needs)
             total = [a.add_(b) for a, b in zip(total, found, strict=True)] if total else list(found)
         return total
 
-    def _on_grid(self, votes: VoteInputs, own: Any) -> tuple[VoteInputs, Any]:
-        """Return a call on a set as one on a grid of one position, for kernels in Python."""
-        if not votes.is_set:
-            return votes, own
-        if tuple(votes.window) != SET_WINDOW:
+    def _check(self, votes: VoteInputs, own: Any) -> None:
+        """Raise if the op's arguments do not fit, besides those that :meth:`VoteInputs.check` checks."""
+        if votes.is_set and tuple(votes.window) != SET_WINDOW:
             raise ValueError(f"window must be {list(SET_WINDOW)} for a set, got {list(votes.window)}")
-        state = {name: x for name in self.state if (x := getattr(own, name)) is not None}
-        return votes.on_grid(), own._replace(**{name: as_grid(x) if x.dim() > 1 else x for name, x in state.items()})
-
-    def _on_grids(self, kernel: Callable[..., Results], votes: VoteInputs, own: Any) -> Results:
-        """Run a call by a kernel of one iteration over grids."""
-        placed = self._on_grid(votes, own)
-        self.check(*placed)
-        results = self._joined(self.iterate(kernel, *placed))
-        leading = [1] * len(self.finals) + [2] * len(self.history)  # the first dimension is the iteration
-        return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)] if votes.is_set else results
+        self.check(votes, own)
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a call by the reference, one iteration after another, in differentiable code."""
         votes, own = self.given(arguments)
-        results = self._on_grids(self._reference, votes, own)
+        self._check(votes, own)
+        return self._each(votes, own)
+
+    def _each(self, votes: VoteInputs, own: Any) -> tuple[Tensor, ...]:
+        results = self._joined(self.iterate(self._reference, votes, own))
         return _complete((*results, self._coefficients(votes, own, results)), votes.children)
 
     def iterate(
@@ -300,7 +294,7 @@ class Routing(Signature, ABC):
         arguments, results, count = inputs, output, len(self.finals)  # torch passes them by name
         ctx.routing, ctx.blocks = self, backends.settings()
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in results[count:] if x is not None))
+        ctx.mark_non_differentiable(*results[count : -1 if results[-1] is None else None])
         ctx.save_for_backward(*self.tensors_of(arguments), *results[count:-1])
         ctx.others = others = list(arguments)
         for k in self.places:
@@ -324,13 +318,14 @@ class Routing(Signature, ABC):
         if torch.is_grad_enabled():  # a second derivative: through the reference, which is ordinary code
             return self._through_reference(arguments, finals, needed)
         votes, own = self.given(arguments)
-        watched = is_watched() or not are_plain(arguments[:1])
-        run, count = self.backward_op if watched else self.run_backward, self.iterations(own)
         needs = {name for name, want in zip(self.tensors, needed, strict=True) if want}
         with backends.under(ctx.blocks):
-            reverse = Reverse(self, run, votes, count, needs, count > 1 and backends.on_cpu(self.stem, votes.children))
+            on_cpu, run = backends.on_cpu(self.stem, votes.children), self.backward_op
+            if not is_watched() and are_plain(arguments[:1]):
+                run = self.run_backward_on_cpu if on_cpu else self.run_backward
+            reverse = Reverse(self, run, votes, self.iterations(own), needs, on_cpu)
             self.backward(reverse, finals, votes, own, saved[len(self.tensors) :])
-        return [reverse.gradients.get(name) for name in self.tensors]
+        return [reverse.gradients.get(name) if want else None for name, want in zip(self.tensors, needed, strict=True)]
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
         wanted = [k for k, want in zip(self.places, needed, strict=True) if want]

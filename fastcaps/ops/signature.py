@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.define import tensor_names, written
-from fastcaps.votes import VoteInputs, autocast_dtype
+from fastcaps.votes import VoteInputs, autocast_dtype, output_size
 
 Gradients = Sequence[Tensor | None]
 Results = Sequence[Tensor]
@@ -23,44 +23,23 @@ COUNT = len(VoteInputs._fields)
 class Signature:
     """The arguments and results of a routing's two ops.
 
-    Attributes
-    ----------
-    stem
-        The name of the routing's files; ``stem + "_routing"`` is the op.
-    Own
-        The op's arguments after the votes, a typed named tuple, from which the schema is written. Its last fields are
-        flags that native kernels do not take: ``detach``, which the reference takes, and a backward as a bit of
-        ``needs``; ``coefficients``, which are computed above the backends.
-    Rest
-        The same for the backward, which takes ``heads`` before the votes, and as the last argument ``needs``, the bits
-        of the gradients to compute. It returns the gradients of the op's tensors, in their order.
-    state
-        The tensors of ``Own`` that belong to parents: the first iteration's state.
-    finals, history
-        The results that have gradients; and the others except the coefficients, whose first dimension is the iteration.
-    heads
-        The first arguments of the backward, with their types.
-    moments
-        The number of an iteration's sums over the votes.
-    wide
-        Whether the tensors of ``Own`` have the children's accumulation dtype.
-    constant
-        The tensors that have no gradient with detached coefficients.
-    competing
-        Whether parents compete for a child (or children for a parent).
+    The last fields of ``Own`` are flags that native kernels do not take: ``detach``, which the reference takes, and a
+    backward as a bit of ``needs``; ``coefficients``, which are computed above the backends. A backward takes ``heads``,
+    the votes, ``Rest`` and ``needs``, the bits of the gradients to compute; it returns the gradients of the op's
+    tensors, in their order.
     """
 
-    stem: str
-    Own: Any
-    Rest: Any
-    state: tuple[str, ...]
-    finals: tuple[str, ...]
-    history: tuple[str, ...]
-    heads: Mapping[str, str]
-    moments = 1
-    wide = False
-    constant: frozenset[str] = frozenset()
-    competing = True
+    stem: str  # of the routing's files; stem + "_routing" is the op
+    Own: Any  # the op's arguments after the votes, a typed named tuple from which the schema is written
+    Rest: Any  # the same for the backward
+    state: tuple[str, ...]  # the tensors of Own that belong to parents: the first iteration's state
+    finals: tuple[str, ...]  # the results that have gradients
+    history: tuple[str, ...]  # the others except the coefficients: their first dimension is the iteration
+    heads: Mapping[str, str]  # the first arguments of the backward, with their types
+    moments = 1  # of an iteration: how many sums over the votes
+    wide = False  # whether the tensors of Own have the children's accumulation dtype
+    constant: frozenset[str] = frozenset()  # the tensors that have no gradient with detached coefficients
+    competing = True  # parents for a child, or else children for a parent
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
@@ -69,6 +48,7 @@ class Signature:
         self.tensors = tensor_names(taken)
         self.places = [self.names.index(name) for name in self.tensors]
         self.tensors_of = itemgetter(*self.places)
+        self.bit = {name: 1 << k for k, name in enumerate(self.tensors)}
         flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
         self.native_count = len(self.Own._fields) - len(flags)
         given = {**self.heads, **VoteInputs.__annotations__, **self.Rest.__annotations__}
@@ -110,7 +90,7 @@ class Signature:
 
     def bits(self, names: Iterable[str]) -> int:
         """Return the bits of some tensors' gradients for the backward op."""
-        return sum(1 << self.tensors.index(name) for name in names)
+        return sum(map(self.bit.__getitem__, names))
 
     def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
         """Return iteration k's part, counted from the last, of the backward's arguments after the votes.
@@ -129,3 +109,33 @@ class Signature:
             return None
         shape: Sequence[int] = tensor.shape[1:] if name in self.stacked else tensor.shape
         return shape
+
+    # ---- operations, from the shapes of tensors, for torch's FLOP counter --------------------------------------------
+
+    def flops(self, *shapes: Any, **_: Any) -> int:
+        """Return the multiplications and additions of a call.
+
+        An iteration computes the votes, one sum over them for the agreement, and ``moments`` sums for the results. A
+        first iteration without a state is a single product if there is one moment, as it is linear in the children.
+        """
+        own = self.given(shapes)[1]
+        votes, one = _votes_and_sum(shapes)
+        first = votes + (0 if self.moments == 1 else self.moments * one)
+        each = votes + (1 + self.moments) * one
+        count = self.iterations(own)
+        return count * each if getattr(own, self.state[0]) is not None else first + (count - 1) * each
+
+    def backward_flops(self, *shapes: Any, **_: Any) -> int:
+        """Return those of a backward: votes, agreement, gain, and the two terms of dV, but not dQ."""
+        votes, one = _votes_and_sum(shapes[len(self.heads) :])
+        count, needs = next(head for head in shapes[: len(self.heads)] if head is not None)[0], shapes[-1]
+        return count * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
+
+
+def _votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
+    """Return the operations of computing all votes, and of one sum over them."""
+    (batch, *grid, types, rows, depth), weight, _, _, parents, window = shapes[:6]
+    ho, wo = output_size(window, *(grid or (1, 1)))
+    pairs = batch * ho * wo * window[0] * window[1] * types * parents
+    columns = depth if weight is None else weight[3]
+    return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns

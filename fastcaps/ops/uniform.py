@@ -24,12 +24,11 @@ _LARGE = 1 << 23  # values: 32 MB, which the system allocates page by page in ev
 def torch_runs_first_iteration(votes: VoteInputs) -> bool:
     """Return whether torch's library, not a backend, runs a call's first iteration.
 
-    The library needs the weights in another order. Copying them is cheap beside the convolution unless they are large:
-    with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which needs no copy, 17. If children
-    share weights, summing them first is fastest. Our kernel also runs if the library's convolution on a GPU may round
-    float32 to TF32 but its matmul, whose setting counts here, may not; and if :func:`fastcaps.backends.tf32x3` is on,
-    which the library does not have. Only shapes and settings decide, so that results have the same bits with and
-    without gradients. DTensors are split first, and each process's part comes here.
+    The library needs the weights in another order. Copying them is cheap beside the convolution unless they are large.
+    If children share weights, summing them first is fastest. Our kernel also runs if the library's convolution on a GPU
+    may round float32 to TF32 but its matmul, whose setting counts here, may not; and under
+    :func:`fastcaps.backends.tf32x3`, which the library does not have. Only shapes and settings decide, so that results
+    have the same bits with and without gradients. Parts of DTensors come here, not DTensors.
     """
     children, weight, window = votes.children, votes.weight, votes.window
     if weight is None or backends.forced() == "reference" or is_sharded(votes[:4]):

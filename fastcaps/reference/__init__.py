@@ -3,7 +3,7 @@
 It runs on every device of torch. Arguments and results are those of the ops (:mod:`fastcaps.ops`), except that the
 first six arguments are one :class:`~fastcaps.votes.VoteInputs`. Votes are computed a block of children at a time
 (:mod:`fastcaps.reference.verbs`), and only a few values for each child and parent are stored. Every backend is tested
-against the reference, and the reference against the papers' procedures as plain loops.
+against the reference, and the reference against the papers' procedures over stored votes.
 
 A backward returns the gradients of the op's tensors, in their order. A gradient is an empty tensor if its bit in
 ``needs`` is not set (``1 << k`` for the k-th), or its input is None. With the bit ``DETACH`` the coefficients are

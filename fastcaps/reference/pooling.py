@@ -70,8 +70,8 @@ def pooling_routing(
     ``r_im = g_i exp(a_im) / sum_j g_j exp(a_jm)``, ``S_m = sum_i r_im V_im``. Without a query all a are 0: S is the
     average of the votes, weighted by their gates.
 
-    Gates, which must not be negative, act inside the softmax, so coefficients add up to 1, and a gate of 0 removes a
-    child, as padding does. If no child exists, parents are 0 and the log-sum-exp is -infinity.
+    Gates, which must not be negative, act inside the softmax: a gate of 0 removes a child, as padding does. If no child
+    exists, parents are 0 and the log-sum-exp is -infinity.
 
     Parameters
     ----------

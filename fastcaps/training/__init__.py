@@ -1,9 +1,9 @@
 """Training: recipes, losses, optimisers, schedules, and the trainer that runs them.
 
-Modules: ``fields`` (settings as data), ``config`` (all settings), ``loss``, ``metric``, ``optimizer``, ``schedule``,
-``data``, ``module`` (the LightningModule), ``callbacks``, ``folder`` (of a run), ``run``, ``files`` and ``recipes``;
-``tables``, ``reproduce`` and ``figures`` for the papers' tables. Modules that need Lightning are imported on first use,
-so that recipes can be read without it.
+Modules: ``fields`` (settings as data), ``config`` (all settings), ``loss`` (with metrics), ``optimizer`` (with
+schedules), ``data``, ``module`` (the LightningModule), ``callbacks``, ``folder`` (of a run), ``run``, ``files`` and
+``recipes``; ``tables``, ``reproduce`` and ``figures`` for the papers' tables. Modules that need Lightning are imported
+on first use, so that recipes can be read without it.
 """
 
 from __future__ import annotations

@@ -123,9 +123,8 @@ class MetricsWriter(Timer):
     def _save(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
             with replacing(self.path) as fresh, fresh.open("w", newline="") as file:
-                table = csv.writer(file)
-                table.writerow(self.rows[0] if self.rows else COLUMNS)
-                table.writerows(row.values() for row in self.rows)
+                names = self.rows[0] if self.rows else COLUMNS
+                csv.writer(file).writerows([names, *(row.values() for row in self.rows)])
 
 
 class Report(RichProgressBar):

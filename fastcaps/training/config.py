@@ -13,23 +13,10 @@ from pydantic.dataclasses import dataclass
 
 from fastcaps import models
 from fastcaps.checks import did_you_mean
-from fastcaps.training.fields import (
-    SHORT,
-    STRICT,
-    Count,
-    Flag,
-    Index,
-    NotNegative,
-    RunError,
-    Settings,
-    as_data,
-    changed,
-    flat,
-    read,
-)
+from fastcaps.training import fields
+from fastcaps.training.fields import SHORT, STRICT, Count, Flag, Index, NotNegative, RunError, Settings
 from fastcaps.training.loss import AnyLoss, CrossEntropy
-from fastcaps.training.optimizer import Adam, AnyOptimizer
-from fastcaps.training.schedule import AnySchedule, OneCycle
+from fastcaps.training.optimizer import Adam, AnyOptimizer, AnySchedule, OneCycle
 
 WHERE = (
     *("out", "recipe", "data.dir", "data.options.transformer"),
@@ -133,11 +120,11 @@ class TrainConfig(Settings):
         >>> config.optimizer.momentum
         0.9
         """
-        return read(cls, settings)
+        return fields.read(cls, settings)
 
     def changed(self, changes: Mapping[str, Any]) -> TrainConfig:
         """Return a copy with other values, given by paths: ``config.changed({"optimizer.lr": 0.01})``."""
-        return read(TrainConfig, changed(as_data(self), changes))
+        return fields.read(TrainConfig, fields.changed(fields.as_data(self), changes))
 
     @property
     def folder(self) -> Path:
@@ -147,16 +134,16 @@ class TrainConfig(Settings):
 
 def defaults() -> dict[str, Any]:
     """Return the settings that have defaults, as data."""
-    every = as_data(TrainConfig(Network("digits"), Data("digits")))
+    every = fields.as_data(TrainConfig(Network("digits"), Data("digits")))
     return {name: value for name, value in every.items() if name not in ("network", "data")}
 
 
 def runs_of(config: TrainConfig) -> list[TrainConfig]:
     """Return a configuration's runs, one per seed; several get folders ``seed-0`` and so on."""
+    if config.runs == 1:
+        return [config]
     seeds = range(config.seed, config.seed + config.runs)
-    folder = config.folder
-    several = [replace(config, seed=seed, runs=1, out=str(folder / f"seed-{seed}")) for seed in seeds]
-    return several if config.runs > 1 else [config]
+    return [replace(config, seed=seed, runs=1, out=str(config.folder / f"seed-{seed}")) for seed in seeds]
 
 
 def kept(folder: Path) -> TrainConfig:
@@ -166,14 +153,14 @@ def kept(folder: Path) -> TrainConfig:
         settings = json.loads(path.read_text())
         if isinstance(settings, dict):
             settings.pop("versions", None)
-        return read(TrainConfig, settings)
+        return fields.read(TrainConfig, settings)
     except (OSError, RecursionError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); restart the run with --overwrite") from error
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two runs differ, by paths, with both values, except those of :data:`WHERE`."""
-    old, new = flat(as_data(before)), flat(as_data(after))
+    old, new = fields.flat(fields.as_data(before)), fields.flat(fields.as_data(after))
     # names first, since they change others
     names = sorted({*old, *new} - {*WHERE}, key=lambda name: (not name.endswith(".name"), name))
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

@@ -23,11 +23,9 @@ from fastcaps.training.config import TrainConfig, kept
 def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -> dict[str, Any]:
     """Measure steps of a network, sized as in the paper, on random images.
 
-    ``eager`` is plain PyTorch, which stores the votes. It skips updates that cannot change the result, and computes no
-    votes in the first iteration, which is linear; the published implementations need more.
-
-    Returns ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about
-    ``seconds``), ``parameters``, ``seed``.
+    Return ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about
+    ``seconds``), ``parameters``, ``seed``. ``eager`` skips updates that cannot change the result, and computes no votes
+    in the first iteration, which is linear; the published implementations need more.
     """
     torch.manual_seed(config.seed)
     network: Any = models.create(config.network.name, **config.network.options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -15,36 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
 
-from fastcaps.data import (
-    Chain,
-    ColorJitter,
-    ImageDataset,
-    Mixup,
-    OverlappingDigits,
-    RandomCropFlip,
-    ResizeCrop,
-    ShuffledBatches,
-    Splits,
-    TextDataset,
-    crops,
-    load,
-)
-from fastcaps.data.transforms import resized
+from fastcaps.data import ImageDataset, OverlappingDigits, ShuffledBatches, Splits, TextDataset, load, transforms
 from fastcaps.training.config import Data, TrainConfig
-
-SPLIT_SEED = 0
-"""The seed of the choice of validation images, which are the same in every run."""
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
     """Return the middle of resized test images, ``[n, c, size, size]``, or crops ``[n, 5 or 10, c, size, size]``."""
     assert data.resize is not None
-    made = crops(resized(images, data.resize), size, flip=data.multi_crop and bool(data.flip))
+    made = transforms.crops(transforms.resized(images, data.resize), size, flip=data.multi_crop and bool(data.flip))
     return made if data.multi_crop else made[:, 4]
 
 
@@ -65,20 +43,21 @@ def read_data(data: Data) -> Splits:
                 raise ValueError(f"data.{option}: got {got} for {data.name}, {why}; want none")
     augment: Any = getattr(train, "augment", None)
     if data.pad is not None:
-        augment = RandomCropFlip(data.pad, flip=bool(data.flip))
+        augment = transforms.RandomCropFlip(data.pad, flip=bool(data.flip))
     elif data.resize is not None:
         assert splits.image_size is not None
         size = data.crop or splits.image_size
-        augment = ResizeCrop(data.resize, size, flip=bool(data.flip))
+        augment = transforms.ResizeCrop(data.resize, size, flip=bool(data.flip))
         if data.crop is not None or data.multi_crop:
             splits.test.augment = functools.partial(tested_crops, data, size)
             splits = replace(splits, image_size=size)
     if data.jitter:
-        augment = ColorJitter() if augment is None else Chain(augment, ColorJitter())
+        jitter = transforms.ColorJitter()
+        augment = jitter if augment is None else transforms.Chain(augment, jitter)
     if augment is not None:
         train.augment = augment
     if data.mixup:
-        train.mixup = Mixup(len(splits.classes), data.mixup)
+        train.mixup = transforms.Mixup(len(splits.classes), data.mixup)
     return splits
 
 
@@ -88,9 +67,8 @@ def check_parts(splits: Splits) -> None:
         part = getattr(splits, name)
         if part is None or hasattr(part, "gather"):
             continue
-        got, item = type(part).__name__, None
-        if hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part):
-            item = part[0]
+        got = type(part).__name__
+        item = part[0] if hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part) else None
         if isinstance(item, (tuple, list)):
             kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in item]
             if len(item) == 2 and kinds[0].startswith("torch.float") and isinstance(item[1], (Integral, Tensor)):
@@ -124,9 +102,7 @@ class Subset(Dataset[Any]):
 
     def finish(self, gathered: tuple[Tensor, ...]) -> Any:
         """Return a gathered batch, finished on its device; parts are pixels in [0, 1], ``[n, 2, h, w]``, and labels."""
-        if not hasattr(self.dataset, "finish"):
-            return gathered
-        made = self.dataset.finish(gathered)
+        made = self.dataset.finish(gathered) if hasattr(self.dataset, "finish") else gathered
         if not self.parts:
             return made
         digits, labels, states = gathered
@@ -142,24 +118,12 @@ def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = Fal
         return Subset(train, parts=parts), None
     if count >= len(train):
         raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     plain = copy.copy(train)
     for name, value in (("augment", tested_as), ("mixup", None)):
         if hasattr(plain, name):
             setattr(plain, name, value)
     return Subset(train, sorted(order[count:]), parts=parts), Subset(plain, sorted(order[:count]), parts=parts)
-
-
-class EpochBatches(ShuffledBatches):
-    """Shuffled batches that set the data set's epoch, so that one with a seed changes its images in each."""
-
-    source: Any = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # now, not with the first batch, since workers copy the data set in between
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.epoch)
-        return super().__iter__()
 
 
 class ImageData(pl.LightningDataModule):
@@ -181,7 +145,8 @@ class ImageData(pl.LightningDataModule):
         self.source = splits.train
         self.crops = (10 if config.data.flip else 5) if config.data.multi_crop else 1
         self.batch_size, self.seed = config.batch_size, config.seed
-        self.workers = min(config.workers, cores())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = min(config.workers, cores)
         self._epoch = self._start = 0
 
     def _loader(self, dataset: Any, batches: Any) -> DataLoader[Any]:
@@ -196,12 +161,10 @@ class ImageData(pl.LightningDataModule):
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def _batches(self) -> EpochBatches:
+    def _batches(self) -> ShuffledBatches:
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
-        batches = EpochBatches(len(self.train), self.batch_size // world_size, self.seed, **where)
-        batches.source = self.source
-        return batches
+        return ShuffledBatches(len(self.train), self.batch_size // world_size, self.seed, **where, source=self.source)
 
     def steps_per_epoch(self) -> int:
         """Return the number of training batches per rank and epoch."""
@@ -213,8 +176,7 @@ class ImageData(pl.LightningDataModule):
     def val_dataloader(self) -> list[DataLoader[Any]]:
         """Return loaders of the test images and the validation images."""
         assert self.trainer is not None
-        loaders, size = [], max(self.batch_size // self.trainer.world_size, 128)
-        size = max(size // self.crops, 1)
+        loaders, size = [], max(max(self.batch_size // self.trainer.world_size, 128) // self.crops, 1)
         for dataset in (self.test, self.validation):
             if dataset is not None:
                 mine = range(self.trainer.global_rank, len(dataset), self.trainer.world_size)
@@ -224,8 +186,7 @@ class ImageData(pl.LightningDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch finished on the training device."""
         assert self.trainer is not None
-        source = self.train if self.trainer.training else (self.test, self.validation)[dataloader_idx]
-        assert source is not None
+        source: Any = self.train if self.trainer.training else (self.test, self.validation)[dataloader_idx]
         return source.finish(batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,14 +75,11 @@ def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Pa
 
 
 class Agreement(NamedTuple):
-    """Histogram of the cosine between votes and a parent.
+    """A histogram of the cosine between votes and a parent."""
 
-    Of each bin its middle, the percentage of votes in it, and their mean length (NaN for no votes), ``[n]``.
-    """
-
-    cosines: Tensor
-    share: Tensor
-    length: Tensor
+    cosines: Tensor  # of the bins' middles, [n]
+    share: Tensor  # of the votes in each, in percent
+    length: Tensor  # their mean length; NaN for no votes
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import json
 import platform
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ WRITTEN = ("last.ckpt", "best.ckpt", "metrics.csv", "result.json")
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
@@ -96,8 +95,8 @@ def is_finished(config: TrainConfig) -> bool:
 
 def check_sums(path: Path) -> None:
     """Raise BadZipFile if a checkpoint's checksums do not match, as torch does not compare them."""
-    if not zipfile.is_zipfile(path):  # torch.load raises
-        return
+    if not zipfile.is_zipfile(path):
+        return  # torch.load raises
     try:
         with zipfile.ZipFile(path) as held:
             folders = [entry.filename for entry in held.infolist() if entry.external_attr & 16]

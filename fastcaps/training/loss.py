@@ -1,4 +1,4 @@
-"""Losses by name: dataclasses of settings that compute the loss.
+"""Losses by name, dataclasses of settings that compute the loss; and the metrics.
 
 A loss is called with the network, a :class:`Batch` and the fraction of the run that is done, and returns the loss and
 the logits. The formulas are in :mod:`fastcaps.losses` and torch.
@@ -60,9 +60,9 @@ class Loss(Settings, ABC):
         return self.of(logits, batch.target, done), logits
 
 
-def _require_labels(loss: str, target: Tensor) -> None:
+def _require_labels(what: str, target: Tensor) -> None:
     if target.dim() != 1:
-        raise ValueError(f"loss: {loss} needs one class per sample, got {target.dtype} targets {shape_text(target)}")
+        raise ValueError(f"{what} needs one class per sample, got {target.dtype} targets {shape_text(target)}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -73,9 +73,10 @@ class CrossEntropy(Loss):
     name: Literal["cross-entropy"] = "cross-entropy"
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
-        if target.dim() == 2 and not target.is_floating_point():
-            _require_labels("cross-entropy", target)
-        target = target.to(logits.dtype) if target.is_floating_point() else target
+        if target.is_floating_point():
+            target = target.to(logits.dtype)
+        else:
+            _require_labels("loss: cross-entropy", target)
         return F.cross_entropy(logits, target, label_smoothing=self.smoothing)
 
     def average(self, logits: Tensor) -> Tensor:
@@ -91,7 +92,6 @@ class BinaryCrossEntropy(Loss):
 
     @property
     def threshold(self) -> float:  # type: ignore[override]
-        """A probability of a half."""
         return 0.5 if self.probabilities else 0.0
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
@@ -147,15 +147,11 @@ class Margin(Loss):
             logits = network(*batch.inputs)
         finally:
             hook.remove()
-        poses = kept[0]
-        there = batch.part_labels >= 0
-        missed = poses.new_zeros(())
-        for part in range(batch.parts.shape[1]):
-            drawn = network.decoder(poses, batch.part_labels[:, part].clamp(min=0))
-            each = reconstruction_loss(
-                drawn, batch.parts[:, part : part + 1], scale=self.reconstruction, reduction="none"
-            )
-            missed = missed + (each * there[:, part]).mean()
+        missed = logits.new_zeros(())
+        for pixels, labels in zip(batch.parts.split(1, 1), batch.part_labels.unbind(1), strict=True):
+            drawn = network.decoder(kept[0], labels.clamp(min=0))
+            each = reconstruction_loss(drawn, pixels, scale=self.reconstruction, reduction="none")
+            missed = missed + (each * (labels >= 0)).mean()
         return logits, missed
 
 
@@ -174,7 +170,7 @@ class Spread(Loss):
         return self.start + min(done / self.over, 1.0) * (self.end - self.start)
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
-        _require_labels("spread", target)
+        _require_labels("loss: spread", target)
         return spread_loss(logits, target, self.margin(done))
 
 
@@ -192,7 +188,6 @@ class Feedback(Loss):
 
     @property
     def threshold(self) -> float:  # type: ignore[override]
-        """That of the base loss."""
         return self.base.threshold
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
@@ -207,3 +202,23 @@ class Feedback(Loss):
 
 
 AnyLoss = Annotated[CrossEntropy | BinaryCrossEntropy | Margin | Spread | Feedback, CHOICE, SHORT]
+
+
+def right(metric: str, logits: Tensor, target: Tensor, threshold: float) -> Tensor:
+    """Return which samples are classified correctly, bool ``[B]``; files and tables call their share accuracy.
+
+    - ``accuracy``: the highest logit is the sample's class (with mixup, its most probable one).
+    - ``exact-match``: the classes with logits above ``threshold`` are exactly those in the image.
+    - ``top-2``: every class in the image is among the two highest logits.
+
+    Logits are ``[B, M]``, the target is as for a loss.
+    """
+    if metric == "accuracy":
+        if not target.is_floating_point():
+            _require_labels("metric: accuracy", target)
+        return logits.argmax(1) == (target.argmax(1) if target.dim() == 2 else target)
+    there = (F.one_hot(target, logits.shape[1]) if target.dim() == 1 else target) > 0
+    if metric == "exact-match":
+        return ((logits > threshold) == there).all(1)
+    highest = logits.topk(min(2, logits.shape[1]), 1).indices
+    return there.sum(1) == there.gather(1, highest).sum(1)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.loss import Batch
-from fastcaps.training.metric import right
+from fastcaps.training.loss import Batch, right
 
 STAGES = ("train", "test", "validation")
 
@@ -19,12 +18,7 @@ STAGES = ("train", "test", "validation")
 class CapsuleClassifier(pl.LightningModule):
     """A network of class logits, with its loss and accuracy over whole epochs.
 
-    Parameters
-    ----------
-    network : Module
-    config : TrainConfig
-    mean, std : Tensor, optional
-        Of the images' normalisation, ``[1, channels, 1, 1]``, for a loss that compares pixels.
+    ``mean`` and ``std`` are those of the images' normalisation, ``[1, channels, 1, 1]``, for a loss of pixels.
     """
 
     means: Any

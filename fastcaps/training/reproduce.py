@@ -71,18 +71,16 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
 
 def cells(line: Line) -> tuple[str, ...]:
     """Return the printed cells of a line, one per column of ``HEADER``."""
-    config, limit = line.config, line.config.data.limit
+    config, limit, done = line.config, line.config.data.limit, len(line.results)
     images = "all" if limit is None else f"{limit - config.data.validation:,}"
-    missing = config.runs - len(line.results)
-    ours = _number(line.mean, line.spread) + (f" ({len(line.results)} of {config.runs} seeds)" if missing else "")
-    is_cost = line.measure in COSTS and line.results
+    seeds = f" ({done} of {config.runs} seeds)" if done < config.runs else ""
     return (
         line.label,
-        ours if line.results else "not run",
+        _number(line.mean, line.spread) + seeds if done else "not run",
         line.row.note if line.paper is None else _number(line.paper, line.row.spread),
         "" if line.difference is None else f"{line.difference:+.2f}",
-        f"batch of {config.batch_size}" if is_cost else f"{config.epochs:,} × {images}",
-        f"{line.results[0]['parameters']:,}" if line.results else "",
+        f"batch of {config.batch_size}" if done and line.measure in COSTS else f"{config.epochs:,} × {images}",
+        f"{line.results[0]['parameters']:,}" if done else "",
     )
 
 
@@ -105,8 +103,7 @@ def collect(lines: Sequence[Line]) -> list[Line]:
     """Return the lines of a table with the results of finished runs; RunError if one has other settings."""
     for line in lines:
         has_run(line.config)  # checks the settings in the folder above those of several seeds
-    found = [[read_result(one) for one in runs_of(line.config)] for line in lines]
-    return [replace(line, results=tuple(filter(None, each))) for line, each in zip(lines, found, strict=True)]
+    return [replace(line, results=tuple(filter(None, map(read_result, runs_of(line.config))))) for line in lines]
 
 
 def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console) -> bool:
@@ -114,11 +111,11 @@ def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console
 
     ``chosen`` are labels or names of the lines to train, none for all.
     """
-    named = [{line.label, line.row.label, line.name} for line in lines]
+    named = {line.name: {line.label, line.row.label, line.name} for line in lines}
     for text in chosen:
-        if not any(text in names for names in named):
+        if not any(text in names for names in named.values()):
             raise ValueError(f"--row: got {text!r}, want one of {'; '.join(dict.fromkeys(a.row.label for a in lines))}")
-    wanted = [line for line, names in zip(lines, named, strict=True) if not chosen or names & {*chosen}]
+    wanted = [line for line in lines if not chosen or named[line.name] & {*chosen}]
     unfinished = [line for line in wanted if len(line.results) < line.config.runs]
     main = True
     for index, line in enumerate(unfinished):
@@ -178,19 +175,15 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         sign = -1 if table.measure == "accuracy" else 1
         ranks = (lambda line: sign * (line.mean or 0), lambda line: sign * (line.paper or 0))
         ours, paper = ("; ".join(line.label for line in sorted(compared, key=rank)) for rank in ranks)
-        found.append(
-            f"Best first, ours and the paper's: {ours}."
-            if ours == paper
-            else f"Best first, ours: {ours}. The paper's: {paper}."
-        )
+        both = f" and the paper's: {ours}." if ours == paper else f": {ours}. The paper's: {paper}."
+        found.append(f"Best first, ours{both}")
     seeds = sorted({result["seed"] for line in lines for result in line.results})
     if seeds:
         machines = dict.fromkeys(
             ", ".join(f"{name} {version}" if name != "machine" else version for name, version in used.items())
             for used in (result["versions"] for line in lines for result in line.results)
         )
-        word = "Seed" if len(seeds) == 1 else "Seeds"
-        found.append(f"{word} {', '.join(map(str, seeds))}; {'; '.join(machines)}.")
+        found.append(f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; {'; '.join(machines)}.")
     return found
 
 
@@ -206,11 +199,8 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
     kind = " (small batch)" if table.measure in COSTS else " (short runs)"
     title = f"{table.title}{kind if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
-        trained = []
-        for line in lines:
-            finished = next((one for one in runs_of(line.config) if read_result(one)), None)
-            if finished is not None:
-                trained.append(figures.load(finished, line.label))
+        finished = [(line.label, next(filter(read_result, runs_of(line.config)), None)) for line in lines]
+        trained = [figures.load(config, label) for label, config in finished if config is not None]
         if not trained:
             raise RunError(f"{table.title}: nothing to draw, as no run is finished")
         figures.FIGURES[table.draw](trained, path, title)
@@ -220,10 +210,9 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
     paper = [None if line.paper is None else (line.paper, line.row.spread) for line in lines]
     names = [line.label for line in lines]
     if short:  # beside a whole training's values they would look like the same thing
-        full = [_number(line.paper, line.row.spread) for line in lines]
-        names = [
-            name + (f"\n(paper, in full: {value})" if value else "") for name, value in zip(names, full, strict=True)
-        ]
+        for index, line in enumerate(lines):
+            if line.paper is not None:
+                names[index] += f"\n(paper, in full: {_number(line.paper, line.row.spread)})"
         paper = [None] * len(lines)
     if table.over is None:
         viz.bars(names, ours, paper, path, title=title, axis=axis)

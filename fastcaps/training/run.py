@@ -1,11 +1,5 @@
 """``fastcaps train``: train a network on a data set with Lightning, with one or several seeds.
 
-One call does everything::
-
-    from fastcaps.training import TrainConfig, train
-
-    result = train(TrainConfig.of(network="mnist", data={"name": "mnist", "dir": "path/to/data"}, out="runs/mnist"))
-
 docs/training.md lists the files of a run. An interrupted run resumes from ``last.ckpt`` inside its epoch, with the same
 order of images, random state, optimiser and schedule, so on the CPU it ends with the same weights as without the
 interruption.
@@ -33,30 +27,18 @@ from torch import nn
 
 from fastcaps import models
 from fastcaps.data import DataError, Splits
+from fastcaps.training import folder
 from fastcaps.training.callbacks import Checkpoints, MetricsWriter, Report, read_metrics
 from fastcaps.training.config import TrainConfig, runs_of
 from fastcaps.training.data import ImageData, check_parts, read_data
 from fastcaps.training.fields import RunError
-from fastcaps.training.folder import (
-    check_sums,
-    clear,
-    in_one_line,
-    is_finished,
-    load_weights,
-    only_run,
-    prepared,
-    versions,
-    write_json,
-)
+from fastcaps.training.folder import in_one_line, is_finished, load_weights, prepared, versions
 from fastcaps.training.module import CapsuleClassifier
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
-
-    Accuracy and loss are those of the last epoch or, with validation images, of the epoch that did best on these.
-    """
+    """The result of a run: of its last epoch or, with validation images, of the epoch that did best on these."""
 
     network: nn.Module  # trained, in evaluation mode, on the CPU
     test_accuracy: float  # over the whole test set, from 0 to 1
@@ -70,8 +52,7 @@ class TrainResult:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence Lightning's warnings and log messages in a ``with`` block."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.")
@@ -79,7 +60,7 @@ def quiet() -> Iterator[None]:
                 logger.setLevel(logging.ERROR)
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in loggers.items():
             logger.setLevel(level)
 
 
@@ -125,7 +106,7 @@ def _errors_in_one_line(config: TrainConfig, metrics: MetricsWriter, checkpoint:
     """Raise RunError with one line if a batch is too large, or a checkpoint cannot be resumed from."""
     try:
         if checkpoint is not None:
-            check_sums(checkpoint)
+            folder.check_sums(checkpoint)
         yield
     except Exception as error:  # Lightning and torch may raise anything
         if is_out_of_memory(error):
@@ -162,18 +143,10 @@ def train(
         The data, if already loaded, or your own: each part a data set of :mod:`fastcaps.data`, or any torch data set of
         pairs, a float image ``[c, h, w]`` and its class as an int.
 
-    Returns
-    -------
-    TrainResult
-        The accuracy is that of the last epoch or, with validation images, of the best one on these; the choice never
-        uses the test set.
-
     Raises
     ------
-    ValueError, DataError
+    ValueError, TypeError, DataError
         If a setting, the data, or their combination is wrong; before any computation.
-    TypeError
-        If ``splits`` holds something else.
     RunError
         If ``config.out`` holds another run or is in use by one, or its checkpoint cannot be read.
     """
@@ -187,7 +160,7 @@ def train(
     going_on = resume and checkpoint.is_file()
     if going_on and is_finished(config):
         is_main = getattr(rank_zero_only, "rank", 0) == 0  # there is no trainer yet
-        with only_run(out) if is_main else nullcontext():
+        with folder.only_run(out) if is_main else nullcontext():
             return _result(config, network, read_metrics(out / "metrics.csv"), load_weights(network, out), is_main)
     pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
     module, data = CapsuleClassifier(network, config, **pixels), ImageData(splits, config)
@@ -209,19 +182,21 @@ def train(
         network = module.network.cpu()
         epoch = len(history) if data.validation is None else load_weights(network, out)
         result = _result(config, network, history, epoch, is_main)
+        best: dict[str, Any] = {}
+        if result.best_epoch is not None:
+            accuracy = history[result.best_epoch - 1]["validation_accuracy"]
+            best = {"best_epoch": result.best_epoch, "validation_accuracy": accuracy}
         if is_main:
-            summary: dict[str, Any] = {
-                "test_accuracy": result.test_accuracy,
-                "test_loss": result.test_loss,
-                "seconds_per_epoch": [row["seconds"] for row in history],
-                "seconds_this_call": time.perf_counter() - began,
-                "parameters": sum(p.numel() for p in network.parameters()),
-                "seed": config.seed,
-            }
-            if result.best_epoch is not None:
-                accuracy = history[result.best_epoch - 1]["validation_accuracy"]
-                summary |= {"best_epoch": result.best_epoch, "validation_accuracy": accuracy}
-            _write_result(config, summary)
+            _write_result(
+                config,
+                test_accuracy=result.test_accuracy,
+                test_loss=result.test_loss,
+                seconds_per_epoch=[row["seconds"] for row in history],
+                seconds_this_call=time.perf_counter() - began,
+                parameters=sum(p.numel() for p in network.parameters()),
+                seed=config.seed,
+                **best,
+            )
     return result
 
 
@@ -243,9 +218,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return own or any(text in str(error) for text in texts)
 
 
-def _write_result(config: TrainConfig, summary: dict[str, Any]) -> None:
+def _write_result(config: TrainConfig, **summary: Any) -> None:
     about = {"metric": config.metric, "epochs": config.epochs, "versions": versions()}
-    write_json(config.folder / "result.json", {**summary, **about})
+    folder.write_json(config.folder / "result.json", {**summary, **about})
 
 
 @dataclass(frozen=True)
@@ -256,11 +231,7 @@ class SeedsResult:
     mean: float  # of their test accuracies
     spread: float  # sample standard deviation (n − 1)
     out: Path  # the folder above theirs
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process prints."""
-        return self.results[0].is_main
+    is_main: bool = True  # whether this process prints
 
 
 def train_seeds(
@@ -268,26 +239,23 @@ def train_seeds(
 ) -> SeedsResult:
     """Train ``config.runs`` networks that differ only in their seed, one after the other; return their results.
 
-    Each has its own folder in ``config.out``, ``seed-0`` and so on, beside a ``result.json`` of all. Settings and
-    errors are those of :func:`fastcaps.training.train`. With ``resume``, an interrupted run resumes, and a finished one
-    is only reported.
+    Each has its own folder in ``config.out``, ``seed-0`` and so on, beside a ``result.json`` of all. The rest is as for
+    :func:`train`.
     """
     if config.runs < 2:
         raise ValueError(f"runs: got {config.runs}, want 2 or more (train trains one)")
-    splits, out = read_data(config.data), config.folder
-    every = runs_of(config)
-    # Lightning starts this command again for every other device
-    is_main = getattr(rank_zero_only, "rank", 0) == 0
+    splits, every = read_data(config.data), runs_of(config)
+    is_main = getattr(rank_zero_only, "rank", 0) == 0  # Lightning starts this command again for every other device
     finished = resume and all(is_finished(one) for one in (config, *every))
     with prepared(config, resume, overwrite) if is_main else nullcontext():
         # all before the first: a resumed command must not take an old result for a new one
         for one in every if is_main and overwrite else ():
-            clear(one.folder)
-        options: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "splits": splits}
-        results = [train(one, report=report or Report(), **options) for one in every]
+            folder.clear(one.folder)
+        report = report or Report()
+        results = [train(one, resume=resume, overwrite=overwrite, report=report, splits=splits) for one in every]
         accuracies = [result.test_accuracy for result in results]
         mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
         if is_main and not finished:
             both, seeds = {"mean": mean, "spread": spread}, [one.seed for one in every]
-            _write_result(config, {"test_accuracy": both, "test_accuracies": accuracies, "seeds": seeds})
-    return SeedsResult(results, mean, spread, out)
+            _write_result(config, test_accuracy=both, test_accuracies=accuracies, seeds=seeds)
+    return SeedsResult(results, mean, spread, config.folder, results[0].is_main)

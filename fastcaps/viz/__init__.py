@@ -8,18 +8,6 @@ from fastcaps.viz.perturbing import perturbation_map, perturbations
 from fastcaps.viz.routes import coefficient_map, coefficients, descent, parse_tree
 
 __all__ = [
-    "bars",
-    "coefficient_map",
-    "coefficients",
-    "descent",
-    "diagnosis",
-    "last_votes",
-    "learning_curve",
-    "lines",
-    "listening",
-    "listening_map",
-    "parse_tree",
-    "perturbation_map",
-    "perturbations",
-    "places",
-]
+    "bars", "coefficient_map", "coefficients", "descent", "diagnosis", "last_votes", "learning_curve", "lines",
+    "listening", "listening_map", "parse_tree", "perturbation_map", "perturbations", "places",
+]  # fmt: skip

@@ -54,13 +54,12 @@ def learning_curve(
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
-    epochs = [row["epoch"] for row in history]
     figure, plots = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     said = (("loss", 1.0, "cross-entropy (nats per image)"), ("accuracy", 100.0, "images classified correctly (%)"))
     for plot, (quantity, factor, label) in zip(plots, said, strict=True):
         for part, colour, marker in (("train", BLUE, "o"), ("test", ORANGE, "s")):
-            values = [factor * row[f"{part}_{quantity}"] for row in history]
-            plot.plot(epochs, values, color=colour, marker=marker, markersize=5, linewidth=2, label=f"{part} images")
+            at, values = zip(*((row["epoch"], factor * row[f"{part}_{quantity}"]) for row in history), strict=True)
+            plot.plot(at, values, color=colour, marker=marker, markersize=5, linewidth=2, label=f"{part} images")
         plot.set(xlabel="epoch", ylabel=label)
         plot.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         tidy(plot, "y")
@@ -73,14 +72,14 @@ def learning_curve(
     return finish(figure, path, title)
 
 
-Measured = tuple[float, float | None] | None
-"""A value and its standard deviation, or None."""
+Measured = Sequence[tuple[float, float | None] | None]
+"""Values and their standard deviations, or None."""
 
 
 def bars(
     labels: Sequence[str],
-    ours: Sequence[Measured],
-    paper: Sequence[Measured],
+    ours: Measured,
+    paper: Measured,
     path: str | Path,
     *,
     title: str,
@@ -90,14 +89,12 @@ def bars(
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
     pairs = ((-0.2, ours, OURS, "ours"), (0.2, paper, OTHERS, "paper")) if any(paper) else ((0.0, ours, OURS, "ours"),)
     for shift, values, colour, who in pairs:
-        numbers, spreads = zip(*((np.nan, None) if each is None else each for each in values), strict=True)
-        errors = [spread or np.nan for spread in spreads]
-        at = [index + shift for index in range(len(labels))]
-        drawn = plot.barh(at, numbers, 0.38, color=colour, label=who, xerr=errors, error_kw={"capsize": 3})
+        numbers, spreads = np.array([(np.nan, np.nan) if each is None else each for each in values], float).T
+        at = np.arange(len(labels)) + shift
+        drawn = plot.barh(at, numbers, 0.38, color=colour, label=who, xerr=spreads, error_kw={"capsize": 3})
         plot.bar_label(drawn, fmt="%.2f", padding=3, fontsize=9)
-        for place, value in zip(at, values, strict=True):
-            if value is None and who == "ours":
-                plot.text(0, place, " not run", va="center", fontsize=9, color=GREY)
+        for place in at[np.isnan(numbers)] if who == "ours" else ():
+            plot.text(0, place, " not run", va="center", fontsize=9, color=GREY)
     plot.margins(x=0.12)
     plot.set(xlim=(0, None), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
     plot.invert_yaxis()
@@ -109,7 +106,7 @@ def bars(
 
 def lines(
     values: Sequence[Any],
-    measured: Mapping[str, tuple[Sequence[Measured], Sequence[Measured]]],
+    measured: Mapping[str, tuple[Measured, Measured]],
     path: str | Path,
     *,
     title: str,
@@ -125,14 +122,12 @@ def lines(
     ordered = sorted(measured.items(), key=lambda each: each[0] != "fastcaps")  # whose colour is ours
     for index, (label, both) in enumerate(ordered):
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
+        for who, line, fill, found in (("ours", "-", style["color"], both[0]), ("paper", "--", "white", both[1])):
             here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]
             if here:
-                at, means, spreads = zip(*here, strict=True)
-                fill = style["color"] if who == "ours" else "white"
-                errors = [spread or 0.0 for spread in spreads] if any(spreads) else None
+                at, means, spreads = np.array(here, float).T  # without a spread NaN, which draws no bar
                 name = f"{label}, {who}" if any(both[1]) else label
-                plot.errorbar(at, means, errors, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
+                plot.errorbar(at, means, spreads, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
     plot.set(xlabel=over, ylabel=axis, xticks=list(values))
     tidy(plot, "y")
     if plot.get_legend_handles_labels()[0]:

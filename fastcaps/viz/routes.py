@@ -89,11 +89,10 @@ def coefficients(network: nn.Module, images: Tensor, *, uniform: bool = False) -
             network(images)
             pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
             if pools:
-                shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].given["features"].shape[2:]
+                shares = pools[-1].coefficients()[:, 0, 0]  # [B, H'W' (groups), M]
                 shares = torch.full_like(shares, 1 / shares.shape[1]) if uniform else shares
-                return (
-                    shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
-                )  # from [B, H'W' (groups), M]
+                grid = pools[-1].given["features"].shape[2:]
+                return shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
     raise ValueError(
         f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
         f"got {type(network).__name__}"
@@ -142,13 +141,7 @@ def coefficient_map(
 
 
 def parse_tree(
-    network: CapsNet,
-    image: Tensor,
-    path: str | Path,
-    *,
-    title: str,
-    names: Sequence[str] = (),
-    branches: int = 3,
+    network: CapsNet, image: Tensor, path: str | Path, *, title: str, names: Sequence[str] = (), branches: int = 3
 ) -> Path:
     """Draw one image's parse tree, from the predicted class down to the image, and return the file's path.
 
@@ -176,7 +169,7 @@ def parse_tree(
             line += [Node(spot, index, part) for spot, part in zip(spots, best.values.tolist(), strict=True)]
         tree.append(line)
     name = names[chosen] if names else f"class {chosen}"
-    return _draw_tree(image.detach().float().cpu(), levels, tree, _frames(network, image, levels), path, title, name)
+    return finish(_tree(image.detach().float().cpu(), levels, tree, _frames(network, image, levels), name), path, title)
 
 
 _MOST = 12  # capsules side by side
@@ -198,8 +191,8 @@ def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames
     if levels[-1].dim() != 3:
         return [None] * len(levels)
     rows, columns = places(network, image[None], (levels[-1].shape[1], levels[-1].shape[2]))
-    steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in
-             zip((rows, columns), image.shape[1:], strict=True)]  # fmt: skip
+    axes = zip((rows, columns), image.shape[1:], strict=True)
+    steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in axes]
     spans = list(steps)
     frames: Frames = [((rows, columns), (steps[0], steps[1]))]
     for layer, level in zip(network.routing.layers, levels[-2::-1], strict=True):
@@ -216,15 +209,7 @@ def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames
     return frames
 
 
-def _draw_tree(
-    image: Tensor,
-    levels: Sequence[Tensor],
-    tree: Sequence[Sequence[Node]],
-    frames: Frames,
-    path: str | Path,
-    title: str,
-    name: str,
-) -> Path:
+def _tree(image: Tensor, levels: Sequence[Tensor], tree: Sequence[Sequence[Node]], frames: Frames, name: str) -> Any:
     plt = pyplot()
     widest = max(map(len, tree))
     size = (1.9 + 1.15 * widest, 0.6 + 1.75 * len(tree))
@@ -253,4 +238,4 @@ def _draw_tree(
                 ends = ((0.5, 0.0), (0.5, 1.25), above[node.above].transAxes, plot.transAxes)
                 figure.add_artist(ConnectionPatch(*ends, color=GREY, linewidth=thick, alpha=0.7, zorder=0))
         above = drawn
-    return finish(figure, path, title)
+    return figure

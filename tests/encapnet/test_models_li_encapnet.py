@@ -34,40 +34,14 @@ def count(name: str, **overrides: Any) -> int:
         return sum(parameter.numel() for parameter in models.create(name, **overrides).parameters())
 
 
-def by_hand(
-    layers: tuple[int, ...], aides: tuple[bool, ...], said_by: int = 0, cells: int = 16, classes: int = 10
-) -> int:
-    """The parameters of a network of 32 types, dimensions 1 to 16, without its first convolution.
-
-    ``said_by``: from how many branches a coefficient is made.
-    """
-    total, below = 16 * 32 * cells * classes, 1
-    for dim, many, aide in zip((2, 4, 8, 16), layers, aides, strict=True):
-        channels = 32 * dim
-        total += 9 * 32 * below * channels + channels  # the connection that skips type I
-        for depth in range(many):
-            into, width = (below, 3) if depth == 0 else (dim, 1)
-            total += 32 * into * dim * width**2 + channels + 2 * channels
-            if aide:
-                total += 32 * into * channels * (width + 4) ** 2 + channels + 2 * 2 * channels
-                total += 2 * (said_by * 32 * dim * 9 + 32)
-        below = dim
-    return total
+SUMS = {"none": 1_743_680, "own": 36_474_944, "other": 36_474_944, "both": 36_544_064}
+"""Parameters of EncapNet-v1 by its coefficients, as the paper's layers add up to."""
 
 
 def test_parameters_by_hand() -> None:
-    first = 3 * 32 * 9 + 32 + 64
-    four, no, yes = (4, 4, 4, 4), (False,) * 4, (True,) * 4
-    wanted = {"none": 1_743_680, "own": 36_474_944, "other": 36_474_944, "both": 36_544_064}
-    for coefficients, parameters in wanted.items():
-        said_by = {"none": 0, "both": 2}.get(coefficients, 1)
-        assert parameters == first + by_hand(four, no if coefficients == "none" else yes, said_by)
-        assert count("li-encapnet-v1", coefficients=coefficients) == parameters
-    assert count("li-encapnet-master") == wanted["none"] and count("li-encapnet-v1") == wanted["both"]
-    shallow, deep = (False, False, True, True), (9, 12, 69, 9)
-    first = 3 * 32 * 49 + 32 + 64
-    assert count("li-encapnet-v2") == first + by_hand(deep, shallow, 2, 16, 200) == 176_330_752
-    assert count("li-encapnet-v3") == first + by_hand(deep, shallow, 2, 49, 200) == 179_709_952
+    assert {each: count("li-encapnet-v1", coefficients=each) for each in SUMS} == SUMS
+    assert count("li-encapnet-master") == SUMS["none"] and count("li-encapnet-v1") == SUMS["both"]
+    assert (count("li-encapnet-v2"), count("li-encapnet-v3")) == (176_330_752, 179_709_952)
 
 
 def test_parameters_of_the_others() -> None:

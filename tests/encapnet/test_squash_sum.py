@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +14,7 @@ import cuda_target
 import pytest
 import torch
 from cuda_on_cpu import build
+from suite import python
 from torch import Tensor
 
 from fastcaps import backend, backends
@@ -183,48 +182,24 @@ def test_nan_and_infinity_stay_where_they_are(name: str) -> None:
             assert tensor.isfinite().all()
 
 
-def test_the_same_bits_for_any_number_of_threads() -> None:
+def test_the_same_bits_for_any_number_of_threads(threads_kept: None) -> None:
     given = draw((3, 7, 4, 9, 11), "xayb", torch.float32)
     tensors = [*(given[key] for key in "xayb"), torch.randn_like(given["x"])]
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            with on("cpu"):
-                found.append(run(squash_sum, "xayb", {"types": 7, "relu": True}, tensors))
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with on("cpu"):
+            found.append(run(squash_sum, "xayb", {"types": 7, "relu": True}, tensors))
     for other in found[1:]:
         assert all(torch.equal(found[0][key], other[key]) for key in other)
-
-
-def again(some: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run some of these tests in another process."""
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", some, "-p", "no:cacheprovider"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, env=variables, capture_output=True, text=True)
-
-
-def passed(done: subprocess.CompletedProcess[str]) -> int:
-    """Return how many of them passed; fail if any did not."""
-    assert done.returncode == 0, done.stdout[-3000:]
-    return int(done.stdout.rsplit(" passed", 1)[0].split()[-1])
-
-
-@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
-def test_every_instruction_set(level: str) -> None:
-    if backends.native_capability() in (None, level):
-        pytest.skip("there is no library, or this process runs that level")
-    done = again("kernel_is_the_reference and cpu", FASTCAPS_CPU_CAPABILITY=level)
-    if "is not a level that this processor has" in done.stdout + done.stderr:
-        pytest.skip("this processor has no " + level)
-    assert passed(done) == len(ROWS)
 
 
 @pytest.mark.skipif("triton" in KERNELS, reason="this is that process")
 def test_the_triton_kernels_in_its_interpreter() -> None:
     pytest.importorskip("triton")
-    assert passed(again("triton", TRITON_INTERPRET="1")) == len(ROWS) + 5
+    command = ("-m", "pytest", __file__, "-q", "-k", "triton", "-p", "no:cacheprovider")
+    done = python(*command, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and f"{len(ROWS) + 5} passed" in done.stdout, done.stdout[-3000:]
 
 
 # ---- what PyTorch asks for -------------------------------------------------------------------------------------------

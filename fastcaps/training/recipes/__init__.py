@@ -1,13 +1,8 @@
 """The experiments of the papers, one YAML file per paper: network, data, loss, optimiser, schedule, iterations.
 
-A recipe has the fields of :class:`fastcaps.training.TrainConfig`, and
-
-- ``source``: the paper, its section and its table or figure; not needed in your own recipes;
-- ``reported``: the paper's result;
-- ``reading``: our choices where the paper is silent;
-- ``base`` and ``also``: the papers' recipe that it extends (:class:`fastcaps.training.files.Shelf`).
-
-Your own recipe is a file with one recipe's fields.
+A recipe has the fields of :class:`fastcaps.training.TrainConfig` and those of :class:`Recipe`; ``base`` and ``also``
+name the papers' recipe that it extends (:class:`fastcaps.training.files.Shelf`). Your own recipe is a file with one
+recipe's fields, and needs no source.
 """
 
 from __future__ import annotations

@@ -1,21 +1,25 @@
-"""torch.func, forward mode, second derivatives and checkpoints of every routing function.
+"""What PyTorch does with every routing function: torch.func, derivatives, checkpoints, autocast, FLOP counts.
 
 torch's own checks hold derivatives to finite differences, in forward and reverse mode, over each other and mapped; what
-vmap does must be what a call for each entry does.
+vmap does must be what a call for each entry does. Under autocast the dtype and the rounding are held.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
+from nn_layers import LAYERS, Row
+from suite import every_backend
 from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastcaps
-from fastcaps import Window
+from fastcaps import Window, backend
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -102,3 +106,95 @@ def test_an_ensemble_of_primary_capsules() -> None:
         func.vmap(run)(func.stack_module_state(models)), zip(*(m(features) for m in models), strict=True), strict=True
     ):
         torch.testing.assert_close(found, torch.stack(wanted))
+
+
+# ---- half precision --------------------------------------------------------------------------------------------------
+
+
+def autocast() -> AbstractContextManager[None]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def as_cast(routing: Routing, given: Leaves) -> Leaves:
+    """What autocast makes of the arguments, in float64. Betas enter sums and keep their numbers; of Heinsen's scores it
+    is their sigmoid that is cast."""
+    cast = {k: t.double() if k.startswith("beta") else t.bfloat16().double() for k, t in given.items()}
+    if routing.child == "scores":
+        cast["scores"] = given["scores"].sigmoid().bfloat16().double().logit()
+    return cast
+
+
+@every_backend
+@every_window
+@every_routing
+def test_results_err_no_more_than_what_is_rounded(routing: Routing, window: Window | None, name: str) -> None:
+    """The tensors, and the poses after each iteration; coefficients are those that the call used."""
+    given = routing.tensors(window, torch.float32)
+    with backend("reference"):
+        exact = routing.ours(as_cast(routing, given), window, coefficients=True)
+        eager = routing.ours({key: t.bfloat16() for key, t in given.items()}, window, coefficients=True)
+    with backend(name), autocast():
+        found = routing.ours(given, window, coefficients=True)
+    assert {found[key].dtype for key in routing.results} == {torch.bfloat16}
+    for key, tensor in found.items():
+        limit = 2 * (eager[key].double() - exact[key]).abs().max() + 2.0**-8 * exact[key].abs().max()
+        assert (tensor.double() - exact[key]).abs().max() <= limit, key
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("row", "options"), [*((row, {}) for row in LAYERS), (LAYERS[0], {"dropout": 0.4, "bias": True})], ids=str
+)
+def test_layers_return_one_dtype_in_training_and_in_eval(row: Row, options: dict[str, Any], name: str) -> None:
+    module, children = row.kind(5, 3, 4, 4, **options), torch.randn(3, 5, 4)
+    found = []
+    for mode in (True, False):
+        with backend(name), autocast():
+            results = module.train(mode)(children)
+        found.append([tensor.dtype for tensor in ((results,) if isinstance(results, Tensor) else results)])
+    assert found[0] == found[1] and found[0][0] == torch.bfloat16
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+def sizes(routing: Routing, window: Window | None) -> tuple[int, int]:
+    """Operations of one product with all matrices, and of one sum of all votes or of their agreement."""
+    given = routing.tensors(window)
+    batch, types, *grid, rows, depth = given["children"].shape
+    columns, parents = (given["weight"].shape[3], given["weight"].shape[1]) if "weight" in given else (depth, 1)
+    places = (1, 1) if window is None else window.output_size(*grid)
+    seen = types * (1 if window is None else window.positions)
+    one = 2 * batch * places[0] * places[1] * seen * rows * columns
+    one *= parents + ("leaky" in routing.name)
+    return (one * depth if "weight" in given else 0), one
+
+
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if "prior" not in row.leaves], ids=str)  # has wider votes
+@every_window
+@every_backend
+def test_forward_is_counted(name: str, window: Window | None, routing: Routing) -> None:
+    """Every iteration computes votes; with a query also agreement and sums; else it is linear except for moments."""
+    with backend(name), FlopCounterMode(display=False) as counter, torch.no_grad():
+        routing.ours(routing.tensors(window, torch.float32), window)
+    votes, one = sizes(routing, window)
+    wanted = routing.first * (votes + (2 * one if routing.moments == 2 else 0))
+    wanted += (routing.iterations - routing.first) * (votes + (1 + routing.moments) * one)
+    # a convolution of its own for the bias of the votes
+    more = one if routing.library else 0
+    assert counter.get_total_flops() in (wanted, wanted + more)
+
+
+@every_routing
+def test_backward_is_counted(routing: Routing) -> None:
+    leaves = {name: tensor.requires_grad_() for name, tensor in routing.tensors(dtype=torch.float32).items()}
+    loss = number(routing.ours(leaves))
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    votes, one = sizes(routing, None)
+    iterations = 1 if "detach" in routing.name else routing.iterations
+    # an iteration runs twice if a separate call sums the gradients of children and weights over iterations
+    assert (
+        0 < 2 * iterations * votes <= counter.get_total_flops() <= routing.iterations * (4 * votes + 8 * one)
+        or not votes
+    )
