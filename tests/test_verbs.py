@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fastcaps
 from fastcaps import BackendError, Votes, Window, backend, backends, functional
 from fastcaps.functional import Capsules
+from fastcaps.ops import verbs as verb_ops
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 native = pytest.mark.skipif(not backends.native_serves("verbs"), reason="no native CPU kernels of the verbs")
@@ -410,6 +411,21 @@ def test_what_is_wrong_is_named(error: type[Exception], says: str, run: Callable
     with pytest.raises(error, match=pattern) as caught:
         run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("op", verb_ops.ops.values(), ids=verb_ops.ops)
+def test_a_raw_op_refuses_a_meta_tensor_beside_others(op: Any) -> None:
+    """Its fake kernel would answer with memory that nothing has written."""
+    tensors = {"children": torch.ones(2, 3, 1, 2), "weight": torch.ones(3, 4, 2, 2), "bias": torch.ones(3, 4, 1, 2)}
+    tensors |= {"coefficients": torch.ones(2, 3, 4), "means": torch.ones(2, 4, 1, 2)}
+    tensors |= {"targets": tensors["means"], "precisions": tensors["means"]}
+    others = {"parents": 4, "window": (1, 1, 1, 1, 0, 0, 1, 1), "squared": True, "power": 2, "needs": 7, "gate": None}
+    names = [argument.name for argument in op._schema.arguments]
+    op(*((tensors | others)[name] for name in names))
+    for wrong in [name for name in names if name in tensors and name != "children"]:
+        changed = tensors | others | {wrong: tensors[wrong].to("meta")}
+        with pytest.raises(ValueError, match=f"^{wrong} must be on cpu, got meta$"):
+            op(*(changed[name] for name in names))
 
 
 @pytest.mark.parametrize("name", ["own", "one-group", "one-matrix", "grid", "made"])

@@ -95,6 +95,9 @@ def _faker(name: str) -> Callable[..., Any]:
     def fake(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
         let_inductor_call(ops[name])
+        for key, value in zip((*VoteInputs._fields[:4], *_NAMES[name]), (*votes[:4], *rest), strict=False):
+            if value is not None and value.device != votes.children.device:  # such as a meta tensor among others
+                raise ValueError(f"{key} must be on {votes.children.device}, got {value.device}")
         if (hears := listener.get()) is not None:
             hears.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.coefficients_shape)} pairs")
         children, wide = votes.children, accumulation_dtype(votes.children.dtype)
@@ -177,8 +180,7 @@ def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = _through_reference(ctx, votes, (coefficients, targets, precisions), grads)
             return (*found[:3], *[None] * (COUNT - 3), *found[3:], None, None)
         dchildren, dweight, dbias = grads
-        none: tuple[Any, ...] = (None, None, None)
-        found = [None, None, None]  # of children, weight, bias
+        found = [None] * COUNT
         dcoefficients = dtargets = None
         parts = []
         if dchildren is not None or dbias is not None:
@@ -198,7 +200,7 @@ def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             if ctx.needs_input_grad[which] and votes.weight is not None and (which == 0 or dchildren is not None):
                 pulled = ops["vote_pull"](*part, coefficients, targets, None, False, 1 << which)
                 found[which] = pulled[which]
-        return (*found, *none, dcoefficients, dtargets, None, None, None)
+        return (*found, dcoefficients, dtargets, None, None, None)
 
 
 def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
