@@ -1,4 +1,4 @@
-// The ops of the verbs: scores of pairs, sums of votes, and what pairs pull back.
+// The ops of the verbs: scores of pairs, sums of votes, and the pull: gradients of children, weight and bias.
 #include "cpu/verbs.h"
 
 #include "cpu/call.h"
@@ -7,14 +7,14 @@
 namespace fastcaps {
 namespace {
 
-constexpr int64_t kItems = 32;                    // that a call is cut into where it can be
+constexpr int64_t kItems = 32;                    // of a call, if it can be cut into so many
 constexpr int64_t kMatrixBytes = 1 << 16;         // of a child's matrices for a tile of parents
 constexpr int64_t kBlockBytes = 3 << 13;          // of a block's
 constexpr int64_t kPoseBytes = 1 << 17;           // of an item's parents
 constexpr int64_t kLongestRange = 4096;           // children whose votes one item adds up
 constexpr int64_t kPartBytes = int64_t(1) << 26;  // of all parts of a gradient
 
-// A verb's call: what it is given made flat, and the items that it is cut into, by shapes alone.
+// A verb's call: its arguments made flat (cpu/verbs.h), and its items, which depend on shapes only.
 struct VerbOp {
   CpuCall cpu;
   VerbCall call{};
@@ -49,7 +49,7 @@ struct VerbOp {
     kept.push_back(cpu.result("workspace", {numbers + 16}, data));
     return aligned(data);
   }
-  // Flat poses, and from row to row; a single row of a number without the tensor.
+  // Returns flat poses and their step from row to row; without the tensor a single row of `otherwise`.
   const void* flat(const MaybeTensor& x, double otherwise, int64_t& step) {
     step = x ? call.flat : 0;
     void* data = workspace(x ? call.numbers() : call.flat);

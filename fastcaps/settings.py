@@ -33,7 +33,7 @@ class Setting(Generic[Value]):
         self._blocks: ContextVar[tuple[_Block[Value], ...]] = ContextVar(name, default=())
 
     def get(self) -> Value:
-        """Return the value. In compiled code it is a constant, made anew where other blocks are open in the process."""
+        """Return the value. In compiled code it is a constant; opening other blocks in the process recompiles."""
         return self._get() if self.open else self.default
 
     @torch.compiler.assume_constant_result

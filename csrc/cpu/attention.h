@@ -10,7 +10,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// What attention and pooling share: parents ask with a query Q, and results are weighted sums of votes.
+// What attention and pooling share: a query Q for each parent, and results that are weighted sums of votes.
 template <class T, class X, class Operands_>
 struct QueryForward {
   using Operands = Operands_;

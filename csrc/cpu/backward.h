@@ -1,23 +1,23 @@
-// One pass, backward, by recomputation. What is common to the passes is here: votes are made again, the gradient of
-// each goes to its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. The passes of several iterations over
-// the same votes may be one call: then dV is the sum of what each iteration says.
+// One pass, backward, by recomputation: what the passes have in common. Votes are made again; the gradient of each is
+// added to those of its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. The passes of several iterations
+// over the same votes may be one call: dV is then the sum over the iterations.
 //
-// An item owns a group of samples and a range of child types n (with all their places in the window), so that nobody
-// else writes the children's gradients it writes. It walks block by block of children, and for each block over all rows
-// of its group, so that the gradient of those children's matrices is gathered on chip.
+// An item owns a group of samples and a range of child types n (with all their places in the window), so no other item
+// writes the same children's gradients. It walks over its children block by block, and with each block over all rows of
+// its group, so the gradient of the block's matrices stays on chip.
 //
-// What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
-//   load     the parents of a row and the gradients of its results, once for all items
-//   enter    children that share their weights are next, and
-//   leave    have all been met (folded.h alone)
-//   score    a vote against a parent: its logit, and the products of the gradients with it
-//   dscore   from logits to shares and the logits' gradients; returns the gate's
-//   dvote    numbers of a vote's gradient
-//   add      what votes add to their parent's gradient
-//   finish   the parents' gradients are written
-//   shares_known, known_share   whether shares ask no vote and no gate's gradient is wanted, and such a share
-//   needs_vote           whether dvote or add reads votes
-//   evidence_gain, ignored_evidence, add_betas   what a child's logits say through the betas (gaussian.h alone)
+// A policy (attention.h, folded.h, pooling.h, gaussian.h) defines the pass; X is the type of a row's values:
+//   load     reads the parents of a row and the gradients of its results, once for all items
+//   enter    runs before the children that share a matrix (folded.h only)
+//   leave    runs after them (folded.h only)
+//   score    computes the logit of a vote for a parent, and the products of the vote with the gradients
+//   dscore   computes shares and the gradients of logits from logits; returns the gradient of the gate
+//   dvote    computes values of a vote's gradient
+//   add      adds votes to the gradient of their parent
+//   finish   writes the gradients of the parents
+//   shares_known, known_share   whether shares depend on no vote and no gradient of a gate is wanted; such a share
+//   needs_vote                  whether dvote or add reads votes
+//   evidence_gain, ignored_evidence, add_betas   the terms of the betas (gaussian.h only)
 #pragma once
 
 #include <vector>
@@ -58,7 +58,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   X* results = nullptr;
   bool needs_vote = false;  // any iteration does
   bool kept = false;        // the votes of the block in hand are
-  bool unsafe = false;      // windows leave the grid, and what parents hold is not finite: 0 times that is not 0
+  bool unsafe = false;      // windows leave the grid and parents are not finite: 0 times those is not 0
   int64_t item = 0;
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
@@ -81,7 +81,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     seen_state = Pass::kFolds ? arena.take<X>(iterations * state_size) : nullptr;
   }
 
-  // Numbers that votes for `many` parents are summed in; where they are folded, what a group of children has of them.
+  // Values in the sums of votes for `many` parents; for folded votes, of one group of children.
   int64_t target_numbers(int64_t many) const { return summed_numbers<Pass>(in, many); }
   // The parents of iteration k before row t of a walk.
   const X* state(int64_t t, int64_t k) const {
@@ -89,7 +89,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   }
   V* scores_of(int64_t k) const { return scores + k * Pass::kScores * slots * in.M; }
 
-  // Where a row's lanes are; false where its group has ended before it.
+  // Sets the tile of a row; returns false if its group ends before it.
   bool place(int64_t row, Tile<T>& tile) const {
     if (kChildLanes) {
       tile.place(in, row, row + 1);
@@ -114,7 +114,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // The parents' gradients of one row: the ranges' parts in their order.
+  // Adds up the gradients of one row's parents, the ranges in their order.
   void finish_row(int64_t row) {
     if (!place(row, tiles[0])) return;
     X* partial = static_cast<X*>(call.partial);
@@ -137,7 +137,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     dW = call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.row_groups ? group : item)
                       : nullptr;
     dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
-    if ((kSharing || Pass::kFolds) && in.G > 1) {  // those that share weights, one group after another
+    if ((kSharing || Pass::kFolds) && in.G > 1) {  // one group of children that share weights after another
       for (int64_t c = at * in.G / schedule.ranges; c < (at + 1) * in.G / schedule.ranges; ++c) {
         range = {c, 1, in.G, in.I / in.G};
         walk(count);
@@ -202,7 +202,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     score<Source::kMade>(k);
   }
 
-  // Shares that no vote has a say in, and nobody asks for the gates' gradients.
+  // Stores shares that depend on no vote, if no gradient of a gate is wanted.
   void take_known_shares(int64_t k) {
     for (int64_t t = 0; t < block.nt; ++t) {
       const int64_t first = t * schedule.block_children;
@@ -258,7 +258,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     V dgate = passes[k].dscore(scores_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
     if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), range, q);
     const auto whole = (gate != 0) | ((dgate - dgate) == 0);
-    if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
+    if (in.gate.data && !all(whole)) {  // a broken child with a gate of 0 has no gradient and no effect
       const auto keep_whole = [&](V& number) { number = whole ? number : V{}; };
       keep_whole(dgate);
       for (int64_t d = 0; d < CD; ++d) keep_whole(P[slot * CD + d]);
@@ -275,8 +275,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // Where a parent of row t gathers its gradient: in the row's, or, where lanes are children, in the block's own. The
-  // iterations of one call have no gradients of their parents, except as they are folded.
+  // The gradients of row t's parents; null if they are not wanted, as in a call of several iterations unless it is
+  // folded. target(): those to which votes are added, which belong to the block if lanes are children.
   X* result(int64_t t, int64_t k) const {
     if constexpr (Pass::kFolds) return inner_results + k * target_numbers(in.M);
     return results ? results + t * result_size : nullptr;

@@ -12,7 +12,7 @@ namespace fastcaps {
 
 inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
-// One of a table's kernels over all items, or rows.
+// Runs one of a table's kernels over all items, or rows.
 template <class Call>
 void run_items(SignalWatch& watch, const Call& call, void (*kernel)(const Call&, int64_t, int64_t, void*),
                int64_t items, int64_t scratch_bytes) {
@@ -25,13 +25,13 @@ void run_items(SignalWatch& watch, const Call& call, void (*kernel)(const Call&,
   STD_TORCH_CHECK(!watch.stopped(), "fastcaps: the handler of a signal stopped the call");
 }
 
-// A gradient of which every group, item or row makes a part of its own.
+// A gradient in parts, one for each group, item or row.
 struct Partial {
-  MaybeTensor first, others;  // none where the gradient is not wanted, or has one part
+  MaybeTensor first, others;  // none if the gradient is not wanted; no others for one part
   Parts parts;
   int64_t count;
 
-  // The sum, in the order of the parts, in place of the first.
+  // Adds the other parts to the first, in their order, and returns it.
   const MaybeTensor& sum() const {
     if (!others) return first;
     if (first->scalar_type() == ScalarType::Double)
@@ -54,28 +54,28 @@ struct Partial {
   }
 };
 
-// A call on the CPU, and what is made for it.
+// A call on the CPU, and the tensors that are allocated for it.
 struct CpuCall : OpCall {
   explicit CpuCall(const VoteTensors& tensors) : OpCall(tensors) {
     STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     const MaybeTensor& weight = given.weight;
-    // Matrices are better read in bfloat16 than copied where they are large and each child has its own.
+    // If matrices are large and each child has its own, reading bfloat16 is faster than copying them to float.
     votes.narrow_weight = weight && weight->scalar_type() == ScalarType::BFloat16 && weight->is_contiguous() &&
                           votes.G == votes.I && votes.D * votes.E >= kLargeMatrix;
     votes.weight = votes.narrow_weight ? data_of(*weight) : table(weight);
     votes.bias = table(given.bias);
   }
 
-  // Numbers that every item's part of the bias' gradient has.
+  // Values in every item's part of the gradient of the bias.
   int64_t bias_numbers() const { return given.bias ? int64_t(given.bias->numel()) : 0; }
 
-  // A result in the compute type, its address in `data`.
+  // Returns a new result in the compute type, and its address in `data`.
   Tensor result(const char* what, const Shape& shape, void*& data, bool clear = false) const {
     Tensor out = fresh(new_tensor(children, shape, compute, what));
     data = data_of(out);
     const size_t bytes = size_t(out.numel()) * out.element_size();
     if (clear && bytes > 1 << 16) torch::stable::zero_(out);              // by all threads
-    if (clear && bytes && bytes <= 1 << 16) std::memset(data, 0, bytes);  // of no bytes there is no address
+    if (clear && bytes && bytes <= 1 << 16) std::memset(data, 0, bytes);  // an empty tensor has no address
     return out;
   }
   // `result`, if it is wanted.
@@ -88,7 +88,7 @@ struct CpuCall : OpCall {
     data = data_of(out);
     return out;
   }
-  // `count` parts of a result, none of them where there is nothing to do.
+  // `count` parts of a result; for a count of 0 it is zeros.
   Partial partial(const char* what, bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
     Parts parts;
     MaybeTensor first = maybe(what, wanted, shape, parts.first, clear || count == 0);
@@ -96,7 +96,7 @@ struct CpuCall : OpCall {
     MaybeTensor others = maybe(what, wanted && count > 1, {count - 1, parts.numbers}, parts.others, clear);
     return {first, others, parts, count};
   }
-  // `rows` rows of `numbers` numbers, as wide as the schedule's rows are.
+  // Workspace for `numbers` values of each of the schedule's rows, `copies` times.
   MaybeTensor rows(bool wanted, const Schedule& schedule, int64_t copies, int64_t numbers, int64_t lanes,
                    void*& data) const {
     if (!wanted) return {};
@@ -106,7 +106,7 @@ struct CpuCall : OpCall {
     data = aligned(data);
     return out;
   }
-  // A gradient as an op returns it: empty where it is not wanted.
+  // A gradient as an op returns it: empty if it is not wanted.
   Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute, "an empty gradient"); }
   // The same in the storage type.
   Tensor stored(const MaybeTensor& x) const {
@@ -115,7 +115,7 @@ struct CpuCall : OpCall {
   }
 };
 
-// Run a forward call whose operands and results are set, all iterations of it.
+// Runs all iterations of a forward call whose operands and results are set.
 template <class Operands>
 void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const Votes& in = call.votes;
@@ -129,7 +129,7 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const MaybeTensor state = cpu.rows(cut && call.total > 1, call.schedule, 1, row.state, lanes, call.state);
   const int64_t scratch = table.forward_scratch(call);
   SignalWatch watch;
-  call.iterations = cut ? 1 : call.total;  // where children are cut into ranges, iterations wait for all of them
+  call.iterations = cut ? 1 : call.total;  // an iteration needs the sums over all ranges of the one before
   for (call.iteration = 0; call.iteration < call.total; call.iteration += call.iterations) {
     run_items(watch, call, table.forward, call.schedule.items(), scratch);
     if (!cut) continue;
@@ -143,8 +143,7 @@ struct Gradients {
   Tensor children, weight, bias, gate;
 };
 
-// Run a backward call whose operands are set and which has its schedule. `empty`: no gradient arrives, or there are no
-// positions.
+// Runs a backward call whose operands and schedule are set. `empty`: no result has a gradient, or no position exists.
 template <class Operands>
 Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
   const Votes& in = call.votes;

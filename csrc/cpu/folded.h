@@ -1,8 +1,8 @@
-// The attention pass where many children share each matrix. Agreement and weighted sum are linear in the votes, so the
-// matrix may act on the parents instead: with U_m = Q_m W^T, of the shape of a child's pose,
+// The attention pass for many children that share each matrix. Agreement and weighted sum are linear in the votes, so
+// the matrix may act on the parents instead: with U_m = Q_m W^T, of the shape of a child's pose,
 //   <Q, P W> = <U, P>,  S = sum_i r_i P_i W = (sum_i r_i P_i) W
 // A type's children are met together; a vote then costs 2 C D multiplications and no matrix. Votes that are the
-// children's own poses (and a bias) are the same without a matrix: U = Q.
+// children's poses (and a bias) need no matrix: U = Q.
 #pragma once
 
 #include "attention.h"
@@ -198,8 +198,8 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
 };
 
-// The walk of a backward item (see walk() there), row by row: the parents pulled back to the children's poses before,
-// their gradients pushed to the parents after.
+// The walk of a backward item (see BackwardItem::walk), row by row: maps the parents to the children's poses before it,
+// and their gradients to the parents after it.
 template <class Item>
 void walk_folded(Item& item, int64_t row_count) {
   item.weights.enter(item.range, 0, 1);
@@ -222,7 +222,7 @@ void walk_folded(Item& item, int64_t row_count) {
   }
 }
 
-// What row t holds, and 0 for the lanes whose windows hold no child of the range: theirs would meet sums of nothing.
+// Returns the state of row t, with 0 in lanes whose windows hold no child of the range: NaN times their 0 is not 0.
 template <class Item>
 const typename Item::X* seen(Item& item, int64_t t) {
   using T = typename Item::Number;

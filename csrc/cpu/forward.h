@@ -1,23 +1,23 @@
-// One pass, or all iterations of a routing, forward. What is common to the passes is here: a row of positions walks
-// through its children in blocks; votes of a block exist in registers and, where they fit, in cache until it is known
-// what they weigh; otherwise they are made again. Either way none reaches memory. Rows need nobody else, so where
-// children are not cut into ranges all iterations of a row follow one another here.
+// One pass, or all iterations of a routing, forward: what the passes have in common. A row walks through its children
+// in blocks. Votes of a block stay in registers, or in cache if they fit, until their weights are known; otherwise they
+// are made again. No vote reaches memory. Rows are independent, so if children are not cut into ranges, a row makes all
+// its iterations here.
 //
-// What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
-//   load         the parents before the first iteration
-//   base         where a parent without a mean keeps what its sums are taken about (gaussian.h alone)
-//   begin        results before the first vote, where they are not 0 (pooling.h alone)
-//   enter        children that share their weights are next, and
-//   leave        have all been met (folded.h alone)
-//   score        a vote against a parent: its logit
-//   compete      the parents' competition for a child; returns what its outcome is still to be multiplied with
-//   equal_share  the outcome where all their logits are alike (kEvenSums: the same for all parents, and linear)
-//   equal        whether they are, in an iteration
-//   weigh, add   what a block's votes for a parent weigh, and their way into its results
-//   add_again    the same of votes that were not kept, and are made again
-//   join_lanes   the results of a block whose lanes are children, into the row's: of kJoined parents at most
-//   join         the results of two ranges of children
-//   finish       results are written, and become the parents of the next iteration
+// A policy (attention.h, folded.h, pooling.h, gaussian.h) defines the pass; X is the type of a row's values:
+//   load         reads the parents before the first iteration
+//   base         returns the pose that the sums of a parent without a mean are centred on (gaussian.h only)
+//   begin        sets the results before the first vote, if they are not 0 (pooling.h only)
+//   enter        runs before the children that share a matrix (folded.h only)
+//   leave        runs after them (folded.h only)
+//   score        returns the logit of a vote for a parent
+//   compete      lets the parents compete for a child; returns a factor that all of the child's shares still need
+//   equal_share  returns the share if all logits are equal (kEvenSums: it is the same for all parents)
+//   equal        returns whether all logits are equal in an iteration
+//   weigh, add   compute the weights of a block's votes for a parent, and add the votes to its results
+//   add_again    does the same for votes that were not kept: makes them again
+//   join_lanes   adds the results of a block whose lanes are children to the row's, for at most kJoined parents
+//   join         adds the results of another range of children
+//   finish       writes the results, and makes the parents of the next iteration from them
 #pragma once
 
 #include "block.h"
@@ -42,9 +42,9 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       Pass::kEvenSums && kLane == Lanes::kPositions && !Pose::kDynamic && !Pose::kIdentity;
   const Pass pass;
   const int64_t state_size;
-  const int64_t before, result_size;     // of a row's results: numbers that no vote is added to, and all of them
+  const int64_t before, result_size;     // of a row's results: values that no vote is added to, and all of them
   X *states, *results;                   // of the rows at hand
-  V *logits, *highest, *shares, *local;  // highest: the logit of a unit, then what compete() returned
+  V *logits, *highest, *shares, *local;  // highest: logit of a unit; later what compete() returned
   int64_t iteration = 0;
 
   FASTCAPS_NOINLINE ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
@@ -64,8 +64,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   X* state(int64_t t) const { return states + t * state_size; }
   X* result(int64_t t) const { return results + t * result_size; }
 
-  // The results that the parents of row t take their votes into: the row's, or, where lanes are children, the block's
-  // own for kJoined parents, whose lanes are added up together; and which of them are parent m's.
+  // The results to which the votes of row t are added: the row's, or, if lanes are children, the block's, for kJoined
+  // parents, whose lanes are added up together. in_target(m) is parent m's index in them.
   Planes<V> target(int64_t t) const {
     if constexpr (kChildLanes)
       return planes_of<Pass>(local + t * summed_numbers<Pass>(in, kJoined), in, kJoined);
@@ -136,7 +136,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // Where row t is, and its parents before the iteration.
+  // Sets the tile of row t, and its parents before the iteration.
   void place(int64_t row, int64_t t) {
     if constexpr (kChildLanes)
       tiles[t].place(in, row, row + 1);
@@ -200,7 +200,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     score<Source::kMade>(count, nt);
   }
 
-  // Votes to be kept, and unless all logits are equal their logits.
+  // Makes the votes and keeps them; computes their logits unless all are equal.
   void make(bool equal, int64_t count, int64_t nt) {
     if constexpr (!Pose::kIdentity) {  // else there is nothing to keep
       if (!equal && Base::made_one_by_one(nt)) return score<Source::kMadeAndKept>(count, nt);
@@ -242,7 +242,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     return share;
   }
 
-  // The lanes of the parents up to m, of `all`, once there are kJoined or no more.
+  // Adds up the lanes of the last parents up to m, once they are kJoined or m is the last of `all`.
   void join_lanes(int64_t t, int64_t m, int64_t all) {
     if constexpr (kChildLanes) {
       const int64_t last = m % kJoined;
@@ -261,7 +261,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       }
   }
 
-  // What all parents weigh alike: children are weighted once, and a parent's sum stays in registers for all of a block.
+  // With one share for all parents, children are weighted once, and a parent's sum stays in registers over a block.
   void add_even(int64_t count, int64_t nt) {
     for (int64_t t = 0; t < nt; ++t) {
       V* poses = P + t * schedule.block_children * CD;
@@ -296,7 +296,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // Parents of row t without a mean yet: the votes of a child that is there stand in as what sums are taken about.
+  // For parents of row t without a mean: their sums are centred on the votes of the first child that exists.
   void find_base(int64_t t) {
     bool found[n];
     for (int r = 0; r < n; ++r) found[r] = kChildLanes ? r > 0 : r >= tiles[t].count;
@@ -307,7 +307,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     });
   }
 
-  // The votes of the unit that begins with child q, for the lanes that have none yet; true once all have.
+  // Takes the votes of the unit that begins with child q for lanes without a base; returns whether all lanes have one.
   bool offer_base(int64_t t, int64_t q, bool* found) {
     Base::load_silenced(tiles[t], 0, q, 1);
     T gate[n], take[n];

@@ -117,7 +117,7 @@ struct GaussianForward {
 
   FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
-  // From a block's weights w to how far each child moves the mean, and how much its square counts.
+  // Computes from a block's weights w how far each child moves the mean, and how much its square counts.
   FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, const Range& range, int64_t first, int64_t count,
                              int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
@@ -157,7 +157,7 @@ struct GaussianForward {
     votes<T>(pose, P, W, bias,
              [&](int k, V v) FASTCAPS_LAMBDA { gaussian::add(v - base[k], share[0], share[1], mean[k], square[k]); });
   }
-  // The lanes' moments to one (their common mean first, then the squares about it), and that into the row's.
+  // Joins the lanes' moments (their common mean first, then the squares about it), and adds them to the row's.
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
       const Planes<X> to = planes_of<GaussianForward>(result, in, in.M);
@@ -188,7 +188,7 @@ struct GaussianForward {
       }
     }
   }
-  // Two ranges' moments to one (Chan et al. 1979).
+  // Joins the moments of two ranges (Chan et al. 1979).
   void join(X* result, const X* other) const {
     const Planes<X> to = planes_of<GaussianForward>(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 2};
@@ -258,7 +258,7 @@ struct GaussianBackward {
   GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
       : call(call_), in(call.votes), with(with_), betas(with.betas), CE(in.parent_size()) {}
 
-  // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
+  // State: the base, p, means minus the base, u, s; alpha, the terms of t that no vote changes, devidence.
   enum PosePlane { kBase, kPrecision, kMeans, kU, kS, kPoses };
   enum NumberPlane { kAlpha, kAlways, kEvidence, kNumbers };
   template <class Y>
@@ -277,7 +277,7 @@ struct GaussianBackward {
   bool shares_known() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
   FASTCAPS_INLINE V known_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
-  // Leaves 1 / N and `tight` in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
+  // Stores 1 / N, `tight`, and 0 for n and rest in the scratch memory; returns whether n and rest must be summed.
   FASTCAPS_NOINLINE bool load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
     const int64_t MCE = in.parents_size();
@@ -321,7 +321,7 @@ struct GaussianBackward {
     return sum != 0;  // nor is NaN: a broken position may have a neighbour that is tight
   }
 
-  // A variance that is less of its squared mean than this.
+  // A tight variance is a smaller part of its squared mean than this.
   static constexpr T kTight = T(1) / 64;
 
   X* count(X* scratch) const { return scratch + in.M; }

@@ -22,15 +22,15 @@ using OperandsOf = decltype(operands_of(std::declval<Call>()));
 template <Lanes kLane>
 using LanesAre = std::integral_constant<Lanes, kLane>;
 
-// The portable build of x86 serves processors of before 2013: nothing there is worth the compiler's time.
+// The portable x86 build is for processors from before 2013, where these kernels are not worth the compiler's time.
 #if defined(__x86_64__) && !defined(__AVX2__)
 inline constexpr bool kOwnPoses = false;
 #else
 inline constexpr bool kOwnPoses = true;
 #endif
 
-// The poses of the papers that have code of their own, in float: only where it is worth the compiler's time. Vector
-// poses have it where weights are scalars, the larger ones with attention alone.
+// The papers' poses that have their own kernels, in float: those for which this is worth the compiler's time. Vector
+// poses have them only if weights are scalars, the larger ones only for attention.
 template <class...>
 struct Poses {};
 template <class... Each>
@@ -49,7 +49,7 @@ OwnPoses<P4x4, P1x16, P1x8> own_poses(Pooling, LanesAre<Lanes::kPositions>);
 OfGaussian own_poses(Gaussian, LanesAre<Lanes::kPositions>);
 OfGaussian own_poses(Gaussian, LanesAre<Lanes::kSharing>);
 
-// f(pose, compute type, what lanes are) with the first pose that is alike, or else `any`.
+// Calls f(pose, compute type, what lanes are) with the first pose that has the call's sizes, or else `any`.
 template <class Any, class Is, class F>
 auto with_one_of(Poses<>, const Any& any, Is lanes, F&& f) {
   return f(any, float{}, lanes);

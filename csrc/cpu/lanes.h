@@ -1,13 +1,13 @@
-// What a lane is. Usually a position: vector element k of everything belongs to the k-th position of a tile.
+// A lane is usually a position: element k of every vector belongs to the k-th position of a tile.
 //
 // A tile is kLanes consecutive positions (b, ho, wo). Its poses are read in place, whatever their strides, and
 // transposed so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane,
 // weights are broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
 //
-// Where there are too few positions for that (a set at batch 1), a lane is a child: then weights are the vectors,
-// transposed to lanes as they are met (or scalars, where all children share them), parents are the scalars, and sums
-// over children add the lanes up, block by block. All are one source: a scalar times a vector and a vector times a
-// vector are written alike.
+// If there are too few positions for that (a set at batch 1), a lane is a child. Weights are then vectors, transposed
+// to lanes when they are read (or scalars, if all children share them), parents are scalars, and sums over children add
+// up the lanes of a block. One source serves all, as a scalar times a vector and a vector times a vector are written
+// alike.
 #pragma once
 
 #include "../votes.h"
@@ -25,7 +25,7 @@ FASTCAPS_NOINLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* 
     Vec<T> rows[n];
     unroll<n>([&](auto r) FASTCAPS_LAMBDA {
       rows[r] = lane[r] ? load_as<T>(lane[r] + j) : Vec<T>{};
-      // What follows in memory is what the next call reads: kLanes streams are more than the hardware foresees.
+      // The next call reads what follows in memory; the hardware does not prefetch as many as kLanes streams.
       if (lane[r]) __builtin_prefetch(lane[r] + count + j);
     });
     transpose<T>(rows);
@@ -38,7 +38,7 @@ FASTCAPS_NOINLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* 
   }
 }
 
-// The way back: lane[r][j] = in[j][r], or += with kAdd; a null lane is skipped.
+// The inverse: lane[r][j] = in[j][r], or += with kAdd; skips null lanes.
 template <bool kAdd, class T, class S>
 FASTCAPS_NOINLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* in) {
   constexpr int n = kLanes<T>;
@@ -144,8 +144,7 @@ FASTCAPS_INLINE void with_storage(Storage storage, const void* data, F&& f) {
   }
 }
 
-// The parents of a row: of a tile, a vector of kLanes positions for each number; or, where lanes are children, of the
-// single position of a tile that holds one. `X` says which.
+// Whether a row is a single position (lanes are children, X = T) or a tile of kLanes positions (X is a vector).
 template <class T, class X>
 inline constexpr bool kOnePosition = std::is_same_v<X, T>;
 
@@ -178,7 +177,7 @@ FASTCAPS_NOINLINE void gather_parents(const Votes& in, const Tile<T>& tile, Stor
   });
 }
 
-// Which lanes hold a position: x there, `other` elsewhere (an empty lane reads zeros, whose inverse must not be met).
+// Returns x in lanes with a position, `other` in empty lanes, which read zeros: their inverse is infinite.
 template <class T, class X>
 FASTCAPS_INLINE X where_alive(const Tile<T>& tile, X x, T other) {
   if constexpr (!kOnePosition<T, X>)
@@ -186,7 +185,7 @@ FASTCAPS_INLINE X where_alive(const Tile<T>& tile, X x, T other) {
   return x;
 }
 
-// To contiguous rows of `length` numbers a position.
+// Writes `length` values for each position to contiguous rows.
 template <class T, class S, class X>
 void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {
   S* lane[kLanes<T>];
@@ -207,8 +206,7 @@ FASTCAPS_NOINLINE void write_parents(const Tile<T>& tile, Storage storage, void*
   });
 }
 
-// To the storage type, and what is then read back from there: parents between two iterations are rounded as between
-// calls.
+// Rounds to the storage type: parents between two iterations are rounded as between two calls.
 template <class T, class X>
 FASTCAPS_INLINE X rounded(Storage storage, X x) {
   if (storage != Storage::kBFloat16) return x;
@@ -223,8 +221,8 @@ struct Range {
   FASTCAPS_INLINE int64_t child(int64_t q) const { return first + q / run * step + q % run; }
 };
 
-// Where units of children lie. A unit is what one vector holds of the children: one
-// child seen from every position of a tile, or kLanes children seen from one position.
+// Where units of children lie. A unit is the children of one vector: one child, seen from every position of a tile, or
+// kLanes children, seen from one position.
 template <class T, bool kChildLanes>
 struct UnitsOf {
   static constexpr int n = kLanes<T>;
@@ -243,7 +241,7 @@ struct UnitsOf {
     }
   }
 
-  // How many units from q on, at most `units`, lie side by side in memory if the types of a place do.
+  // Returns how many units from q on, at most `units`, are adjacent in memory if the types of a place are.
   static FASTCAPS_INLINE int64_t neighbours(const Votes& in, const Range& range, int64_t q, int64_t units) {
     if (kChildLanes) return 1;
     const int64_t in_run = range.run - q % range.run, at_place = in.N - range.child(q) % in.N;

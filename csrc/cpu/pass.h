@@ -1,5 +1,4 @@
-// The passes on the CPU: what the op bodies ask of the kernels, and the tables through which they reach the build for
-// this machine's instruction set.
+// The passes on the CPU: the calls that op bodies make, and the tables of kernels, one for each instruction set.
 #pragma once
 
 #include <vector>
@@ -31,7 +30,7 @@ struct Schedule {
   int64_t rows() const { return row_groups * rows_per_group; }
 };
 
-// A gradient to which several items contribute, each a part by itself: the first part becomes their sum.
+// A gradient in parts, one for each item that adds to it; the first part becomes the sum.
 struct Parts {
   void *first = nullptr, *others = nullptr;
   int64_t numbers = 0;
@@ -43,8 +42,8 @@ struct Parts {
   }
 };
 
-// The operands and results of one pass, of both directions. Null where there are none or where they are not wanted;
-// results and sums are in the compute type unless another is said.
+// The operands and results of one pass, forward and backward: null if there are none or they are not wanted. Results
+// and sums have the compute type, unless a comment names another.
 struct Attention {
   double scale = 1, eps = 1e-5;
   Rule rule = Rule::kLayerNorm;
@@ -53,7 +52,7 @@ struct Attention {
   void* parents = nullptr;  // of the last iteration, [positions, M * C * E], storage type
   void* sums = nullptr;     // [iterations, positions, M * C * E]
   // backward
-  View grad, given_sums;  // [B, Ho, Wo, M, C, E]; sums under LayerNorm alone
+  View grad, given_sums;  // [B, Ho, Wo, M, C, E]; the sums only for LayerNorm
   bool detach = false;
   void* dquery = nullptr;  // [positions, M * C * E]
   Parts dnorm;             // of every row, [2, C * E], zeroed
@@ -95,9 +94,9 @@ struct ForwardCall {
   Votes votes;
   Operands with{};
   Schedule schedule{};
-  int64_t iteration = 0, iterations = 1, total = 1;  // the first of this launch, how many it makes, how many there are
-  void* partial = nullptr;                           // [ranges, rows, numbers of a row's results] if ranges > 1
-  void* state = nullptr;  // [rows, numbers of a row's parents], from iteration to iteration if ranges > 1
+  int64_t iteration = 0, iterations = 1, total = 1;  // a launch's first and number; the call's number
+  void* partial = nullptr;                           // [ranges, rows, values of a row's results] if ranges > 1
+  void* state = nullptr;  // [rows, values of a row's parents], from iteration to iteration if ranges > 1
 };
 
 template <class Operands>
@@ -115,7 +114,7 @@ struct BackwardCall {
   bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
 };
 
-// Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
+// Values of a row: its parents and results in a forward, its parents and their gradients in a backward.
 struct RowNumbers {
   int64_t state, results;
 };
@@ -137,7 +136,7 @@ struct Kernels {
   int64_t (*backward_scratch)(const Backward&);
   RowNumbers (*forward_row)(const Forward&);
   RowNumbers (*backward_row)(const Backward&);
-  bool (*own_pose)(const Forward&);  // whether the call's pose has kernels of its own
+  bool (*own_pose)(const Forward&);  // whether there are kernels for the call's pose only
 };
 
 // squash_sum's, for rows begin to end. Rows share nothing, so that the bits do not depend on the number of threads.

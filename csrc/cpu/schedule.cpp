@@ -54,7 +54,7 @@ int64_t units(const Votes& in, const Task& task, bool child_lanes) {
   return child_lanes ? ceil_div(in.I, task.lanes) : in.I;
 }
 
-// Every row's children fit in cache, for all iterations.
+// Whether a row's children fit in cache, for all iterations.
 bool fit(const Votes& in, const Task& task, bool child_lanes) {
   return task.iterations > 1 && units(in, task, child_lanes) * unit_bytes(in, task) <= kStayBytes;
 }
@@ -67,8 +67,7 @@ bool share_weights(const Votes& in, const Task& task) {
   return in.positions() * 2 <= task.lanes || stays;
 }
 
-// Too few positions to fill the lanes: children do. Where each has its own weights, that is at the price of transposing
-// them as they are met.
+// If positions are too few to fill the lanes, children do. If each has its own weights, those are transposed first.
 bool use_child_lanes(const Votes& in, const Task& task) {
   return share_weights(in, task) || (!task.folded && in.positions() * 4 <= task.lanes && in.I >= task.lanes);
 }
@@ -109,8 +108,8 @@ void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.block_children = units(in, task, schedule.child_lanes);
 }
 
-// What idle threads make of a cost: with items of one size, the mean of how much longer machines of 2 to 64 threads
-// take than if every thread worked to the end, at a sixteenth of its weight. More threads are for larger calls, and no
+// A cost, raised for idle threads: with items of one size, by a sixteenth of how much longer machines of 2 to 64
+// threads take on average than if every thread worked to the end. More threads are for larger calls, and no
 // cut is worth much more work.
 double with_idle_threads(double cost, int64_t items) {
   double longer = 0;
@@ -118,7 +117,7 @@ double with_idle_threads(double cost, int64_t items) {
   return cost * (1 + (longer / double(items) - 1) / 16);
 }
 
-// f(ranges) for numbers of ranges that are worth a look: items just short of a power of two leave few threads idle.
+// Calls f(ranges) for the numbers of ranges to compare: items just below a power of two leave few threads idle.
 template <class F>
 void each_number_of_ranges(int64_t row_groups, int64_t most, F&& f) {
   f(1);

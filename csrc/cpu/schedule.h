@@ -14,12 +14,11 @@ struct Task {
   RowNumbers row;
   int64_t iterations;  // of a routing, forward; whose gradients are made together, backward
   int64_t copied = 0;  // numbers of the gradients that every item has a copy of: bias, betas
-  bool shared;         // children of the same type have the same weights and bias, and more of them may
+  bool shared;         // children of one type, or of several, share weights and bias
   bool identity;       // votes are the children themselves
   bool folded;         // the matrices act on the parents (folded.h)
 
-  // `folds`: the pass is linear in its votes, so it may be folded: where enough children share a matrix, or none has
-  // one.
+  // `folds`: the pass is linear in its votes, so it is folded if enough children share a matrix, or none has one.
   Task(const Votes& in, bool folds, int64_t lanes, RowNumbers row, int64_t iterations)
       : lanes(lanes),
         number(in.is_double() ? 8 : 4),
@@ -42,7 +41,7 @@ Schedule schedule_of(ForwardCall<Operands>& call) {
   return schedule_forward(call.votes, task);
 }
 
-// `dparents`: are there gradients of parents? `iterations`: default: the call's.
+// `dparents`: whether gradients of parents are wanted. `iterations`: 0 for the call's.
 template <class Operands>
 Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0, int64_t iterations = 0) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);

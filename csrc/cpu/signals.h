@@ -1,6 +1,5 @@
-// Signals during a long call. Python runs a signal's handler, Ctrl-C's for one, only where somebody asks for it, and
-// only on its main thread: a call on that thread asks ten times a second, and gives way if the handler raised. Calls on
-// other threads leave Python alone.
+// Signals during a long call. Python runs the handler of a signal such as Ctrl-C only if its main thread asks for it: a
+// call on that thread asks ten times a second, and stops if the handler raised. Calls on other threads do not ask.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +13,7 @@ namespace fastcaps {
 // Watches over a call whose items several threads run. Made on the thread that the call came from; only that one asks.
 class SignalWatch {
  public:
-  // A handler raised: what there is of results is worth nothing.
+  // Whether a handler raised; the results are then incomplete.
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
 
   // run(begin, end) of the items of one thread, in pieces that grow until they take a millisecond.

@@ -1,4 +1,4 @@
-// The verbs on votes on the CPU: scores of pairs, weighted sums of votes, and the gradients that pairs pull back.
+// The verbs on the CPU: scores of pairs, weighted sums of votes, and the pull: gradients of children, weight and bias.
 //
 // A child's pose is C rows. Parents come in tiles whose values lie beside each other, [e][m] with m fastest, padded
 // once to whole vectors: a *flat* row. A vote's row is a row of the child times [D, flat], its matrices packed that

@@ -1,4 +1,4 @@
-// What a thread works with: the weights and biases of the children at hand.
+// The weights and biases of the children that a thread works on, and the softmax over its parents.
 #pragma once
 
 #include "lanes.h"
@@ -12,16 +12,15 @@ namespace FASTCAPS_NAMESPACE {
 // What lanes are (see lanes.h): positions; children with weights of their own; children that share them all.
 enum class Lanes { kPositions, kChildren, kSharing };
 
-// The weights and biases of the units of children at hand: where the user put them, or, where lanes are children with
-// weights of their own, transposed to lanes in scratch memory and good until the next is asked for. So are weights that
-// are widened.
+// The weights and biases of a block's units: in the user's memory, or, if lanes are children with their own weights,
+// transposed to lanes in scratch memory, where the next matrix replaces the last. The same holds for widened weights.
 template <class T, Lanes kLane, bool kLarge>
 struct WeightsOf {
   static constexpr bool kTransposed = kLane == Lanes::kChildren;
   using Weight = std::conditional_t<kTransposed, Vec<T>, T>;
   const T* weight;
   const T* bias;
-  const bool narrow;  // weight is really bfloat16: of large matrices alone
+  const bool narrow;  // weight points to bfloat16; only for large matrices
   const int64_t G, M, size, pose, bias_i, bias_m;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
   T* wide = nullptr;
@@ -70,7 +69,7 @@ struct WeightsOf {
     return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, bias_lanes) : nullptr;
   }
 
-  // f(W) of the matrix of parent m and lane r of unit j as it lies; false where the lane is empty.
+  // Calls f(W) with the untransposed matrix of parent m and lane r of unit j; returns false for an empty lane.
   template <class F>
   FASTCAPS_INLINE bool as_it_lies(int64_t j, int r, int64_t m, F&& f) const {
     const T* first = matrices[j * kLanesEach + r];
@@ -113,8 +112,8 @@ struct WeightsOf {
   }
 };
 
-// Logits, to base 2, -> what is proportional to the softmax over m, in place, given the highest; returns what it
-// is to be multiplied with to make gate * softmax.
+// Replaces logits to base 2 by their exponentials, relative to the highest; returns the factor that makes them
+// gate * softmax over m.
 template <class T>
 FASTCAPS_INLINE Vec<T> exponentials(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
   Vec<T> sum[2] = {};
@@ -128,14 +127,14 @@ FASTCAPS_INLINE Vec<T> exponentials(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T>
   return gate / (sum[0] + sum[1]);
 }
 
-// The same -> gate * softmax over m.
+// Replaces logits to base 2 by gate * softmax over m.
 template <class T>
 FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
   const Vec<T> factor = exponentials<T>(a, M, highest, gate);
   for (int64_t m = 0; m < M; ++m) a[m] *= factor;
 }
 
-// Children whose gate is exactly 0 leave no trace, whatever their numbers are.
+// Sets the poses of children with a gate of 0 to 0: they have no effect, even if they are NaN.
 template <class T>
 void silence(Vec<T>* P, const Vec<T>* gates, int64_t units, int64_t CD) {
   for (int64_t j = 0; j < units; ++j) {
@@ -145,7 +144,7 @@ void silence(Vec<T>* P, const Vec<T>* gates, int64_t units, int64_t CD) {
   }
 }
 
-// Planes of a row of parents: `poses` planes of [many, C * E] numbers, then planes of [many] numbers.
+// Planes of a row of parents: `poses` planes of [many, C * E] values, then planes of [many] values.
 template <class X>
 struct Planes {
   X* base;
@@ -156,8 +155,7 @@ struct Planes {
   FASTCAPS_INLINE int64_t numbers(int64_t scalars) const { return many * (poses * size + scalars); }
 };
 
-// What votes for `many` parents are summed in: the policy's planes of poses, each of
-// summed_size() numbers, and of single numbers.
+// The planes in which a policy sums the votes for `many` parents: of poses with summed_size() values, and of scalars.
 template <class Pass, class X>
 FASTCAPS_INLINE Planes<X> planes_of(X* base, const Votes& in, int64_t many) {
   return {base, many, Pass::summed_size(in), Pass::kSumPoses};

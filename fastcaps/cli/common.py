@@ -1,4 +1,4 @@
-"""What the commands share: errors of one line, JSON, a sign of life."""
+"""What the commands share: errors of one line, JSON, settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXTRAS = {
 
 
 class Fail(Exception):
-    """An error that the user can mend: one line, without a traceback."""
+    """An error that the user can fix: one line, without a traceback."""
 
     status = 1
 
@@ -39,7 +39,7 @@ class Stopped(Fail):
 
 
 def missing_extra(error: ImportError) -> Fail:
-    """Return an error with the extra that brings the missing module; anything else is a fault of ours, and raises."""
+    """Return an error with the extra that installs the missing module; raise any other error, which is our fault."""
     module = (error.name or "").split(".")[0]
     if module not in EXTRAS:
         raise error
@@ -48,7 +48,7 @@ def missing_extra(error: ImportError) -> Fail:
 
 @contextmanager
 def one_line_errors(again: str = "") -> Iterator[None]:
-    """Turn what a user can mend into :class:`Fail`, and Ctrl-C into :class:`Stopped`, where a command goes on."""
+    """Raise what a user can fix as :class:`Fail`, and Ctrl-C as :class:`Stopped` if the command ``again`` resumes."""
     from fastcaps.data import DataError
     from fastcaps.training import RunError
 
@@ -58,7 +58,7 @@ def one_line_errors(again: str = "") -> Iterator[None]:
         raise Fail(str(error)) from error
     except ValueError as error:
         raise Wrong(str(error)) from error
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+    except (KeyboardInterrupt, SystemExit):  # Lightning raises the second for the first
         if not again:
             raise
         raise Stopped(f"stopped; {again} goes on") from None
@@ -70,7 +70,7 @@ def show(result: Any) -> None:
 
 
 def show_list(found: Mapping[str, str]) -> None:
-    """Print names and what they are, wrapped by words to the terminal."""
+    """Print names with their descriptions, wrapped to the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -82,20 +82,20 @@ def show_list(found: Mapping[str, str]) -> None:
     Console(highlight=False).print(table)
 
 
-def told_on(as_json: bool) -> Console:
-    """Where a command tells how far it is: beside the JSON, if that is asked for."""
+def progress_console(as_json: bool) -> Console:
+    """Return the console for a command's progress: standard error if standard output is JSON."""
     from rich.console import Console
 
     return Console(stderr=as_json)
 
 
 def absolute(path: str) -> str:
-    """A path under which a run finds its data again, whatever folder it is resumed from."""
+    """Return an absolute path, so that a run finds its data when it is resumed from another folder."""
     return str(Path(path).expanduser().resolve())
 
 
 def read_settings(given: list[str]) -> dict[str, Any]:
-    """The settings given by ``--set FIELD=VALUE``, by paths."""
+    """Return the settings of ``--set FIELD=VALUE``, by paths."""
     from fastcaps.training.files import read_yaml
 
     changes = {}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from fastcaps.cli.common import one_line_errors, show, told_on
+from fastcaps.cli.common import one_line_errors, progress_console, show
 
 
 def demo(
@@ -22,7 +22,7 @@ def demo(
 
     with one_line_errors():
         passes = EPOCHS if epochs is None else epochs
-        summary = run(out, epochs=passes, seed=seed, speed=not skip_speed, console=told_on(as_json))
+        summary = run(out, epochs=passes, seed=seed, speed=not skip_speed, console=progress_console(as_json))
     if as_json:
         show(summary)
     return 0

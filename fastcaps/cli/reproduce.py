@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Option
 
-from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, show_list, told_on
+from fastcaps.cli.common import absolute, one_line_errors, progress_console, read_settings, show, show_list
 from fastcaps.cli.train import DATA_DIR
 
 
@@ -55,7 +55,7 @@ def reproduce(
 
     from fastcaps.training import reproduce, tables
 
-    console, command = told_on(as_json), shlex.join(["fastcaps", *context.obj])
+    console, command = progress_console(as_json), shlex.join(["fastcaps", *context.obj])
     with one_line_errors(command):
         if name is None:
             every = {name: tables.table(name) for name in tables.names()}

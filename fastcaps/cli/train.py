@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Fail, Wrong, absolute, one_line_errors, read_settings, show, show_list, told_on
+from fastcaps.cli.common import Fail, Wrong, absolute, one_line_errors, progress_console, read_settings, show, show_list
 
 WHAT, HOW, WHERE, RUN = "What to train on what", "How to train", "On which machine", "The run"
 DATA_DIR = "folder that holds the data set's files, or a folder of them; nothing is downloaded"
 
-# option, its type, the path of its setting, its panel in the help, what it says there, the setting's default
+# option, its type, the path of its setting, its panel and text in the help, the setting's default
 OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
     ("network", str, "network.name", WHAT, "network to train (see --list)", ""),
     ("data", str, "data.name", WHAT, "mnist, cifar10, sst5, … (see --list; digits ship with scikit-learn)", ""),
@@ -45,7 +45,7 @@ OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
     ("out", str, "out", RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)", ""),
     ("checkpoint_every", int, "checkpoint_every", RUN, "steps between two checkpoints", "200"),
 )
-"""The options that each stand for one setting; those of a recipe are the default if there is a recipe."""
+"""The options, one for each setting; with a recipe, its settings are the defaults."""
 PATHS = {name: path for name, _, path, *_ in OPTIONS}
 
 
@@ -105,12 +105,12 @@ def train(
         given["out"] = folder
     with one_line_errors():
         changes = {path: given[name] for name, path in PATHS.items() if given[name] is not None}
-        changes |= read_settings(settings or [])  # --set wins over an option of its own
+        changes |= read_settings(settings or [])  # --set wins over the setting's option
         for path in ("data.dir", "data.options.transformer"):
             if isinstance(changes.get(path), str):
                 changes[path] = absolute(changes[path])
         config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
-    report = Report(told_on(as_json))
+    report = Report(progress_console(as_json))
     with one_line_errors(f"fastcaps train --resume {shlex.quote(str(config.folder))}"):
         work = training.train if config.runs == 1 else training.train_seeds
         result: Any = work(config, resume=resume, overwrite=overwrite, report=report)
@@ -124,7 +124,7 @@ def train(
 
 
 def _tell(result: Any, runs: int, say: Callable[[str], None]) -> None:
-    """Say how well a run, or several, ended, and where what it wrote lies."""
+    """Print the accuracy of a run, or of several, and where its files are."""
     if runs > 1:
         say(
             f"test accuracy {100 * result.mean:.2f} ± {100 * result.spread:.2f} % "
@@ -142,7 +142,7 @@ def _tell(result: Any, runs: int, say: Callable[[str], None]) -> None:
 
 
 def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
-    """The settings of a new run: the recipe's, or the defaults, with the changes."""
+    """Return the settings of a new run: the recipe's, or the defaults, with the changes."""
     from fastcaps.training.config import TrainConfig, defaults
     from fastcaps.training.fields import changed, read
     from fastcaps.training.recipes import recipe
@@ -160,13 +160,13 @@ def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
 
 
 def _kept(name: str | None, changes: dict[str, Any]) -> Any:
-    """The settings of a run that goes on: those it began with, but for where it runs; others must not be given."""
-    from fastcaps.training.config import WHERE, check_same, kept
+    """Return the settings of a resumed run: its own, of which only those of where it runs may change."""
+    from fastcaps.training import config
 
     folder = Path(changes["out"]) if "out" in changes else _fresh(name, changes).folder
     if not (folder / "config.json").is_file():
         raise Fail(f"{folder} holds no run to resume (no config.json); begin one without --resume")
-    before = kept(folder)
-    check_same(folder, before, _fresh(name, changes) if name is not None else before.changed(changes))
-    where = {path: changes[path] for path in WHERE if path in changes}
+    before = config.kept(folder)
+    config.check_same(folder, before, _fresh(name, changes) if name is not None else before.changed(changes))
+    where = {path: changes[path] for path in config.WHERE if path in changes}
     return before.changed({**where, "out": str(folder)})

@@ -153,7 +153,7 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D
             new, why = _replacement(module, *found, check)
             if new is not None:  # give the layer the twin's class, and the attributes that the twin reads
                 module.__class__ = type(new)
-                vars(module).update({name: value for name, value in vars(new).items() if name not in vars(nn.Module())})
+                vars(module).update({key: value for key, value in vars(new).items() if key not in vars(nn.Module())})
         except Exception as error:  # a property of an unknown layer may raise anything
             new, why = None, f"reading or running it failed with {_named(error)}"
         report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
@@ -171,17 +171,18 @@ def _candidate(module: nn.Module, given: Mapping[type, type[Twin]]) -> tuple[typ
         if found := TWINS.get(each.__name__.removeprefix("Parametrized")):
             return next((kind for kind in found if not _missing(module, kind)), found[0]), sorted(own)
         for name, value in vars(each).items():
-            changes = isinstance(value, FunctionType) and name not in HARMLESS  # a dunder method that may
-            own |= {name} if changes or name == "__call__" or not name.startswith("__") else set()
+            harmless = name.startswith("__") and (name in HARMLESS or not isinstance(value, FunctionType))
+            own |= set() if harmless and name != "__call__" else {name}
     return None
 
 
-def _missing(module: nn.Module, kind: type[Twin]) -> str:
+def _missing(module: nn.Module, kind: type[Twin]) -> list[str]:
     """Return the attributes of a published layer that ``module`` lacks."""
-    return ", ".join(name for name in kind._known_by if not hasattr(module, name))
+    return [name for name in kind._known_by if not hasattr(module, name)]
 
 
 def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
+    """Return the twin that replaces a layer, or None, and why; ``own`` are the methods that the layer's class adds."""
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:
@@ -208,8 +209,8 @@ def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
     replaced = [name for name, value in given.items() if callable(value) and hasattr(kind, name)]
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
-    if (missing := _missing(module, kind)) and not options.keys() >= {*missing.split(", ")}:
-        return f"has no attribute {missing}: not the layer of the authors' code"
+    if (missing := _missing(module, kind)) and not options.keys() >= {*missing}:
+        return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
     if wrong := kind._unfit(module):
         return wrong
     try:

@@ -1,4 +1,4 @@
-"""Votes as an object with four verbs: what any routing asks of its votes, none of which is ever stored."""
+"""Votes as an object that stores none of them, with the four verbs of which any routing is made."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fastcaps.votes import VoteInputs, Window, to_op, windows
 class Votes:
     r"""The votes of children for parents, :math:`V_{im} = P_i W_{i \bmod G, m} + \text{bias}_{im}`, never stored.
 
-    Making one computes nothing. Its four verbs are all that a routing needs of votes; what is between them (a softmax
-    over whatever competes, a squash, a loss) is plain PyTorch on one number for each child and parent. Verbs are
-    differentiable in everything, as often as you like. Their results, and their gradients of coefficients and
-    parents, are in the accumulation dtype: float32 for half-precision votes. Parents and coefficients may be numbers
-    or tensors that broadcast to the full shape.
+    The constructor computes nothing. A routing needs only the four verbs; between them (a softmax over those that
+    compete, a squash, a loss) it is plain PyTorch on one value for each child and parent. Verbs have derivatives of any
+    order in all arguments. Their results, and their gradients of coefficients and parents, are in the accumulation
+    dtype: float32 for half-precision votes. Parents and coefficients may be floats or tensors that broadcast to the
+    full shape.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Votes:
         Makes the votes those of a grid. A padded position holds no child: its agreement and distance are 0, and it has
         no part in sums.
     parents : int, optional
-        M, where neither weight nor bias has it.
+        M, if neither weight nor bias has it.
 
     Raises
     ------
@@ -73,10 +73,10 @@ class Votes:
     def in_blocks(cls, make: Callable[[int, int], Tensor], count: int, *, block: int | None = None) -> Votes:
         """Return votes that a function makes, a block of children at a time.
 
-        Only one block is in memory; on the way back the function makes it again, with the same random numbers. It is
-        called once for the first child here, to learn shape, dtype and device. Describe votes anew in every forward:
-        they must not change. Under :func:`torch.compile` blocks may be kept, and each verb draws its own random
-        numbers; under torch.func blocks are kept too.
+        Only one block is in memory; in the backward the function makes it again, with the same random numbers. Here it
+        is called once, for the first child, which shows shape, dtype and device. Create new votes in every forward, as
+        the function must return the same votes in every call. Under :func:`torch.compile` blocks may be kept, and each
+        verb draws its own random numbers; under torch.func blocks are kept too.
 
         Parameters
         ----------
@@ -86,13 +86,13 @@ class Votes:
         count : int
             I, the children that each position sees.
         block : int, optional
-            How many children a block has; by default as many as have 4 MB of votes.
+            Children in a block; by default as many as have 4 MB of votes.
 
         Raises
         ------
         TypeError, ValueError
-            For votes that are no such tensor; later, where a block's shape, dtype or device is another one, or where
-            the votes made again differ.
+            If ``make`` returns something else; later, if a block has another shape, dtype or device, or the votes made
+            again differ.
         """
         votes = cls.__new__(cls)
         votes.children = votes.weight = votes.bias = votes.window = None  # type: ignore[assignment]
@@ -165,7 +165,7 @@ class Votes:
     def distance(self, means: Tensor | float, precisions: Tensor | float | None = None) -> Tensor:
         r"""Return :math:`\sum_{ce} p_m (V_{im} - \mu_m)^2`, as ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``.
 
-        Precisions p are 1 by default. Of means 0 it is the squared length of the votes.
+        Precisions p are 1 by default. For means of 0 it is the squared length of the votes.
         """
         p = None if precisions is None else self._poses("precisions", precisions)
         votes = self._inputs
@@ -174,7 +174,7 @@ class Votes:
     def sum(self, coefficients: Tensor | float) -> Tensor:
         r"""Return :math:`\sum_i r_{im} V_{im}`, as ``[B, M, C, E]``, on grids ``[B, M, Ho, Wo, C, E]``.
 
-        The coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``; a number makes it one matmul or convolution.
+        Coefficients are ``[B, I, M]``, on grids ``[B, Ho, Wo, I, M]``; a float usually needs one matmul or convolution.
         """
         votes, given = self._inputs, self._coefficients(coefficients)
         if isinstance(coefficients, (int, float)):
@@ -218,7 +218,7 @@ class Votes:
         rows, columns = (sh * (values.shape[1] - 1) + 1, sw * (values.shape[2] - 1) + 1)
         parts = values.unflatten(3, (kh, kw, types))
         for y in range(kh):
-            for x in range(kw):  # one place under all windows: no child is there twice
+            for x in range(kw):  # at one place in all windows no child occurs twice
                 place = padded[:, y * dh : y * dh + rows : sh, x * dw : x * dw + columns : sw]
                 part = parts[:, :, :, y, x]
                 if reduce == "sum":
@@ -279,7 +279,7 @@ def inputs_of(
     parents_at: int | None = None,
     check: Callable[..., None] | None = None,
 ) -> VoteInputs:
-    """Return checked, as the ops take it, what a routing function was given: children and weight, or votes alone.
+    """Return the votes of a routing function's arguments, children and weight or votes alone, checked, in op layout.
 
     The arguments are those of :meth:`VoteInputs.of`.
     """

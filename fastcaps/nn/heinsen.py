@@ -93,7 +93,7 @@ break_symmetry, iterations, device, dtype
     def forward(  # type: ignore[override]
         self, children: Tensor, scores: Tensor | None = None, **options: Any
     ) -> Any:
-        """Return the parents, as the class says under *Calls*."""
+        """Return the parents, as described under *Calls* of the class."""
         self.know(options)
         return super().forward(children, scores, **options)
 

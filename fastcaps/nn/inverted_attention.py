@@ -171,7 +171,7 @@ break_symmetry, iterations, device, dtype
         out_capsules: int | None = None,
         **options: Any,
     ) -> Any:
-        """Return the parents, as the class says under *Calls*."""
+        """Return the parents, as described under *Calls* of the class."""
         if parents is not None:
             self._check_parents(parents)
             if self.out_capsules is None and out_capsules is None:
@@ -263,7 +263,7 @@ def attend(
     calls, each = (iterations, 1) if drops and iterations > 1 else (1, iterations)
     fused = None if drops else norm
     coefficients = None
-    for left in reversed(range(calls)):
+    for k in range(calls):
         found = functional.inverted_attention_routing(
             call.children,
             call.weight,
@@ -277,7 +277,7 @@ def attend(
             window=call.window,
             normalize=fused is not None,
             iterations=each,
-            return_coefficients=return_coefficients and left == 0,
+            return_coefficients=return_coefficients and k == calls - 1,
         )
         parents, coefficients = found if isinstance(found, tuple) else (found, None)
         if drops:

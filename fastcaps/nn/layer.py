@@ -18,7 +18,7 @@ from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
-_OF_ROUTE = ("iterations", "return_coefficients")  # what a layer gives a route that takes it by name
+_OF_ROUTE = ("iterations", "return_coefficients")  # a layer passes them to a route with such arguments
 _ROUTE = "route(self, votes, iterations) or route(self, votes, activations, iterations)"
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
@@ -119,8 +119,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         For ``out_capsules=None``, where all parents would be equal: learn one more pose, zero at the start. Parent j
         adds it to its votes times a factor; the factors are evenly spaced from -1 to 1.
     iterations : int
-        Number of weighted sums, at least 1 (the first has equal coefficients); in pooling the number of sums after the
-        average, may be 0.
+        Number of weighted sums, at least 1, of which the first has equal coefficients; pooling does not count that one,
+        so 0 is allowed.
     device, dtype : optional
         As in PyTorch's own layers.
 
@@ -157,7 +157,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     """
 
     _fields = ("__init__", "forward", "output_size", "reset_parameters")  # help() begins with these
-    activity_name = "activations"  # a call's argument besides poses: in [0, 1]; or "scores", any real values
+    activity_name = "activations"  # a call's second argument: "activations" in [0, 1], or "scores", any real values
     head = "linear"  # what ClassHead reads of the parents; "activations" needs activations of the children, too
     compete = "parents"  # the softmax runs over "parents" for each child, or over "children" for each parent
     takes_parents = False  # whether a call may go on from the parents that an earlier call returned
@@ -293,7 +293,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def new_parameter(self, name: str, shape: tuple[int, ...], start: bool | str = True) -> None:
-        """Register a parameter (True or "learned"), a buffer ("random"), or None; reset_parameters sets its values."""
+        """Register a parameter (``start``: True or "learned"), buffer ("random") or None; reset_parameters fills it."""
         if start == "random":
             self.register_buffer(name, torch.empty(shape, **self._place))
         else:

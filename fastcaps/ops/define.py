@@ -93,8 +93,8 @@ def interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any
 def let_inductor_call(op: Any) -> None:
     """Allow Inductor, if it is compiling, to call an op.
 
-    If the variable CI is set, it refuses ops with a decomposition, which ours have for ONNX; the check is meant for
-    torch's own ops.
+    If the variable CI is set, Inductor refuses ops with a decomposition, which ours have for ONNX; the check is meant
+    for torch's own ops.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is not None:

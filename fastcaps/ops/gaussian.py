@@ -30,7 +30,7 @@ class Gaussian(NamedTuple):
     log_weight: Tensor | None = None
     beta_use: Tensor | None = None
     beta_ignore: Tensor | None = None
-    temperatures: Sequence[float] = ()
+    temperatures: Sequence[float] = ()  # inverse ones; their number is that of the iterations
     rule: int = int(Rule.EM)
     eps: float = 0.0
     coefficients: bool = False
@@ -116,7 +116,7 @@ class GaussianRouting(Routing):
         d_score, d_mean, d_variance = grads
         d_score = torch.zeros_like(scores[-1]) if d_score is None else d_score
         d_mean = torch.zeros_like(means[-1]) if d_mean is None else d_mean
-        if d_variance is None and not kmeans:  # those of k-means, which no iteration reads, may be without
+        if d_variance is None and not kmeans:  # no iteration of k-means reads variances
             d_variance = torch.zeros_like(narrow[-1])
         d_log_sigma = torch.zeros_like(d_score)
         log_sigma = log_sigmas(variances)
@@ -154,7 +154,7 @@ class GaussianRouting(Routing):
 
 
 def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:
-    """Return the states of all iterations: the first one's, if any, then those that earlier iterations left."""
+    """Return the states of all iterations: the first one's, if any, then those that the iterations before computed."""
     if left is None:
         return None
     every = left[:-1] if first is None else torch.cat((first[None], left[:-1]))

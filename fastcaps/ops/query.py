@@ -34,7 +34,7 @@ class QueryRouting(Routing):
         """Return the steps of iterations from their S, rounded to ``dtype``, the children's."""
 
     def adds(self, own: Any) -> bool:
-        """Return whether an iteration's step is added to the query, or replaces it."""
+        """Return whether an iteration's step is added to the query; otherwise it replaces the query."""
         return own.rule in (Rule.SQUASH, Rule.UNIT)
 
     def step(self, own: Any, results: Results) -> Tensor:
@@ -77,7 +77,7 @@ class QueryRouting(Routing):
         def reach(k: int, gradient: Tensor) -> None:
             if steps is not None and (squashes or k != -1):  # else S is the result
                 gradient = steps.backward(gradient.to(wide), k)
-            each.insert(0, gradient.to(wide).contiguous())  # the parents' dtype, the children's, would round it
+            each.insert(0, gradient.to(wide).contiguous())  # the parents' dtype would round it
 
         assert grad is not None
         reach(-1, grad)

@@ -1,4 +1,4 @@
-"""The way back through the iterations of a routing."""
+"""The backward through the iterations of a routing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fastcaps.votes import VoteInputs
 class Reverse:
     """A routing's backward, last iteration first: :meth:`ask` calls ``run``, the backward op, for one iteration.
 
-    An iteration alone has the gradients of its own state, such as its query. The others of ``needs`` are sums over all
-    iterations, and so are ``gradients``. On the CPU the last call computes these sums, and makes the votes once; else
-    each iteration adds its part.
+    Each iteration has the gradients of its state, such as its query. The others of ``needs`` are sums over all
+    iterations, collected in ``gradients``. On the CPU the last call computes these sums and makes the votes once;
+    elsewhere each iteration adds its part.
     """
 
     routing: Signature
@@ -37,10 +37,10 @@ class Reverse:
     def ask(
         self, k: int | None, heads: Gradients, rest: Sequence[Any], own: Iterable[str] = (), detach: bool = False
     ) -> dict[str, Tensor]:
-        """Return the gradients of what iteration k alone was given, ``own``, among others.
+        """Return gradients by name, among them those of ``own``, the state of iteration k.
 
-        ``heads`` are those of the iteration's results, ``rest`` the backward op's arguments after the votes, of all
-        iterations. k counts from the last, -1; None asks for the sums over all.
+        ``heads`` are the gradients of the iteration's results, ``rest`` the backward op's arguments after the votes, of
+        all iterations. k counts from the last, -1; None asks for the sums over all.
         """
         last = k is None or not self.together
         wanted = {*own, *self.summed} if last else {*own}

@@ -123,7 +123,7 @@ class Routing(Signature, ABC):
     # ---- below the border --------------------------------------------------------------------------------------------
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run the op's kernel; coefficients that are not asked for are an empty tensor."""
+        """Run the op's kernel; without a request the coefficients are an empty tensor."""
         return _complete(self.compute(*self.given(arguments)), arguments[0])
 
     def compute(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
@@ -239,14 +239,14 @@ class Routing(Signature, ABC):
         count, detach = self.iterations(own), "detach" in own._fields and own.detach
         if count < 1:
             raise ValueError(f"iterations must be >= 1, got {count}")
-        steps = [*range(count)]  # ints for a compiler, too, where the count may be symbolic
+        steps = [*range(count)]  # ints, even if a compiler's count is symbolic
         for k in steps:
             last = k == steps[-1]
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not detach)):
                 one = self.single(own, k)._replace(**state, coefficients=own.coefficients and last)
                 every.append(run(votes, one))
                 if not last:
-                    # no `or`: the compiler of torch 2.10 takes no function for a truth value
+                    # no `or`: torch 2.10's compiler cannot evaluate the truth of a function
                     state = (self.advance if advance is None else advance)(one, every[-1])
         return every
 

@@ -2,7 +2,7 @@
 
 ``<Q_m, P_i W_gm> = <P_i, Q_m W_gm^T>``, and ``sum_i r_im P_i W_gm = sum_g (sum_{i of g} r_im P_i) W_gm``: where many
 children have the same matrix, that is less work than their votes. It is plain PyTorch, differentiable as often as one
-likes, and what autograd keeps are the arguments, the results and one pose for each group and parent.
+likes. Autograd keeps the arguments, the results and one pose for each group and parent.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def uniform_parents(
     many, window, dtype = votes.parents, votes.window, votes.children.dtype
     children, weight, bias, gate, norm_weight, norm_bias = widen(dtype, *votes[:4], norm_weight, norm_bias)
     assert children is not None and weight is not None
-    children = gated = children.flatten(-2).unflatten(-1, children.shape[-2:])  # so that the gradient has their strides
+    children = gated = children.flatten(-2).unflatten(-1, children.shape[-2:])  # the gradient then has their strides
     if gate is not None:
         broken = hidden(children, gate)  # as 0 times NaN is NaN
         gate = gate.masked_fill(broken, 0.0)  # for the bias

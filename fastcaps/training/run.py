@@ -248,7 +248,7 @@ def train_seeds(
     is_main = getattr(rank_zero_only, "rank", 0) == 0  # Lightning starts this command again for every other device
     finished = resume and all(is_finished(one) for one in (config, *every))
     with prepared(config, resume, overwrite) if is_main else nullcontext():
-        # all before the first: a resumed command must not take an old result for a new one
+        # clear all before the first run: a resumed command must not take an old result for a new one
         for one in every if is_main and overwrite else ():
             folder.clear(one.folder)
         report = report or Report()
