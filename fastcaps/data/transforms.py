@@ -53,7 +53,7 @@ class Chain:
         return images
 
 
-@dataclass
+@dataclass(eq=False)
 class RandomCropFlip:
     """Pad with zeros, crop randomly to the old size, flip half (Tsai et al. 2020, A.2).
 
@@ -74,7 +74,7 @@ class RandomCropFlip:
         return cropped(padded, 2 * self.padding, draws, self.flip)
 
 
-@dataclass
+@dataclass(eq=False)
 class ResizeCrop:
     """Resize and crop randomly: 34 to 32 in Li et al. (2018) for CIFAR and SVHN, 48 to 32 in Hinton et al. (2018)."""
 
@@ -92,7 +92,7 @@ class ResizeCrop:
         return cropped(resized(images, self.resize), self.resize - self.size, draws, self.flip)
 
 
-@dataclass
+@dataclass(eq=False)
 class ColorJitter:
     """Change brightness, contrast, saturation and hue, in this order, by random factors of each image.
 
@@ -143,7 +143,7 @@ class ColorJitter:
         return pixels.round_().clamp_(0, 255).to(torch.uint8)
 
 
-@dataclass
+@dataclass(eq=False)
 class Mixup:
     """Blend each image with another of the batch, and their targets with the same factor (Zhang et al. 2017).
 

@@ -50,7 +50,7 @@ def inverted_attention_routing(
         As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
         ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
     parents : Tensor, optional
-        Q, the parents' poses of the last iteration, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``.
+        Q, the last iteration's poses, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; M is theirs if ``weight`` is None.
     gate : Tensor, optional
         g, the children's activations, ``[B, I]`` or ``[B, N, H, W]``, or booleans.
     norm_weight, norm_bias : Tensor, optional

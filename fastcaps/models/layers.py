@@ -127,7 +127,7 @@ class Coordinates(nn.Module):
         options: dict[str, Any] = {"device": images.device, "dtype": images.dtype}
         down, across = (torch.linspace(-1, 1, size, **options) for size in images.shape[2:])
         grid = torch.stack(torch.meshgrid(across, down, indexing="xy"))
-        return torch.cat([images, grid.expand(len(images), -1, -1, -1)], dim=1)
+        return torch.cat([images, grid.expand(images.shape[0], -1, -1, -1)], dim=1)
 
 
 class PadShortcut(nn.Module):

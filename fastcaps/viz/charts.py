@@ -125,9 +125,10 @@ def lines(
         for who, line, fill, found in (("ours", "-", style["color"], both[0]), ("paper", "--", "white", both[1])):
             here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]
             if here:
-                at, means, spreads = np.array(here, float).T  # without a spread NaN, which draws no bar
+                at, means, spreads = zip(*here, strict=True)
+                errors = np.array(spreads, float) if any(spreads) else None  # None is NaN, which draws no bar
                 name = f"{label}, {who}" if any(both[1]) else label
-                plot.errorbar(at, means, spreads, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
+                plot.errorbar(at, means, errors, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
     plot.set(xlabel=over, ylabel=axis, xticks=list(values))
     tidy(plot, "y")
     if plot.get_legend_handles_labels()[0]:
