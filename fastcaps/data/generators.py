@@ -47,7 +47,7 @@ class ShiftedDigits(BatchDataset):
 
 
 class OverlappingDigits(ShiftedDigits):
-    """Two overlapping digits of different classes, each with its own shift; some images show only one.
+    """Two overlapping digits of different classes, each with its own shift; ``single`` of the images show only one.
 
     ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i and another, drawn uniformly from
     the digits of other classes. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the

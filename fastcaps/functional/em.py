@@ -146,7 +146,9 @@ def em_routing(
     temperatures = inverse_temperatures(given, iterations)
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
     use, ignore = widen(votes.children.dtype, *others)
-    own = ops.Gaussian(None, None, None, use, ignore, temperatures, int(Rule.EM), eps, bool(return_coefficients))
+    own = ops.Gaussian(
+        beta_use=use, beta_ignore=ignore, temperatures=temperatures, eps=eps, coefficients=bool(return_coefficients)
+    )
     ones = first_coefficients == "ones"
     first_votes = weighed_by_ones(votes) if ones else votes
     if normalize_cost:

@@ -108,8 +108,14 @@ def heinsen_routing(
         gate = votes.gate.to(accumulation_dtype(votes.children.dtype)).sigmoid()
         votes = votes._replace(gate=gate.to(votes.children.dtype))
     use, ignore = widen(votes.children.dtype, *others)
-    flags = (MODELS[model], eps, bool(return_coefficients))
-    own = ops.Gaussian(None, None, None, use, ignore, inverse_temperatures(1.0, iterations), *flags)
+    own = ops.Gaussian(
+        beta_use=use,
+        beta_ignore=ignore,
+        temperatures=inverse_temperatures(1.0, iterations),
+        rule=MODELS[model],
+        eps=eps,
+        coefficients=bool(return_coefficients),
+    )
     found, means, variances, *_, coefficients = ops.gaussian_routing(votes, own)
     dtype = result_dtype(votes)
     result = Gaussians(*(votes.from_op(tensor).to(dtype) for tensor in (means, found, variances)))
