@@ -204,14 +204,9 @@ def posterior(a: Tensor, votes: Tensor, mu: Tensor, square: Tensor | None) -> Te
 
 
 def em(
-    seen: Seen,
-    beta_u: Tensor,
-    beta_a: Tensor,
-    inverse_temperatures: list[float],
-    eps: float = 0.0,
-    first: float | None = None,
-    normalize: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    seen: Seen, beta_u: Tensor, beta_a: Tensor, inverse_temperatures: list[float], eps: float = 0.0,
+    first: float | None = None, normalize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Procedure 1 of Hinton et al. 2018, "EM ROUTING"; returns the poses mu_j, activations a_j and the last R_ij.
 
     One iteration for each inverse temperature. ``eps`` is where the package has it: beside sum_i R_ij, under which the
