@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--workload: {error}") from error
     if option("resume"):
         complete = _names(config) == [*ALTERNATIVES]
-        done = record.finished(_results(config), option("threads"), _quick(config), complete)
+        done = record.finished(_results(config), option("threads"), _quick(config), complete, option("device"))
         wanted = [one for one in wanted if one.key not in done]
     config.stash[_CASES] = wanted
 

@@ -74,7 +74,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return (*where, row["workload"], row["batch"], row["mode"], row["precision"])
 
 
-def finished(folder: Path, threads: int, quick: bool, complete: bool) -> set[tuple[Any, ...]]:
+def finished(folder: Path, threads: int, quick: bool, complete: bool, device: str = "cpu") -> set[tuple[Any, ...]]:
     """Return the keys, without their machine, of the rows that a folder's records have of this machine and commit.
 
     With ``complete`` only of those in which all alternatives took part.
@@ -84,7 +84,7 @@ def finished(folder: Path, threads: int, quick: bool, complete: bool) -> set[tup
     for row in load(folder) if folder.is_dir() else []:
         machine = row["machine"]
         same = all(machine.get(field) == here[field] for field in ("threads", "commit", "modified", "kind"))
-        same &= machine["device"] == here["device"] or "rates" in machine  # those of a GPU
+        same &= machine["device"] == here["device"] if device == "cpu" else "rates" in machine  # those of a GPU
         if same and "fastcaps" in row and (row["complete"] or not complete):
             found.add(key(row)[2:])
     return found

@@ -233,8 +233,8 @@ def start(rows: Sequence[Row]) -> str:
     layers = {"tsai-c10-conv1": "A capsule convolution for CIFAR-10 (Tsai et al.)",
               "sabour-mnist": "The class capsules of Sabour et al.'s network for MNIST"}  # fmt: skip
     lines = []
-    for step in rows:
-        if step["workload"] not in layers or not step["default"] or step["mode"] != charts.MODES[1]:
+    for step in (row for row in rows if row["default"] and row["mode"] == charts.MODES[1] and "fastcaps" in row):
+        if step["workload"] not in layers:
             continue
         own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
         lines.append(

@@ -313,11 +313,8 @@ ATTENTION = Table(
         "squash": {"rule": Rule.SQUASH},
     },
     factors=common_factors() | {"scale": [None, 0.0, -0.7], "detach": [False, True]},
-    seed=1,
-    make=_norm,
-    named=_ATTENTION,
-    lanes=_ATTENTION_LANES,
-)
+    seed=1, make=_norm, named=_ATTENTION, lanes=_ATTENTION_LANES,
+)  # fmt: skip
 POOLING = Table(
     rules={
         "unit": {"rule": Rule.UNIT, "normalize": True},
@@ -326,17 +323,11 @@ POOLING = Table(
         "squash-keys": {"rule": Rule.SQUASH, "normalize": True},
     },
     factors=common_factors("none") | {"scale": [None, 0.0, -0.7], "detach": [False, True]},
-    seed=2,
-    make=_unit,
-    named=_POOLING,
-    lanes=_POOLING_LANES,
-)
+    seed=2, make=_unit, named=_POOLING, lanes=_POOLING_LANES,
+)  # fmt: skip
 GAUSSIAN = Table(
     rules={"em": {"rule": Rule.EM}, "heinsen": {"rule": Rule.HEINSEN}, "k-means": {"rule": Rule.KMEANS}},
     factors=common_factors()
     | {"log_weight": [True, False], "eps": [1e-5, 0.3], "betas": ["M", "IM", "I1", "1M", "11"]},
-    seed=3,
-    make=_heinsen,
-    named=_GAUSSIAN,
-    lanes=_GAUSSIAN_LANES,
-)
+    seed=3, make=_heinsen, named=_GAUSSIAN, lanes=_GAUSSIAN_LANES,
+)  # fmt: skip

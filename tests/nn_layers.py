@@ -122,68 +122,33 @@ class Row:
 
 
 LAYERS = (
-    Row(
-        "attention",
-        nn.InvertedAttentionRouting,
-        (Tensor, Routed),
-        attention,
-        lambda parents, depth, seen: (parents / (depth * seen)) ** 0.5,
-        {"weight", "bias", "norm.weight", "norm.bias"},
+    Row("attention", nn.InvertedAttentionRouting, (Tensor, Routed), attention,
+        lambda parents, depth, seen: (parents / (depth * seen)) ** 0.5, {"weight", "bias", "norm.weight", "norm.bias"},
         {"plain": {"layer_norm": False}, "learned": {"start": "learned"}, "random": {"start": "random"}},
-        {"iterations": 3},
-    ),
-    Row(
-        "dynamic",
-        nn.DynamicRouting,
-        (Tensor, Routed),
-        dynamic,
-        lambda parents, depth, seen: (parents / (depth * seen)) ** 0.5,
-        {"weight", "bias"},
-        {
+        {"iterations": 3}),
+    Row("dynamic", nn.DynamicRouting, (Tensor, Routed), dynamic,
+        lambda parents, depth, seen: (parents / (depth * seen)) ** 0.5, {"weight", "bias"}, {
             "children": {"compete": "children"},
             "leaky": {"leaky": True},
             "detach": {"detach": True},
             "prior": {"prior": "learned", "eps": 0.3},
             "random": {"prior": "random", "compete": "children"},
-        },
-    ),
-    Row(
-        "em",
-        nn.EMRouting,
-        (Capsules, RoutedCapsules),
-        em,
-        lambda parents, depth, seen: depth**-0.5,
-        {"weight", "bias", "beta_u", "beta_a"},
-        {
+        }),
+    Row("em", nn.EMRouting, (Capsules, RoutedCapsules), em,
+        lambda parents, depth, seen: depth**-0.5, {"weight", "bias", "beta_u", "beta_a"}, {
             "customary": {"inverse_temperature": None},
             "numbers": {"inverse_temperature": [0.1, 0.2, 0.3]},
             "function": {"inverse_temperature": lambda t: 0.2 * (t + 1), "iterations": 4},
             "ones": {"first_coefficients": "ones"},
             "normalized": {"normalize_cost": True, "inverse_temperature": None},
             "all": {"normalize_cost": True, "first_coefficients": "ones", "inverse_temperature": [0.5, 1.0, 2.0]},
-        },
-        {"eps": 1e-3, "inverse_temperature": 0.5},
-    ),
-    Row(
-        "heinsen",
-        nn.HeinsenRouting,
-        (Gaussians, RoutedGaussians),
-        heinsen,
-        lambda parents, depth, seen: 1 / depth,
-        {"weight", "bias", "beta_use", "beta_ignore"},
-        {"kmeans": {"model": "kmeans"}, "single-beta": {"single_beta": True, "iterations": 2}},
-    ),
-    Row(
-        "pool",
-        nn.RoutingPool,
-        (Tensor, Routed),
-        pool,
-        lambda parents, depth, seen: depth**-0.5,
-        {"weight", "bias"},
-        {"sharp": {"sharpness": 3.0, "detach": True}, "average": {"iterations": 0}},
-        positive="sharpness",
-    ),
-)
+        }, {"eps": 1e-3, "inverse_temperature": 0.5}),
+    Row("heinsen", nn.HeinsenRouting, (Gaussians, RoutedGaussians), heinsen,
+        lambda parents, depth, seen: 1 / depth, {"weight", "bias", "beta_use", "beta_ignore"},
+        {"kmeans": {"model": "kmeans"}, "single-beta": {"single_beta": True, "iterations": 2}}),
+    Row("pool", nn.RoutingPool, (Tensor, Routed), pool, lambda parents, depth, seen: depth**-0.5, {"weight", "bias"},
+        {"sharp": {"sharpness": 3.0, "detach": True}, "average": {"iterations": 0}}, positive="sharpness"),
+)  # fmt: skip
 
 
 def draw_for(layer: Any, batch: int = 2) -> tuple[Tensor, Tensor]:

@@ -66,18 +66,9 @@ class CapsuleFC(_Plain):
 
 class CapsuleCONV(_Plain):
     def __init__(
-        self,
-        in_n_capsules,
-        in_d_capsules,
-        out_n_capsules,
-        out_d_capsules,
-        kernel_size,
-        stride,
-        matrix_pose,
-        dp,
-        coordinate_add=False,
-        mixed_windows=False,
-    ):
+        self, in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, kernel_size, stride, matrix_pose, dp,
+        coordinate_add=False, mixed_windows=False,
+    ):  # fmt: skip
         super().__init__()
         self.prepare(locals(), kernel_size, kernel_size, in_n_capsules)
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastcaps.votes import output_size
-
 
 class Seen(NamedTuple):
     """The children that a position sees: their numbers i, their gates ``[I]`` and votes ``[I, M, K]``, poses flat."""
@@ -32,7 +30,8 @@ def positions(
     kh, kw, sh, sw, ph, pw, dh, dw = window
     batch, height, width, types, rows, depth = children.shape
     parents, columns = (parents, depth) if weight is None else (weight.shape[1], weight.shape[3])
-    for b, y, x in product(range(batch), *map(range, output_size(tuple(window), height, width))):
+    sizes = ((height + 2 * ph - (kh - 1) * dh - 1) // sh + 1, (width + 2 * pw - (kw - 1) * dw - 1) // sw + 1)
+    for b, y, x in product(range(batch), *map(range, sizes)):
         index, gates, votes = [], [], [children.new_zeros(0, parents, rows, columns)]
         for ky, kx, n in product(range(kh), range(kw), range(types)):
             place = (b, y * sh - ph + ky * dh, x * sw - pw + kx * dw, n)
@@ -205,14 +204,9 @@ def posterior(a: Tensor, votes: Tensor, mu: Tensor, square: Tensor | None) -> Te
 
 
 def em(
-    seen: Seen,
-    beta_u: Tensor,
-    beta_a: Tensor,
-    inverse_temperatures: list[float],
-    eps: float = 0.0,
-    first: float | None = None,
-    normalize: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    seen: Seen, beta_u: Tensor, beta_a: Tensor, inverse_temperatures: list[float], eps: float = 0.0,
+    first: float | None = None, normalize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Procedure 1 of Hinton et al. 2018, "EM ROUTING"; returns the poses mu_j, activations a_j and the last R_ij.
 
     One iteration for each inverse temperature. ``eps`` is where the package has it: beside sum_i R_ij, under which the

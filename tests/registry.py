@@ -409,31 +409,16 @@ class BackwardCall:
 
 
 ATTENTION = Routing(
-    border=ops.attention_routing,
-    table=case_rows.ATTENTION,
-    rest=_attention_rest,
-    following=_attention_next,
-    loop=loops.attention_routing,
-    folds=True,
-    rounds=True,
-    absent={Rule.PLAIN: ("sums",), Rule.SQUASH: ("sums",)},
-)
+    ops.attention_routing, case_rows.ATTENTION, _attention_rest, _attention_next, loops.attention_routing,
+    folds=True, rounds=True, absent={Rule.PLAIN: ("sums",), Rule.SQUASH: ("sums",)},
+)  # fmt: skip
 POOLING = Routing(
-    border=ops.pooling_routing,
-    table=case_rows.POOLING,
-    rest=_pooling_rest,
-    following=_pooling_next,
-    loop=loops.pooling_routing,
-    rounded=("sums",),
+    ops.pooling_routing, case_rows.POOLING, _pooling_rest, _pooling_next, loops.pooling_routing, rounded=("sums",)
 )
 GAUSSIAN = Routing(
-    border=ops.gaussian_routing,
-    table=case_rows.GAUSSIAN,
-    rest=_gaussian_rest,
-    following=_gaussian_next,
-    loop=loops.gaussian_routing,
+    ops.gaussian_routing, case_rows.GAUSSIAN, _gaussian_rest, _gaussian_next, loops.gaussian_routing,
     absent={Rule.EM: ("beta_use", "beta_ignore", "grad_evidence")},
-)
+)  # fmt: skip
 ROUTINGS = (ATTENTION, POOLING, GAUSSIAN)
 
 

@@ -234,7 +234,8 @@ class OpCase:
 
         children, weight, bias = draw(self.batch, *self.grid, self.types, rows, inner), None, None
         if self.groups != 0:
-            weight = draw(self.groups or seen, self.parents, inner, columns, layout="plain") / inner**0.5
+            shape = self.groups or seen, self.parents, inner, columns
+            weight = LAYOUTS[self.layout](draw(*shape, layout="plain") / inner**0.5)
         if self.bias:
             bias = draw(seen if self.bias[0] == "I" else 1, self.parents if self.bias[1] == "M" else 1, rows, columns)
         votes = self.votes((children, weight, bias))

@@ -184,10 +184,7 @@ def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["--iterations", "1"], "network.options.iterations is 2 there and 1 here"),
         (["--set", "data.flip=true"], "data.flip is None there and True here"),
         (["--set", "loss.upper=0.7"], "loss.upper is 0.8 there and 0.7 here"),
-        (
-            ["--recipe", str(mine)],
-            "loss.name is margin there and cross-entropy here and ",
-        ),
+        (["--recipe", str(mine)], "loss.name is margin there and cross-entropy here and "),
         (["--set", "optimizer.lr"], "--set optimizer.lr: got no value, want FIELD=VALUE"),
     ):
         status, _, err = call(capsys, "train", "--resume", "--out", str(out), *given)

@@ -27,6 +27,15 @@ every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 
 
 @every_window
+@every_routing
+def test_an_empty_batch(routing: Routing, window: Window | None) -> None:
+    given = routing.tensors(window, batch=0)
+    found = training(routing, given, window)
+    assert all(len(found[name]) == 0 for name in routing.results)
+    assert all(found[f"d{name}"].shape == leaf.shape and not found[f"d{name}"].any() for name, leaf in given.items())
+
+
+@every_window
 @pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.child != "scores"], ids=str)
 def test_booleans_are_gates_of_0_and_1(routing: Routing, window: Window | None) -> None:
     given = routing.tensors(window)

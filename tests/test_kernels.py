@@ -30,8 +30,7 @@ from torch import Tensor
 from fastcaps import backends, ops
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs
-
-LEVELS = ("default", "avx2", "avx512")
+from tools.native import LEVELS
 
 
 @pytest.fixture
@@ -70,8 +69,7 @@ def test_squash_in_bfloat16(routing: Routing, parents: int, iterations: int) -> 
     options: dict[str, Any] = {"pose": (2, 3, 5), "gate": "some", "start": False, "scale": 3.0, "dtype": torch.bfloat16}
     case = Case("few-votes", Rule.SQUASH, types=1, parents=parents, iterations=iterations, **options)
     for seed in range(10):
-        call = routing.call(case, seed)
-        call.bar().hold(call.training(by_op))
+        held(routing.call(case, seed))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
@@ -271,8 +269,7 @@ def test_gradients_that_hundreds_of_children_share(case: Case) -> None:
     """Added child by child they would err by several times the limit."""
     routing = GAUSSIAN if case.rule == Rule.HEINSEN else ATTENTION
     for seed in range(3):
-        call = routing.call(case, seed)
-        call.bar().hold(call.training(by_op))
+        held(routing.call(case, seed))
 
 
 LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children

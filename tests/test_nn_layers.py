@@ -1,4 +1,4 @@
-"""Every routing layer: the paper's procedure as loops, layouts, state, copies, compilers, odd inputs, errors."""
+"""Every routing layer: the paper's procedure, layouts, state, copies, compilers, odd inputs, errors."""
 
 from __future__ import annotations
 

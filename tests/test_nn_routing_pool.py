@@ -1,4 +1,4 @@
-"""Routing as a pooling layer: its procedure as loops, average pooling at sharpness 0, gradients, errors."""
+"""Routing as a pooling layer: its procedure, average pooling at sharpness 0, gradients, errors."""
 
 from __future__ import annotations
 

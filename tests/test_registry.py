@@ -61,7 +61,7 @@ def test_rows_cover_all_pairs(routing: Routing) -> None:
 
 
 def is_small(case: Case) -> bool:
-    """Whether the loops get through it quickly."""
+    """Whether the oracle gets through it quickly."""
     votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.iterations
     if case.name.startswith("nobody-no-eps-1-"):  # a LayerNorm of nothing is NaN, and no procedure goes on from that
         return False

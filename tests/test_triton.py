@@ -167,18 +167,14 @@ def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> No
 
 @interpreted
 @pytest.mark.parametrize(
-    ("routing", "name"),
-    [
-        (ATTENTION, "primes"),
-        (POOLING, "sharp"),
-        (GAUSSIAN, "one-effective-child"),
-    ],
-    ids=str,
+    ("routing", "name"), [(ATTENTION, "primes"), (POOLING, "sharp"), (GAUSSIAN, "one-effective-child")], ids=str
 )
 def test_ops_served_by_the_interpreter(routing: Routing, name: str) -> None:
-    """All iterations by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1."""
-    case = routing.case(name)
-    routing.bar(case).hold(interpret("triton_worker.training", routing.stem, case))
+    """All iterations by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1; as a set, too."""
+    call = routing.call(routing.case(name))
+    found = interpret("triton_worker.training", routing.stem, routing.case(name))
+    for one, results in zip((call, call.as_set()), found, strict=True):
+        one.bar().hold(results)
 
 
 @interpreted

@@ -69,12 +69,13 @@ def _serve(message: bytes) -> bytes:
 FAR = 1 << 30
 
 
-def training(stem: str, case: Any) -> dict[str, Tensor]:
-    """Return results and gradients of a case by the public op with the Triton backend, of however many iterations."""
+def training(stem: str, case: Any) -> list[dict[str, Tensor]]:
+    """Return results and gradients of a case, and of it as a set, by the public op with the Triton backend."""
     import fastcaps
 
+    call = routing_of(stem).call(case)
     with fastcaps.backend("triton"):
-        return Call.training(routing_of(stem).call(case), Call.by_op)
+        return [one.training(Call.by_op) for one in (call, call.as_set())]
 
 
 def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:
