@@ -24,7 +24,7 @@ from typing import Any
 
 LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$")
 CPU_LIBRARY, CUDA_LIBRARY = (f"fastcaps/lib/libfastcaps_{name}.so" for name in ("cpu", "cuda"))
-NAMED = re.compile(r'^    "(data|training|viz)",\n', re.MULTILINE)  # in the list of public names
+NAMED = re.compile(r'"(data|training|viz)", ?')  # in the list of public names
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)
 
