@@ -125,7 +125,7 @@ def known_arguments(call: Call, note: str = "") -> Call:
 
 def _integer(value: Any) -> Any:
     """Return an integer, NumPy's too, as an int, and a symbolic one as it is; None for anything else."""
-    if isinstance(value, torch.SymInt):
+    if type(value) is int or isinstance(value, torch.SymInt):  # Dynamo calls a free size an int; index() would fix it
         return value
     try:
         return None if isinstance(value, bool) else operator.index(value)
@@ -140,7 +140,7 @@ def told(value: Any) -> str:
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return ``value`` as an int; raise unless it is an integer >= ``least``."""
-    count = value if type(value) is int else _integer(value)
+    count = _integer(value)
     if count is None:
         got = type(value).__name__ if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"{name} must be an int >= {least}, got {got}")
