@@ -144,8 +144,11 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if count is None:
         got = type(value).__name__ if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"{name} must be an int >= {least}, got {got}")
-    if not isinstance(count, torch.SymInt) and not least <= count <= _MOST_COUNT:
-        raise ValueError(f"{name} must be an int {f'>= {least}' if count < least else '<= 2**63 - 2'}, got {count}")
+    if not isinstance(count, torch.SymInt):
+        if count < least:
+            raise ValueError(f"{name} must be an int >= {least}, got {count}")
+        if count > _MOST_COUNT:
+            raise ValueError(f"{name} must be an int <= 2**63 - 2, got {count}")
     return count
 
 
