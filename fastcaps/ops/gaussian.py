@@ -150,7 +150,7 @@ class GaussianRouting(Routing):
         if em:
             heat = torch.stack(heats[::-1])
             for name, part in (("beta_use", -numbers * (heat * counts)), ("beta_ignore", heat)):
-                reverse.gradients[name] = part.flatten(0, -2).sum(0)
+                reverse.gradients[name] = part.sum([*range(part.dim() - 1)])  # vmap over gradients has no flatten
 
 
 def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:

@@ -51,6 +51,8 @@ def _check(name: str, votes: VoteInputs, rest: Sequence[Any]) -> None:
     votes.check()
     if votes.gate is not None:
         raise ValueError("gate must be None: multiply the coefficients by it")
+    if name == "vote_sums" and rest[2] not in (1, 2):
+        raise ValueError(f"power must be 1 or 2, got {rest[2]}")
     wide = accumulation_dtype(votes.children.dtype)
     like = votes.children.new_empty(0, dtype=wide)
     for key, value in zip(_NAMES[name], rest, strict=False):
