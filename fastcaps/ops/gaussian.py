@@ -91,8 +91,12 @@ class GaussianRouting(Routing):
 
     def fakes(self, votes: VoteInputs, own: Gaussian) -> Results:
         count, dtype = len(own.temperatures), accumulation_dtype(votes.children.dtype)
-        values, poses = votes.parent_values_shape, votes.poses
-        shapes = [values, poses, poses, *((count, *shape) for shape in (values, poses, poses, values))]
+        # sizes made anew for each result: Inductor fails on grids of any size if they are shared
+        shapes: list[Any] = [votes.parent_values_shape, votes.poses, votes.poses]
+        shapes += [
+            (count, *shape)
+            for shape in (votes.parent_values_shape, votes.poses, votes.poses, votes.parent_values_shape)
+        ]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
     def coefficients(self, votes: VoteInputs, own: Gaussian, results: Results) -> Tensor:
