@@ -163,7 +163,9 @@ def _date(row: Row) -> str:
 
 
 def _by_device(rows: Sequence[Row]) -> list[list[Row]]:
-    return [[*some] for _, some in itertools.groupby(rows, lambda row: row["machine"]["device"])]  # they are sorted
+    """Return the rows of each machine, the machine measured last first."""
+    found = [[*some] for _, some in itertools.groupby(rows, lambda row: row["machine"]["device"])]  # they are sorted
+    return sorted(found, key=lambda some: max(map(_date, some)), reverse=True)
 
 
 def html(rows: Sequence[Row]) -> str:

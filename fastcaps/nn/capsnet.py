@@ -37,8 +37,14 @@ class CapsNet(nn.Module):
 
     Parameters
     ----------
-    backbone, primary, routing, head : Module, PrimaryCapsules, RoutingStack, ClassHead
-        Map images ``[B, channels, H, W]`` to features, these to capsules, these to class capsules, these to logits.
+    backbone : Module
+        Maps images ``[B, channels, H, W]`` to features.
+    primary : PrimaryCapsules
+        Maps features to capsules.
+    routing : RoutingStack
+        Maps capsules to class capsules.
+    head : ClassHead
+        Maps class capsules to logits.
     in_channels, image_size
         The images that the network was built for; training reads them.
     decoder : Module, optional
