@@ -37,18 +37,30 @@ rounding, but below what another layer would give."""
 GRADIENT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 5e-2}
 """The same for gradients, which are not compared in half precision."""
 
+CONVERTED = ("compared", "not compared")
+"""Outcomes for a layer that was converted."""
+
 HARMLESS = ("__init__", "__repr__", "__annotate__", "__annotate_func__")
 """Methods that a subclass of a published class may add."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The outcome for one layer: its path in the model, its old class, whether it was converted, and why."""
+    """The outcome for one layer: its path in the model, its old class, what happened, and why.
+
+    ``outcome`` is "compared" or "not compared" if the layer was converted, "ours" if it ran on fastcaps before,
+    "differs" if its results or gradients are others than the twin's, else "left".
+    """
 
     path: str
     old: str
-    converted: bool
+    outcome: str
     why: str
+
+    @property
+    def converted(self) -> bool:
+        """Whether the layer was converted."""
+        return self.outcome in CONVERTED
 
 
 @dataclass
@@ -73,21 +85,22 @@ class ConversionReport:
 
     @property
     def left(self) -> list[str]:
-        """Paths of the candidates that did not change."""
-        return [layer.path for layer in self.layers if not layer.converted]
+        """Paths of the candidates that still run the published code."""
+        return [layer.path for layer in self.layers if layer.outcome not in (*CONVERTED, "ours")]
 
     def __str__(self) -> str:
         if not self.layers:
             return f"fastcaps.convert: this model has none of {', '.join(TWINS)}"
-        head = f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"
-        if unseen := sum(layer.converted and layer.why.startswith("not compared") for layer in self.layers):
-            head += f", {unseen} of them not compared"
+        outcomes = [layer.outcome for layer in self.layers]
+        others = len(outcomes) - outcomes.count("ours")
+        head = f"{len(self.converted)} of {others} capsule layers converted" if others else "nothing to convert"
+        head += f", {unseen} of them not compared" if (unseen := outcomes.count("not compared")) else ""
+        head += f", {ours} ran on fastcaps before" if (ours := outcomes.count("ours")) else ""
         width = max(len(layer.path) for layer in self.layers)
-        lines = (
-            f"  {layer.path:<{width}}  {'converted' if layer.converted else 'left     '}  {layer.old}: {layer.why}"
-            for layer in self.layers
-        )
-        return "\n".join((head, *lines))
+        states = ["converted" if each in CONVERTED else "ours" if each == "ours" else "left" for each in outcomes]
+        rows = zip(self.layers, states, strict=True)
+        lines = (f"  {layer.path:<{width}}  {state:<9}  {layer.old}: {layer.why}" for layer, state in rows)
+        return "\n".join((f"fastcaps.convert: {head}", *lines))
 
 
 @known_arguments
@@ -150,13 +163,13 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D
             found = _candidate(module, given)
             if found is None:
                 continue
-            new, why = _replacement(module, *found, check)
+            new, outcome, why = _replacement(module, *found, check)
             if new is not None:  # give the layer the twin's class, and the attributes that the twin reads
                 module.__class__ = type(new)
                 vars(module).update({key: value for key, value in vars(new).items() if key not in vars(nn.Module())})
         except Exception as error:  # a property of an unknown layer may raise anything
-            new, why = None, f"reading or running it failed with {_named(error)}"
-        report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
+            outcome, why = "left", f"reading or running it failed with {_named(error)}"
+        report.layers.append(Conversion(path or "(the model)", name, outcome, why))
     if verbose:
         print(report)
     return report
@@ -181,30 +194,30 @@ def _missing(module: nn.Module, kind: type[Twin]) -> list[str]:
     return [name for name in kind._known_by if not hasattr(module, name)]
 
 
-def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
-    """Return the twin that replaces a layer, or None, and why; ``own`` are the methods that the layer's class adds."""
+def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str, str]:
+    """Return the twin that replaces a layer, or None, the outcome and why; ``own``: methods that its class adds."""
+    if isinstance(module, Twin):
+        return None, "ours", "runs on fastcaps already"
     renamed = kind._renamed(module) if _missing(module, kind) else []
     said = []
     for options in renamed or kind._versions:
         new = _twin(module, kind, options)
         if isinstance(new, str):
-            return None, new
+            return None, "left", new
         if own:
-            return None, f"its class has {', '.join(own)} of its own"
+            return None, "left", f"its class has {', '.join(own)} of its own"
         new._adopt(module)
         if not check and not renamed:
-            return new, "not compared, as asked"
-        fits, why = _compare(module, new, guessed=bool(renamed))
-        if fits:
-            return new, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
-        said.append(why)
-    return None, next((why for why in said if "s differ from" in why), said[0])
+            return new, "not compared", "not compared, as asked"
+        outcome, why = _compare(module, new, guessed=bool(renamed))
+        if outcome in CONVERTED:
+            return new, outcome, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
+        said.append((outcome, why))
+    return None, *next((each for each in said if each[0] == "differs"), said[0])
 
 
 def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
     """Return a twin of ``module``, newly initialised; or why that is not the published layer with such ``options``."""
-    if isinstance(module, kind):
-        return "runs on fastcaps already"
     given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it recompiles
     replaced = [name for name, value in given.items() if callable(value) and hasattr(kind, name)]
     if replaced:
@@ -235,17 +248,17 @@ def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
 
 
 class _Verdict(Exception):
-    """Ends a comparison early: whether the new layer may replace the old one, and why."""
+    """Ends a comparison early: the outcome and why."""
 
 
-def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[bool, str]:
-    """Return whether the new layer may replace the old one, by their results on random inputs, and why.
+def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str]:
+    """Return the outcome of comparing two layers' results on random inputs, and why.
 
-    A guessed layer may not if they cannot be compared.
+    A guessed layer is left if they cannot be compared.
     """
     weight = next(new.parameters())
     if weight.device.type == "meta":
-        return not guessed, "not compared: its parameters have no values yet"
+        return "left" if guessed else "not compared", "not compared: its parameters have no values yet"
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
     far = 0.0
     try:
@@ -260,12 +273,12 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[bool, st
             for arguments in new._calls(draw):
                 far = max(far, _apart(old, new, weight, arguments, finite=size == new._sizes[0]))
     except _Verdict as verdict:
-        fits, why = verdict.args
-        return fits and not guessed, why
+        outcome, why = verdict.args
+        return "left" if guessed and outcome in CONVERTED else outcome, why
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return True, f"results agree to {far:.1e}"
+    return "compared", f"results agree to {far:.1e}"
 
 
 def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any, ...], finite: bool) -> float:
@@ -274,28 +287,28 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
         try:
             expected = _tensors(old.forward(*arguments))
         except Exception as error:  # an unknown layer may raise anything, which belongs in the report
-            raise _Verdict(True, f"not compared: the old layer failed with {_named(error)}") from error
+            raise _Verdict("not compared", f"not compared: the old layer failed with {_named(error)}") from error
         got = _tensors(new.forward(*arguments))
     if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
-        raise _Verdict(False, "its result has another shape than the authors' layer's")
+        raise _Verdict("left", "its result has another shape than the authors' layer's")
     if not all(bool(tensor.isfinite().all()) for tensor in expected):
         if finite:
-            raise _Verdict(False, "its results hold NaN or infinity: nothing to compare")
+            raise _Verdict("left", "its results hold NaN or infinity: nothing to compare")
         return 0.0
     far = max(_distance([a], [b]) for a, b in zip(expected, got, strict=True))
     if not far <= TOLERANCES.get(weight.dtype, 1e-3):
-        raise _Verdict(False, f"its results differ from the authors' layer by {far:.1e} of the largest")
+        raise _Verdict("differs", f"its results differ from the authors' layer by {far:.1e} of the largest")
     if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
         try:
             wanted = _gradients(old, arguments)
         except Exception as error:
             raised = f"the old layer's gradients failed with {_named(error)}"
-            raise _Verdict(True, f"results agree to {far:.1e}; {raised}") from error
+            raise _Verdict("compared", f"results agree to {far:.1e}; {raised}") from error
         if not finite and not all(bool(tensor.isfinite().all()) for tensor in wanted):
             return far  # at a parent of 0 the derivative of a published squash is NaN
         apart = _distance(wanted, _gradients(new, arguments))
         if not apart <= GRADIENT_TOLERANCES[weight.dtype]:
-            raise _Verdict(False, f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
+            raise _Verdict("differs", f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
     return far
 
 
