@@ -100,6 +100,17 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
+def suggest(module: str) -> None:
+    """Let an error about an unknown attribute of a module end with the nearest of its public names."""
+    found: Any = sys.modules[module]
+
+    def unknown(name: str) -> Any:
+        hint = did_you_mean(name, found.__all__)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
+
+    found.__getattr__ = unknown
+
+
 def refuse_unknown(
     what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument", note: str = ""
 ) -> None:
@@ -161,6 +172,19 @@ def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
     if not all(isinstance(number, torch.SymInt) or least <= number <= _MOST_PAIR for number in pair):
         raise ValueError(f"{name} must be {wanted}, got {told(value)}")
     return pair[0], pair[1]
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return ``value`` as a bool; raise unless it is True or False."""
+    if value not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {told(value)}")
+    return bool(value)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise unless the dtype of parameters is None or a floating-point one."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {told(dtype)}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

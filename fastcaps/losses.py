@@ -14,11 +14,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, is_tracing, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, is_tracing, known_arguments, require_tensor, shape_text, suggest
 from fastcaps.vectors import length
 from fastcaps.watchers import is_transformed
 
 __all__ = ["ReconstructionDecoder", "length", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
+suggest(__name__)
 
 
 def _reduce(per_sample: Tensor, reduction: str) -> Tensor:
@@ -54,6 +55,7 @@ def _one_hot(target: Tensor, classes: int) -> Tensor:
     return target.unsqueeze(1) == torch.arange(classes, device=target.device)
 
 
+@known_arguments
 def margin_loss(
     lengths: Tensor,
     target: Tensor,
@@ -102,6 +104,7 @@ def margin_loss(
     return _reduce((present * missed + down_weight * (1 - present) * imagined).sum(1), reduction)
 
 
+@known_arguments
 def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction: str = "mean") -> Tensor:
     r"""Return the spread loss (Hinton et al. 2018), 0 if the right class leads every other by a margin.
 
@@ -128,6 +131,7 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
     return _reduce(short.scatter(1, target.unsqueeze(1), 0.0).sum(1), reduction)
 
 
+@known_arguments
 def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9) -> float:
     """Return the margin of :func:`spread_loss` at a step (or epoch) of training, counted from 0.
 
@@ -145,6 +149,7 @@ def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9
     return start + (end - start) * min(1.0, step / steps)
 
 
+@known_arguments
 def reconstruction_loss(
     reconstruction: Tensor, images: Tensor, *, scale: float = 0.0005, reduction: str = "mean"
 ) -> Tensor:
@@ -194,6 +199,7 @@ class ReconstructionDecoder(nn.Module):
     torch.Size([4, 1, 28, 28])
     """
 
+    @known_arguments
     def __init__(
         self,
         classes: int,

@@ -69,6 +69,12 @@ class Window:
         """Positions in the window, kh * kw, which hold kh * kw * N children of N types."""
         return self.spec[0] * self.spec[1]
 
+    @property
+    def smallest_grid(self) -> tuple[int, int]:
+        """The smallest grid (height, width) into which the window fits."""
+        rows, columns = window_extent(self.spec)
+        return max(1, rows - 2 * self.spec[4]), max(1, columns - 2 * self.spec[5])
+
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Return (Ho, Wo) for an H x W grid; a value below 1 means that the window does not fit."""
         return output_size(self.spec, height, width)

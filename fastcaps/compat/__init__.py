@@ -14,6 +14,7 @@ docs/relation.md which version of the code it follows.
 =================== ========================================================================================
 """
 
+from fastcaps.checks import suggest
 from fastcaps.compat import batch_averaged, heinsen_routing, matrix_capsules, ml_capsules
 from fastcaps.compat.convert import Conversion, ConversionReport, convert
 from fastcaps.compat.dynamic import AgreementRouting, CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
@@ -25,3 +26,4 @@ __all__ = [
     "Conversion", "ConversionReport", "DeconvSlimCapsule2D", "DeconvSlimCapsule3D", "DenseCapsule", "DigitCaps",
     "RoutingCapsules", "batch_averaged", "convert", "heinsen_routing", "matrix_capsules", "ml_capsules",
 ]  # fmt: skip
+suggest(__name__)

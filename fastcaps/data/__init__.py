@@ -5,6 +5,7 @@
 >>> image, label = splits.train[0]  # doctest: +SKIP
 """
 
+from fastcaps.checks import suggest
 from fastcaps.data.batches import ShuffledBatches
 from fastcaps.data.draws import Draws
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError
@@ -22,3 +23,4 @@ __all__ = [
     "ColorJitter", "Draws", "Mixup", "RandomCropFlip", "ResizeCrop", "crops", "CorruptDataError", "DataError",
     "MissingDataError",
 ]  # fmt: skip
+suggest(__name__)

@@ -5,6 +5,7 @@ unit and its Sinkhorn divergence; networks (``fastcaps.models.create("li-encapne
 follows the paper, and what its authors' code.
 """
 
+from fastcaps.checks import suggest
 from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
 from fastcaps.encapnet.feedback import FeedbackAgreement, feedback_loss
 from fastcaps.encapnet.networks import EncapNet, EncapNetConfig
@@ -15,3 +16,4 @@ __all__ = [
     "CapConv2d", "CapFC", "EncapNet", "EncapNetConfig", "FeedbackAgreement", "SinkhornDivergence", "feedback_loss",
     "squash_sum",
 ]  # fmt: skip
+suggest(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, check_dtype, known_arguments, require_tensor, shape_text
 from fastcaps.encapnet.op import squash_sum
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import squash
@@ -75,6 +75,7 @@ class CapConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         self.types = check_count("types", types)
         self.in_dim = check_count("in_dim", in_dim)
         self.out_dim = check_count("out_dim", out_dim)
@@ -207,6 +208,7 @@ class CapFC(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         self.in_capsules = check_count("in_capsules", in_capsules)
         self.out_capsules = check_count("out_capsules", out_capsules)
         self.dim = check_count("dim", dim)

@@ -6,6 +6,7 @@ or dtype, ValueError for wrong shapes, counts, devices and windows, :class:`~fas
 cannot take the call.
 """
 
+from fastcaps.checks import suggest
 from fastcaps.functional.dynamic import dynamic_routing
 from fastcaps.functional.em import coordinate_bias, em_routing
 from fastcaps.functional.explanation import Explanation, Explanations, explain
@@ -22,3 +23,4 @@ __all__ = [
     "Window", "coordinate_bias", "dynamic_routing", "em_routing", "explain", "heinsen_routing",
     "inverted_attention_routing", "length", "routing_pool", "softmax", "squash", "unit",
 ]  # fmt: skip
+suggest(__name__)

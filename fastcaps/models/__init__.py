@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastcaps.checks import did_you_mean
+from fastcaps.checks import did_you_mean, suggest
 from fastcaps.models.layers import BasicBlock
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig, override
 
 __all__ = ["BasicBlock", "CNNConfig", "Config", "NetworkConfig", "config", "create", "names", "register"]
+suggest(__name__)
 
 PAPERS = (
     *(f"{__name__}.{paper}" for paper in ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "ours")),

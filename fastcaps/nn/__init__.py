@@ -1,5 +1,6 @@
 """Modules: routing layers, stacks of them, primary capsules and heads."""
 
+from fastcaps.checks import suggest
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
@@ -17,3 +18,4 @@ __all__ = [
     "InvertedAttentionRouting", "PrimaryCapsules", "RoutingLayer", "RoutingPool", "RoutingPool2d", "RoutingStack",
     "RoutingTrace",
 ]  # fmt: skip
+suggest(__name__)

@@ -16,7 +16,7 @@ from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import channels_last
 from fastcaps.nn.primary import PrimaryCapsules
-from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, converted, parts_of
+from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, checked_specs, converted, parts_of
 
 
 def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
@@ -25,7 +25,11 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
     A copy on the meta device computes them, so that neither the state of BatchNorm nor a random generator changes.
     """
     probe = copy.deepcopy(backbone).to("meta").eval()
-    features = probe(torch.empty(1, in_channels, *image_size, device="meta"))
+    try:
+        features = probe(torch.empty(1, in_channels, *image_size, device="meta"))
+    except RuntimeError as error:
+        wanted = f"[B, {in_channels}, {image_size[0]}, {image_size[1]}] of in_channels and image_size"
+        raise ValueError(f"backbone must take images {wanted}, but it fails: {str(error).splitlines()[0]}") from error
     if not isinstance(features, Tensor) or features.dim() != 4:
         got = shape_text(features) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"backbone must return a feature map [B, channels, H, W], got {got}")
@@ -138,7 +142,8 @@ class CapsNet(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
         channels, *features = feature_shape(backbone, in_channels, size)
-        specs = [*hidden, classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
+        specs = checked_specs("hidden", hidden, layer)
+        specs += [classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
         lowest = {**options, **specs[0].options}
         first_layer = specs[0].layer or layer
         scores = first_layer.activity_name == "scores"
@@ -147,9 +152,9 @@ class CapsNet(nn.Module):
         first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(own["activations"]), **own})
         grid = first.output_size((features[0], features[1]))
         if min(grid) < 1:
+            least, found = (" x ".join(map(str, each)) for each in (first.window.smallest_grid, features))  # type: ignore[union-attr]
             raise ValueError(
-                f"image_size {size} is too small: the primary capsules' window does not fit on features of "
-                f"{features[0]} x {features[1]}"
+                f"image_size {size} is too small: the primary capsules' window needs features of {least}, got {found}"
             )
         stack = RoutingStack.build(
             specs,

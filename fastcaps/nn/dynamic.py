@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_choice, check_finite
+from fastcaps.checks import check_choice, check_finite, check_flag
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Routed
 
@@ -74,8 +74,8 @@ break_symmetry, iterations, device, dtype
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         check_choice("compete", compete, ("parents", "children"))
         self.compete = compete
-        self.detach = bool(detach)
-        self.leaky = bool(leaky)
+        self.detach = check_flag("detach", detach)
+        self.leaky = check_flag("leaky", leaky)
         if self.leaky and compete == "children":
             raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
         self.eps = check_finite("eps", eps, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_choice, check_finite
+from fastcaps.checks import check_choice, check_finite, check_flag
 from fastcaps.functional.em import FIRST_COEFFICIENTS, InverseTemperature, inverse_temperatures
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Capsules, RoutedCapsules
@@ -84,10 +84,10 @@ break_symmetry, iterations, device, dtype
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         inverse_temperatures(inverse_temperature, self.iterations)  # raises if it is invalid
         self.inverse_temperature = inverse_temperature
-        self.coordinates = bool(coordinates)
+        self.coordinates = check_flag("coordinates", coordinates)
         if self.coordinates and not self.whole_grid:
             raise ValueError("coordinates must be False without kernel_size='all', got True")
-        self.normalize_cost = bool(normalize_cost)
+        self.normalize_cost = check_flag("normalize_cost", normalize_cost)
         if self.normalize_cost and self.out_capsules == 1:
             raise ValueError("normalize_cost must be False for one parent, whose cost equals the mean, got True")
         check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)

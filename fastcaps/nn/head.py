@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_count, check_dtype, known_arguments, require_tensor, shape_text
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import length
 
@@ -43,6 +43,7 @@ class ClassHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         self.dim = check_count("dim", dim)
         check_choice("read", read, ("linear", "length", "activations"))
         self.read = read

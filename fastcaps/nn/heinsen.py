@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_choice, check_finite
+from fastcaps.checks import check_choice, check_finite, check_flag
 from fastcaps.functional.heinsen import MODELS
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Gaussians, RoutedGaussians
@@ -79,7 +79,7 @@ break_symmetry, iterations, device, dtype
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         check_choice("model", model, tuple(MODELS))
         self.model = model
-        self.single_beta = bool(single_beta)
+        self.single_beta = check_flag("single_beta", single_beta)
         self.eps = check_finite("eps", eps, 0.0)
         table = (self.own_children, self.out_capsules or 1)
         self.new_parameter("beta_use", table)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_choice, check_finite, require_tensor, shape_text
+from fastcaps.checks import check_choice, check_finite, check_flag, require_tensor, shape_text
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import normalize_poses
 from fastcaps.results import Capsules, Routed, RoutedCapsules
@@ -136,8 +136,8 @@ break_symmetry, iterations, device, dtype
         self.dropout = check_finite("dropout", dropout)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        self.layer_norm = bool(layer_norm)
-        self.activations = bool(activations)
+        self.layer_norm = check_flag("layer_norm", layer_norm)
+        self.activations = check_flag("activations", activations)
         self.eps = check_finite("eps", eps, 0.0)
         self.scale = 1.0 / math.sqrt(self.out_dim)
         self.norm: nn.LayerNorm | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, is_tracing, refuse_unknown, require_tensor, shape_text
+from fastcaps.checks import check_count, check_dtype, check_flag, is_tracing, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
@@ -221,8 +221,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         refuse_unknown(type(self).__name__, unknown, arguments(type(self)))  # Python would name this class
         if own is not None and "iterations" not in own and iterations != 3:  # the default
             raise TypeError(f"iterations must be left out: {type(self).__name__}.route does not take it")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point type, got {dtype}")
+        check_dtype(dtype)
         if in_capsules is None and kernel_size is not None:
             raise ValueError("in_capsules must be an int with a kernel_size, the number of child types, got None")
         self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
@@ -230,9 +229,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.in_dim, self.out_dim = check_count("in_dim", in_dim), check_count("out_dim", out_dim)
         self.pose = pose
         self.pose_shape = pose_shape(self.in_dim, self.out_dim, pose)
-        self.share = bool(share) or in_capsules is None
-        self.matrices = bool(matrices)
-        self.break_symmetry = bool(break_symmetry)
+        self.share = check_flag("share", share) or in_capsules is None
+        self.matrices = check_flag("matrices", matrices)
+        self.break_symmetry = check_flag("break_symmetry", break_symmetry)
         self.iterations = check_count("iterations", iterations, self.fewest_iterations)
         self._set_window(kernel_size, stride, padding, dilation)
         if not matrices and in_dim != out_dim:
@@ -244,7 +243,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self._place: dict[str, Any] = {"device": device, "dtype": dtype}  # for parameters that subclasses add
         self._drawn: list[str] = []  # what reset_parameters draws
         self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
-        self.new_parameter("bias", (self.own_children, many, rows, out_columns), bool(bias))
+        self.new_parameter("bias", (self.own_children, many, rows, out_columns), check_flag("bias", bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
         if self.route_options is not None:  # such a class need not have a constructor
             RoutingLayer.reset_parameters(self)
@@ -408,6 +407,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     def know(self, options: Mapping[str, Any]) -> None:
         """Raise TypeError for a keyword argument that calls of this layer do not take."""
+        for other in {"activations", "scores"} & options.keys() - {self.activity_name}:
+            raise TypeError(
+                f"a call of {type(self).__name__} takes {self.activity_name} instead of {other}: "
+                "a score is the logit of an activation"
+            )
         if options:
             common = ("children", self.activity_name, "out_capsules", "bias", "iterations", "return_coefficients")
             known = dict.fromkeys((*common, *self.call_options, *(self.route_options or ())))
@@ -479,10 +483,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     def smallest_inputs(self) -> list[Tensor]:
         """Return children, and parents if the layer takes them, of its smallest call: batch 1, one position."""
-        grid = [1, 1] if self.whole_grid else []
-        if self.window is not None:
-            every = zip(self.window.spec[:2], self.window.spec[4:6], self.window.spec[6:], strict=True)
-            grid = [max(1, (kernel - 1) * step + 1 - 2 * pad) for kernel, pad, step in every]
+        grid = (self.window or Window(1)).smallest_grid if self.on_grid else ()
         like = next(self.parameters(), torch.empty(0))
         inputs = [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]
         if self.takes_parents:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_finite, check_map, known_arguments, shape_text
+from fastcaps.checks import check_choice, check_count, check_dtype, check_finite, check_map, known_arguments, shape_text
 from fastcaps.nn.layer import Pair
 from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses
 from fastcaps.results import Capsules
 from fastcaps.vectors import squash
-from fastcaps.votes import Window
+from fastcaps.votes import Window, autocast_dtype
 
 
 class PrimaryCapsules(nn.Module):
@@ -81,6 +81,7 @@ class PrimaryCapsules(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         self.in_channels = check_count("in_channels", in_channels)
         self.capsules = check_count("capsules", capsules)
         self.dim = check_count("dim", dim)
@@ -140,6 +141,9 @@ class PrimaryCapsules(nn.Module):
         rows, columns = self.output_size((features.shape[2], features.shape[3]))
         if rows < 1 or columns < 1:
             raise ValueError(f"features {shape_text(features)} are smaller than the window of {self.window}")
+        own = features.dtype if self.conv is None else self.conv.weight.dtype
+        if features.dtype != own and autocast_dtype(features.device.type) is None:
+            raise TypeError(f"features must be {own}, the dtype of the layer's parameters, got {features.dtype}")
         stored, active = self._convolve(channels_last(features))
         poses = channels_last(stored).unflatten(1, (self.capsules, self.dim)).permute(0, 1, 3, 4, 2)
         if self.norm is not None:

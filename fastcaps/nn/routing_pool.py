@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_count, check_finite, check_map, known_arguments, shape_text
+from fastcaps.checks import check_count, check_dtype, check_finite, check_flag, check_map, known_arguments, shape_text
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import CallOptions, LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import arguments_repr, channels_last
@@ -70,7 +70,7 @@ break_symmetry, iterations, device, dtype
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         self.sharpness = check_finite("sharpness", sharpness, 0.0)
         activation_function(activation)  # raises if it is invalid
-        self.activation, self.detach = activation, bool(detach)
+        self.activation, self.detach = activation, check_flag("detach", detach)
         self.reset_parameters()
 
     def first_std(self) -> float:
@@ -172,6 +172,7 @@ class RoutingPool2d(nn.Module):
             raise TypeError(
                 f"dim must be an int, the channels of a capsule, got {dim}; kernel_size=None pools the whole map"
             )
+        check_dtype(dtype)
         self.dim = check_count("dim", dim)
         self.sharpness = check_finite("sharpness", sharpness, 0.0)
         self.iterations = check_count("iterations", iterations, 0)
@@ -186,7 +187,7 @@ class RoutingPool2d(nn.Module):
         self.parents = None if parents is None else check_count("parents", parents)
         activation_function(activation)  # raises if it is invalid
         self.activation = activation
-        self.detach = bool(detach)
+        self.detach = check_flag("detach", detach)
         self.in_channels = None if in_channels is None else check_count("in_channels", in_channels)
         self.out_dim = out_dim
         size = self.dim if out_dim is None else check_count("out_dim", out_dim)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor
+from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, told
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
 from fastcaps.nn.poses import arguments_repr
@@ -55,6 +55,16 @@ class CapsuleSpec:
     types: int | None = None
     layer: type[RoutingLayer[Any, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_count("capsules", self.capsules)
+        if self.dim is not None:
+            check_count("dim", self.dim)
+        if self.layer is not None:
+            _check_kind(self.layer)
+
+
+CapsuleSpec.__init__ = known_arguments(CapsuleSpec.__init__, "; options={...} takes others of the layer")  # type: ignore[method-assign]
 
 
 class RoutingTrace(NamedTuple):
@@ -125,13 +135,16 @@ class RoutingStack(nn.Module):
         self, layers: Iterable[RoutingLayer[Any, Any]], *, iterations: int = 2, routing: str = "concurrent"
     ) -> None:
         super().__init__()
-        self.layers: Sequence[RoutingLayer[Any, Any]] = nn.ModuleList(layers)  # type: ignore[assignment]
-        if not len(self.layers):
+        if not isinstance(layers, Iterable):
+            raise TypeError(f"layers must be a list of routing layers, got {type(layers).__name__}")
+        layers = list(layers)
+        if not layers:
             raise ValueError("layers must hold at least one routing layer, got none")
+        _check_chain(layers)
+        self.layers: Sequence[RoutingLayer[Any, Any]] = nn.ModuleList(layers)  # type: ignore[assignment]
         check_choice("routing", routing, ("concurrent", "sequential"))
         self.iterations = check_count("iterations", iterations)
         self.routing = routing
-        _check_chain(self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -173,7 +186,7 @@ class RoutingStack(nn.Module):
             If a window is larger than its grid, or a grid layer follows a set layer.
         """
         layers = []
-        for index, spec in enumerate(specs):
+        for index, spec in enumerate(checked_specs("specs", specs, layer)):
             where = f"layer {index} (kernel_size {spec.kernel_size})"
             if spec.kernel_size is None and size is not None:
                 in_capsules, size = in_capsules * size[0] * size[1], None
@@ -197,7 +210,11 @@ class RoutingStack(nn.Module):
             )
             below, size = size, None if size is None else made.output_size(size)
             if size is not None and min(size) < 1:
-                raise ValueError(f"{where}: the window is larger than its grid of {below[0]} x {below[1]} children")  # type: ignore[index]
+                grid, least = (" x ".join(map(str, each)) for each in (below, made.window.smallest_grid))  # type: ignore[union-attr, arg-type]
+                raise ValueError(
+                    f"{where}: the window is larger than its grid of {grid} children and needs {least} or more: "
+                    "enlarge size (of a CapsNet, image_size)"
+                )
             layers.append(made)
             in_capsules, in_dim = spec.capsules, made.out_dim
         return cls(layers, iterations=iterations, routing=routing)
@@ -327,6 +344,22 @@ def converted(activity: Tensor | None, scores: bool, wanted: bool) -> Tensor | N
     if activity is None or scores == wanted:
         return activity
     return as_scores(activity) if wanted else activity.sigmoid()
+
+
+def _check_kind(layer: Any) -> None:
+    """Raise unless ``layer`` is a class of routing layers."""
+    if not (isinstance(layer, type) and issubclass(layer, RoutingLayer)):
+        got = layer.__name__ if isinstance(layer, type) else told(layer)
+        raise TypeError(f"layer must be a class of routing layers, such as fastcaps.DynamicRouting, got {got}")
+
+
+def checked_specs(name: str, specs: Any, layer: Any) -> list[CapsuleSpec]:
+    """Return specs as a list; raise unless all are CapsuleSpecs, and ``layer`` is a class of routing layers."""
+    found: list[Any] = list(specs) if isinstance(specs, Iterable) else [None]
+    if not all(isinstance(each, CapsuleSpec) for each in found):
+        raise TypeError(f"{name} must be a list of CapsuleSpecs, as [CapsuleSpec(16)], got {told(specs)}")
+    _check_kind(layer)
+    return found
 
 
 def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fastcaps.checks import did_you_mean
 from fastcaps.training.config import Data, Network, TrainConfig
 from fastcaps.training.fields import RunError, SettingError
 from fastcaps.training.recipes import Recipe, recipe
@@ -30,4 +31,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:  # the others need Lightning
         return getattr(import_module("fastcaps.training.run"), name)
-    raise AttributeError(f"module 'fastcaps.training' has no attribute {name!r}")
+    hint = did_you_mean(name, __all__)
+    raise AttributeError(f"module 'fastcaps.training' has no attribute {name!r}{hint}", name=name)

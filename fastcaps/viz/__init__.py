@@ -1,5 +1,6 @@
 """Pictures of trainings, routings and capsules, drawn by matplotlib (of the extra ``demo``)."""
 
+from fastcaps.checks import suggest
 from fastcaps.viz.charts import bars, learning_curve, lines
 from fastcaps.viz.diagnosing import diagnosis
 from fastcaps.viz.listening import last_votes, listening, listening_map
@@ -11,3 +12,4 @@ __all__ = [
     "bars", "coefficient_map", "coefficients", "descent", "diagnosis", "last_votes", "learning_curve", "lines",
     "listening", "listening_map", "parse_tree", "perturbation_map", "perturbations", "places",
 ]  # fmt: skip
+suggest(__name__)
