@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.workload import PRECISIONS, Case, Workload
+from fastcaps.checks import did_you_mean
 
 _TSAI, _HEINSEN, _CAPNET = "Tsai et al. 2020, Table", "Heinsen 2019", "Li et al. 2018, Table 1"
 _MATRIX_4, _MATRIX_6, _MATRIX_8, _VECTOR, _WIDE = (4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 64, 64)
@@ -77,7 +78,7 @@ def find(name: str) -> Workload:
     """Return the workload ``name``; raise ValueError with the names there are if it is unknown."""
     found = WORKLOADS.get(name) or TINY.get(name)
     if found is None:
-        raise ValueError(f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}")
+        raise ValueError(f"unknown workload {name!r}{did_you_mean(name, WORKLOADS)}; there are: {', '.join(WORKLOADS)}")
     return found
 
 

@@ -124,6 +124,8 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
     [
         ("train", 2, "missing --network and --data"),
         ("train --network digits", 2, "missing --data, or --recipe (fastcaps train --list"),
+        ("train --network digit", 2, "network.name: got 'digit' (did you mean digits?), want a network of"),
+        ("train --set optimizer.lrr=1", 2, "optimizer.lrr: no such field (did you mean lr?), want one of"),
         ("train --network digits --data emnist", 2, "data: got 'emnist' (did you mean mnist?), want one of mnist"),
         ("train --network digits --data mnist --data-dir absent-folder", 1, "absent-folder: no such folder"),
         ("train --network mnist --data digits --routing random", 2, "network mnist cannot be built for digits"),
@@ -137,6 +139,7 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
         ("explain digits --backend gpu", 2, "'gpu'"),
         ("explain digits --set iteratons=3", 2, "--set: got iteratons (did you mean iterations?)"),
         ("explain digits --device abacus", 2, "--device: got abacus, but torch finds no such device here"),
+        ("bench zhao-pool,sabour-mnst", 2, "bench: unknown workload 'sabour-mnst' (did you mean sabour-mnist?); there"),
         ("bench --against jax", 2, "--against: got jax, want some of batched-matmul"),
         ("bench --ful", 2, "No such option: --ful (did you mean --full?)"),
         ("bench --html nowhere/page.html", 2, "--html: there is no folder "),

@@ -150,13 +150,14 @@ def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
     if name is not None:
         return recipe(name, changes).config
     settings = changed(defaults(), changes)
-    missing = [f"--{name}" for name in ("network", "data") if name not in settings]
+    missing = [name for name in ("network", "data") if name not in settings]
+    config = read(TrainConfig, {**settings, **dict.fromkeys(missing, "digits")})  # names a wrong setting first
     if missing:
         raise Wrong(
-            f"missing {' and '.join(missing)}, or --recipe "
+            f"missing {' and '.join(f'--{name}' for name in missing)}, or --recipe "
             "(fastcaps train --list and fastcaps recipes show what there is)"
         )
-    return read(TrainConfig, settings)
+    return config
 
 
 def _kept(name: str | None, changes: dict[str, Any]) -> Any:
