@@ -318,6 +318,12 @@ RoutingLayer: Any = fastcaps.nn.RoutingLayer
 heinsen: Any = functional.heinsen_routing
 
 
+def pull(needs: int) -> Any:
+    return verb_ops.vote_pull(
+        SET, MATRICES, None, None, 3, (1, 1, 1, 1, 0, 0, 1, 1), ONES(2, 6, 3), POSES, None, False, needs
+    )
+
+
 def changing(then: Any) -> Tensor:
     calls = iter((make(), *[then] * 9))
     return Votes.in_blocks(lambda i, j: next(calls)(i, j), 4).sum(1.0)
@@ -401,6 +407,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "pass factor in the call", lambda: Scaled(6, 3, 16, 16, factor=2.0)),
     (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
     (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
+    (ValueError, "needs must be from 0 to 7, bits for children, weight and bias, got 9", lambda: pull(9)),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip
 

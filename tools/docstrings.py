@@ -80,8 +80,8 @@ def described(path: str, home: str) -> dict[str, str]:
 
 
 def _joined(text: str) -> str:
-    """Join names of parameters over lines: one backslash goes on in the next, two end the row of an equation."""
-    return inspect.cleandoc(re.sub(r"(?<!\\)\\\n *", "", text)) + "\n"
+    """Join names of parameters over lines."""
+    return re.sub(r"^(\w+(?:, \w+)+),\n(?=\w)", r"\1, ", inspect.cleandoc(text), flags=re.MULTILINE) + "\n"
 
 
 def _written_out(text: str, home: str) -> str:

@@ -20,8 +20,8 @@ class DynamicRouting(RoutingLayer[Tensor, Routed]):
 
     Parameters
     ----------
-    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
-break_symmetry, iterations, device, dtype
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
+    break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them; the paper's poses are ``pose="vector"``.
     compete, detach, leaky, eps
         As :func:`fastcaps.functional.dynamic_routing` has them.

@@ -22,8 +22,8 @@ class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
 
     Parameters
     ----------
-    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
-break_symmetry, iterations, device, dtype
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
+    break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
     inverse_temperature : float, sequence of float, callable, optional
         As in that function. A training schedule may set the attribute later. A layer with a lambda can be copied but

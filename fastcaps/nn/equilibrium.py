@@ -42,8 +42,8 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
 
     Parameters
     ----------
-    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
-break_symmetry, layer_norm, activations, start, eps, device, dtype
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
+    break_symmetry, layer_norm, activations, start, eps, device, dtype
         As :class:`InvertedAttentionRouting` has them. ``start`` cannot be learned, since a fixed point has no gradient
         for it, and there is no dropout.
     iterations : int

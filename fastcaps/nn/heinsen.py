@@ -22,8 +22,8 @@ class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
 
     Parameters
     ----------
-    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
-break_symmetry, iterations, device, dtype
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
+    break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them. ``out_capsules=None`` is section 2.1.1 of the paper. The
         author's code has ``bias=True``; ``break_symmetry`` is that code's, False the paper's.
     model, eps

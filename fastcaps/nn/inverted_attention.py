@@ -38,8 +38,8 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
 
     Parameters
     ----------
-    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
-break_symmetry, iterations, device, dtype
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
+    break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them; one iteration a call by default.
     dropout : float
         Probability of dropping a value of a parent's sum, before LayerNorm, in training.

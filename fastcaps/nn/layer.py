@@ -172,26 +172,21 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "route" in vars(cls):
-            takes = inspect.signature(cls.route)
-            first = [*takes.parameters.values()][:3]
-            star = any(x.kind is x.VAR_POSITIONAL for x in first)
-            by_key = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-            lacks = not star and (len(first) < 3 or first[2].kind in by_key or first[2].name in _OF_ROUTE)
-            fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
-            try:
-                bound = takes.bind_partial(None, None, *[None] * (not lacks)).arguments
-                if fixed or {x.name for x in first[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
-                    raise TypeError("self and votes come first")
-            except TypeError:
-                got = ", ".join(takes.parameters)
-                raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({got})") from None
-            by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            named = tuple(k for k, x in takes.parameters.items() if k not in bound and x.kind in by_name)
-            for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
-                if name in named:
-                    raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
-            cls.route_options, cls.route_takes_activity = named, not lacks
+        if "route" not in vars(cls):
+            return
+        takes = inspect.signature(cls.route).parameters
+        places = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+        star = any(x.kind is x.VAR_POSITIONAL for x in [*takes.values()][:3])
+        active = star or bool({*places[2:3]} - {*_OF_ROUTE})
+        fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
+        if fixed or (len(places) < 2 and not star) or {*places[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
+            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(takes)})")
+        by_name = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+        named = tuple(name for name in by_name if name not in places[: 2 + active])
+        for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
+            if name in named:
+                raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
+        cls.route_options, cls.route_takes_activity = named, active
 
     def __init__(
         self,

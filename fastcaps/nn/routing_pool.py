@@ -30,8 +30,8 @@ class RoutingPool(RoutingLayer[Tensor, Routed]):
 
     Parameters
     ----------
-    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
-break_symmetry, iterations, device, dtype
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
+    break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them; ``iterations`` may be 0, and one more sum follows them.
     sharpness, activation, detach
         As :func:`fastcaps.functional.routing_pool` has them.

@@ -73,27 +73,21 @@ class QueryRouting(Routing):
         each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the current iteration on
         query = {"query"} & reverse.needs
         reverse.summed = reverse.needs - (self.constant if own.detach else query)
-
-        def reach(k: int, gradient: Tensor) -> None:
+        assert grad is not None
+        carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
+        for k in range(-1, -count - 1, -1):
+            gradient = grad if carried is None else carried
             if steps is not None and (squashes or k != -1):  # else S is the result
                 gradient = steps.backward(gradient.to(wide), k)
             each.insert(0, gradient.to(wide).contiguous())  # the parents' dtype would round it
-
-        assert grad is not None
-        reach(-1, grad)
-        if own.detach:
-            reverse.together = False
-            reverse.ask(-1, (each[0].unsqueeze(0),), rest, detach=True)
-            return
-        carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
-        for k in range(-1, -count - 1, -1):
+            if own.detach:
+                reverse.together = False
+                reverse.ask(-1, (each[0].unsqueeze(0),), rest, detach=True)
+                return
             wanted = {"query"} if k > -count else query
             found = reverse.ask(k, (each[0].unsqueeze(0),), rest, wanted)
             if wanted:
                 carried = carried + found["query"] if carried is not None and self.adds(own) else found["query"]
-            if k > -count:
-                assert carried is not None
-                reach(k - 1, carried)
         if reverse.together:
             reverse.ask(None, (torch.stack(each),), rest)
         if query:

@@ -66,6 +66,8 @@ def _runner(name: str) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
+        if name == "vote_pull" and rest[-1] >> 3:
+            raise ValueError(f"needs must be from 0 to 7, bits for children, weight and bias, got {rest[-1]}")
         call = backends.Call.of(STEM, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:  # checks for itself
