@@ -254,5 +254,9 @@ def test_the_nearest_name_is_told(name: str) -> None:
         fastcaps.RoutingPool2d(3, sharpnes=4.0)
     with pytest.raises(AttributeError, match=r"has no attribute 'DynamicRoutng' \(did you mean DynamicRouting\?\)"):
         fastcaps.DynamicRoutng  # noqa: B018
+    with pytest.raises(AttributeError, match=r"fastcaps.nn' has no attribute 'EmRouting' \(did you mean EMRouting\?\)"):
+        fastcaps.nn.EmRouting  # noqa: B018
+    with pytest.raises(TypeError, match=r"margin_loss has no argument margin; there are: lengths, target, upper"):
+        fastcaps.losses.margin_loss(torch.rand(2, 3), torch.tensor([0, 1]), margin=0.9)
     with pytest.raises(AttributeError, match=r"has no attribute 'margin_loss' \(it is fastcaps\.losses\.margin_loss\)"):
         fastcaps.margin_loss  # noqa: B018

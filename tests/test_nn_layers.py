@@ -149,7 +149,9 @@ WRONG = [
     (nn.RoutingPool, (6, 3, 15, 10), {"matrices": False, "pose": 5}, ValueError, "out_dim must equal in_dim with matr"),
     (nn.RoutingPool, (6, 3, 16, 16), {"pose": "tensor"}, ValueError, "pose must be one of 'matrix', 'vector'"),
     (nn.RoutingPool, (None, 3, 4, 4), {"kernel_size": 3}, ValueError, "in_capsules must be an int with a kernel_size"),
-    (nn.RoutingPool, (6, 3, 4, 4), {"dtype": torch.int32}, TypeError, "dtype must be a floating-point type, got torch"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"dtype": torch.int32}, TypeError, "dtype must be a floating-.* got torch.int32"),
+    (nn.ClassHead, (4,), {"dtype": "float32"}, TypeError, "dtype must be a .* such as torch.float32, got 'float32'"),
+    (nn.EMRouting, (6, 3, 4, 4), {"share": "yes"}, TypeError, "share must be True or False, got 'yes'"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": 3, "padding": 2**62}, ValueError, "padding must be"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "some"}, ValueError, "kernel_size must be .*or None, got 'some'"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
@@ -192,6 +194,7 @@ def test_wrong_inputs_are_named(row: Row) -> None:
     layer, grid = row.kind(6, 3, 4, 4), row.kind(2, 3, 4, 4, kernel_size=3)
     whole = row.kind(2, 3, 4, 4, kernel_size="all", share=True)
     good, name = torch.randn(2, 6, 4), "scores" if row.name == "heinsen" else "activations"
+    other = "activations" if name == "scores" else "scores"
     cases = [
         (ValueError, r"children must be \[B, I, 4\], got \[2, 6, 5\]", lambda: layer(torch.randn(2, 6, 5))),
         (ValueError, "children must hold the 6 children.*got 7", lambda: layer(torch.randn(2, 7, 4))),
@@ -205,6 +208,7 @@ def test_wrong_inputs_are_named(row: Row) -> None:
         (TypeError, "weight and children must have the same dtype", lambda: layer(good.double())),
         (ValueError, "device", lambda: layer(good.to("meta"))),
         (TypeError, "has no argument sharp", lambda: layer(good, sharp=1.0)),
+        (TypeError, f"takes {name} instead of {other}", lambda: layer(good, **{other: torch.rand(2, 6)})),
     ]
     for error, message, call in cases:
         with pytest.raises(error, match=message):

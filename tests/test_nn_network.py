@@ -170,7 +170,11 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, r"images must be \[B, 1, H, W\], got \[2, 3, 12, 14\]", lambda: net(torch.randn(2, 3, 12, 14))),
         (ValueError, "must hold the 18 children.*built for.*image size", lambda: net(torch.randn(2, 1, 24, 14))),
         (ValueError, "layer 0 .*larger than its grid of 2 x 7", lambda: make(size=(4, 14))),
-        (ValueError, "image_size .* is too small", lambda: make(size=4, primary={"kernel_size": 3})),
+        (ValueError, "image_size .* needs features of 3 x 3", lambda: make(size=4, primary={"kernel_size": 3})),
+        (ValueError, r"backbone must take images \[B, 3, 12, 14\]", lambda: make(in_channels=3)),
+        (TypeError, r"hidden must be a list .*got \[16\]", lambda: make(hidden=[16])),
+        (TypeError, "layer must be .*got RoutingPool2d", lambda: make(layer=RoutingPool2d)),
+        (TypeError, "features must be torch.float32.*got torch.float64", lambda: primary(draw(2, 5, 6, 7))),
         (TypeError, "floating-point numbers .*uint8", lambda: net(torch.zeros(2, 1, 12, 14, dtype=torch.uint8))),
     ]:
         with pytest.raises(error, match=message):

@@ -198,7 +198,13 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, "does not fit the 4", lambda: RoutingStack([wide, layer(6, 3, 4, 4)])),
         (ValueError, "routes a grid", lambda: RoutingStack([below, layer(4, 3, 4, 4, kernel_size=2)])),
         (ValueError, "layer 0 .*needs a grid", lambda: build(SPECS, in_capsules=2, in_dim=4)),
-        (ValueError, "layer 1.*larger than", lambda: build(SPECS, in_capsules=2, in_dim=4, size=(4, 4))),
+        (ValueError, "1 x 1 children and needs 2 x 2", lambda: build(SPECS, in_capsules=2, in_dim=4, size=(4, 4))),
+        (TypeError, "layers must be a list .*got Inverted", lambda: RoutingStack(below)),
+        (TypeError, "specs must be a list .*got \\[3, 4", lambda: build([3, 4], in_capsules=2, in_dim=4)),
+        (TypeError, "layer must be .*got Linear", lambda: CapsuleSpec(3, layer=nn.Linear)),
+        (TypeError, "layer must be .*got 'EM'", lambda: build(SPECS, in_capsules=2, in_dim=4, size=(7, 9), layer="EM")),
+        (ValueError, "capsules must be an int >= 1, got 0", lambda: CapsuleSpec(0)),
+        (TypeError, "did you mean kernel_size.*options=", lambda: CapsuleSpec(8, kernal_size=3)),
     ]:
         with pytest.raises(error, match=message):
             run()
