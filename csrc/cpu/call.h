@@ -62,6 +62,7 @@ struct CpuCall : OpCall {
     // If matrices are large and each child has its own, reading bfloat16 is faster than copying them to float.
     votes.narrow_weight = weight && weight->scalar_type() == ScalarType::BFloat16 && weight->is_contiguous() &&
                           votes.G == votes.I && votes.D * votes.E >= kLargeMatrix;
+    votes.tiled = votes.narrow_weight && by_tiles(votes);
     votes.weight = votes.narrow_weight ? data_of(*weight) : table(weight);
     votes.bias = table(given.bias);
   }

@@ -24,6 +24,9 @@ FASTCAPS_LEVELS(FASTCAPS_LEVEL)
 int level_in_use();
 bool level_is_forced();
 
+// Whether the level in use multiplies the call's matrices and poses, of bfloat16, in AMX's tiles.
+bool by_tiles(const Votes& in);
+
 template <class Table>
 const Table& table_of(int level) {
 #define FASTCAPS_TABLE(level) &isa_##level::table<Table>,

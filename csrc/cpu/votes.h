@@ -289,5 +289,96 @@ FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, int64_t units, int64_
       [&](int d, int e, Vec<T> v) FASTCAPS_LAMBDA { dW[d * pose.E + e] = v; });
 }
 
+// Products of bfloat16 matrices by AMX: a tile is a register of 16 rows of 64 bytes. In assembly, because compilers have
+// the instructions only for a source that is compiled for them throughout.
+#if defined(FASTCAPS_TILES)
+inline constexpr bool kHasTiles = true;
+
+// Configures the thread's tiles, and frees them at the end.
+struct TilesInUse {
+  const bool use;
+  explicit TilesInUse(bool use_) : use(use_) {
+    struct alignas(64) Config {
+      uint8_t palette = 1, unused[15] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    if (use) asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  ~TilesInUse() {
+    if (use) asm volatile("tilerelease");
+  }
+};
+
+// Bytes from row to row of a left factor [rows, 32 depth] and of the product; to the next 32 columns of the left factor;
+// from right factor to right factor, [depth][16 pairs of rows][16 lanes], and to its next 32 rows; from product to
+// product.
+struct Strides {
+  int64_t left_row, left_step, right, right_step, product_row, product;
+};
+
+// X_t = A B_t, or += with kAdd, for kMany B of 16 columns each.
+template <int kMany, bool kAdd>
+FASTCAPS_INLINE void tile_products(int64_t rows, int64_t depth, const void* A, const void* B, void* X,
+                                   const Strides& to) {
+  const auto* left = static_cast<const char*>(A);
+  auto* product = static_cast<char*>(X);
+  for (; rows > 0; rows -= 16, left += 16 * to.left_row, product += 16 * to.product_row) {
+    unroll<kMany>([&](auto t) FASTCAPS_LAMBDA {
+      if constexpr (kAdd)
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(product + t * to.product), "r"(to.product_row), "i"(int(t)) : "memory");
+      else
+        asm volatile("tilezero %%tmm%c0" ::"i"(int(t)));
+    });
+    for (int64_t k = 0; k < depth; ++k) {
+      asm volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(left + k * to.left_step), "r"(to.left_row) : "memory");
+      unroll<kMany>([&](auto t) FASTCAPS_LAMBDA {
+        const auto* right = static_cast<const char*>(B) + t * to.right + k * to.right_step;
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2\n\ttdpbf16ps %%tmm%c2, %%tmm6, %%tmm%c3" ::"r"(right), "r"(int64_t(64)), "i"(4 + t % 2), "i"(int(t)) : "memory");
+      });
+    }
+    unroll<kMany>([&](auto t) FASTCAPS_LAMBDA {
+      asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(product + t * to.product), "r"(to.product_row), "i"(int(t)) : "memory");
+    });
+  }
+}
+
+// The lanes' pairs (a, b), rounded to bfloat16.
+FASTCAPS_INLINE VecF paired(VecF a, VecF b) {
+  typedef uint16_t Halves __attribute__((vector_size(kVecBytes)));
+  Halves both;
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(a), "v"(b));
+  return [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
+    return (VecF)__builtin_shufflevector(both, both, (K / 2 + K % 2 * 16)...);
+  }(std::make_integer_sequence<int, 32>{});
+}
+
+// to[e][d] = W[d][e], and prefetches the matrix that follows: to the second level, where more lines can be on their way.
+FASTCAPS_NOINLINE void transpose_matrix(const BFloat16* W, int64_t D, int64_t E, BFloat16* to) {
+  const BFloat16* next = W + D * E;
+  for (int64_t d = 0; d < D; d += 32)
+    for (int64_t e = 0; e < E; e += 32)
+      unroll<2>([&](auto half) FASTCAPS_LAMBDA {
+        VecF rows[16];
+        unroll<16>([&](auto r) FASTCAPS_LAMBDA {
+          const BFloat16* row = W + (d + 2 * r) * E + e;
+          const __m512i even = _mm512_loadu_si512(row), odd = _mm512_loadu_si512(row + E);
+          rows[r] = (VecF)(half == 0 ? _mm512_unpacklo_epi16(even, odd) : _mm512_unpackhi_epi16(even, odd));
+          __builtin_prefetch(next, 0, 2);
+          next += 32;
+        });
+        transpose<float>(rows);
+        unroll<16>([&](auto r) FASTCAPS_LAMBDA {
+          std::memcpy(to + (e + half * 4 + r / 4 * 8 + r % 4) * D + d, &rows[r], sizeof(VecF));
+        });
+      });
+}
+#else
+inline constexpr bool kHasTiles = false;
+struct TilesInUse {
+  explicit TilesInUse(bool) {}
+};
+#endif
+
 }  // namespace FASTCAPS_NAMESPACE
 }  // namespace fastcaps
