@@ -199,7 +199,7 @@ def bits(routing: Routing, case: Case) -> list[bytes]:
 @native_only
 @cases_named([
     "twice-positions-float32", "children-float64", "sharing-float32", "ranges", "conv", "stay-float32", "rows-float32",
-    "sharing-by-type", "folded-sharing-4x4", "folded-types", "same-any-float32", "same-any-children",
+    "sharing-by-type", "folded-sharing-4x4", "folded-types", "same-any-float32", "same-any-children", "narrow-1x96",
 ])  # fmt: skip
 def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads_kept: None) -> None:
     found = []
@@ -223,7 +223,7 @@ def test_every_instruction_set(level: str) -> None:
     if seen.stdout.strip() == "None":
         pytest.skip(f"{level} is not built, or this processor does not have it")
     assert seen.stdout.strip() == level
-    selected = "(test_results and (float or folded or same) and not twice) or verbs_follow"
+    selected = "(test_results and (float or folded or same or narrow) and not twice) or verbs_follow"
     selected += " or (kernel_is_the_reference and cpu)"
     options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
     files = [str(Path(__file__).parent / name) for name in ("test_verbs_cpu.py", "encapnet/test_squash_sum.py")]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEVELS = ("default", "avx2", "avx512")
+LEVELS = ("default", "avx2", "avx512", "amx")
 """Instruction sets that the CPU library holds kernels for, as ``FASTCAPS_CPU_CAPABILITY`` names them."""
 LEVEL_FLAGS = {"default": "", "avx2": "-mavx2 -mfma -mf16c"}
 """What compiles the CPU kernels once, as they are at this level; the library then calls its level "default"."""

@@ -74,7 +74,8 @@ bool has_tiles() { return chosen() && std::strcmp(chosen()->name, "amx") == 0; }
 int level_in_use() { return chosen() ? int(chosen() - kLevels) - has_tiles() : 0; }
 bool level_is_forced() { return forced() != nullptr; }
 bool by_tiles(const Votes& in) {
-  return has_tiles() && in.storage == Storage::kBFloat16 && in.C == 1 && in.D % 32 == 0 && in.E % 32 == 0;
+  return has_tiles() && in.storage == Storage::kBFloat16 && in.G == in.I && in.C == 1 && in.D % 32 == 0 &&
+         in.E % 32 == 0;
 }
 
 }  // namespace fastcaps

@@ -36,6 +36,9 @@ std::string describe(const Votes& in, const Facts& facts, View Operands::* start
   if (schedule.ranges > 1) text += " (" + n(schedule.ranges) + " ranges of children)";
   if (schedule.stay) text += ", children stay from iteration to iteration";
   if (schedule.folded) return text + ", weights folded into the parents";
+  if constexpr (std::is_same_v<Operands, Attention>)
+    if (schedule.keep_votes && !schedule.child_lanes && table.lanes(in) == 16 && in.weight && by_tiles(in))
+      text += ", products by AMX";
   return text + (schedule.keep_votes ? "" : ", votes made twice");
 }
 

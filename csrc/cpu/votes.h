@@ -289,8 +289,8 @@ FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, int64_t units, int64_
       [&](int d, int e, Vec<T> v) FASTCAPS_LAMBDA { dW[d * pose.E + e] = v; });
 }
 
-// Products of bfloat16 matrices by AMX: a tile is a register of 16 rows of 64 bytes. In assembly, because compilers have
-// the instructions only for a source that is compiled for them throughout.
+// Products of bfloat16 matrices by AMX: a tile is a register of 16 rows of 64 bytes. In assembly, because compilers
+// have the instructions only for a source that is compiled for them throughout.
 #if defined(FASTCAPS_TILES)
 inline constexpr bool kHasTiles = true;
 
@@ -310,23 +310,24 @@ struct TilesInUse {
   }
 };
 
-// Bytes from row to row of a left factor [rows, 32 depth] and of the product; to the next 32 columns of the left factor;
-// from right factor to right factor, [depth][16 pairs of rows][16 lanes], and to its next 32 rows; from product to
-// product.
+// Bytes from row to row of a left factor [rows, 32 depth] and of the product; to the next 32 columns of the left
+// factor; from right factor to right factor, [depth][16 pairs of rows][16 lanes], and to its next 32 rows; from product
+// to product.
 struct Strides {
   int64_t left_row, left_step, right, right_step, product_row, product;
 };
 
 // X_t = A B_t, or += with kAdd, for kMany B of 16 columns each.
 template <int kMany, bool kAdd>
-FASTCAPS_INLINE void tile_products(int64_t rows, int64_t depth, const void* A, const void* B, void* X,
-                                   const Strides& to) {
+FASTCAPS_NOINLINE void tile_products(int64_t rows, int64_t depth, const void* A, const void* B, void* X,
+                                     const Strides& to) {
   const auto* left = static_cast<const char*>(A);
   auto* product = static_cast<char*>(X);
   for (; rows > 0; rows -= 16, left += 16 * to.left_row, product += 16 * to.product_row) {
     unroll<kMany>([&](auto t) FASTCAPS_LAMBDA {
       if constexpr (kAdd)
-        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(product + t * to.product), "r"(to.product_row), "i"(int(t)) : "memory");
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(product + t * to.product), "r"(to.product_row), "i"(int(t))
+                     : "memory");
       else
         asm volatile("tilezero %%tmm%c0" ::"i"(int(t)));
     });
@@ -334,11 +335,14 @@ FASTCAPS_INLINE void tile_products(int64_t rows, int64_t depth, const void* A, c
       asm volatile("tileloadd (%0,%1,1), %%tmm6" ::"r"(left + k * to.left_step), "r"(to.left_row) : "memory");
       unroll<kMany>([&](auto t) FASTCAPS_LAMBDA {
         const auto* right = static_cast<const char*>(B) + t * to.right + k * to.right_step;
-        asm volatile("tileloadd (%0,%1,1), %%tmm%c2\n\ttdpbf16ps %%tmm%c2, %%tmm6, %%tmm%c3" ::"r"(right), "r"(int64_t(64)), "i"(4 + t % 2), "i"(int(t)) : "memory");
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2\n\ttdpbf16ps %%tmm%c2, %%tmm6, %%tmm%c3" ::"r"(right),
+                     "r"(int64_t(64)), "i"(4 + t % 2), "i"(int(t))
+                     : "memory");
       });
     }
     unroll<kMany>([&](auto t) FASTCAPS_LAMBDA {
-      asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(product + t * to.product), "r"(to.product_row), "i"(int(t)) : "memory");
+      asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(product + t * to.product), "r"(to.product_row), "i"(int(t))
+                   : "memory");
     });
   }
 }
@@ -353,7 +357,8 @@ FASTCAPS_INLINE VecF paired(VecF a, VecF b) {
   }(std::make_integer_sequence<int, 32>{});
 }
 
-// to[e][d] = W[d][e], and prefetches the matrix that follows: to the second level, where more lines can be on their way.
+// to[e][d] = W[d][e], and prefetches the matrix that follows: to the second level, where more lines can be on their
+// way.
 FASTCAPS_NOINLINE void transpose_matrix(const BFloat16* W, int64_t D, int64_t E, BFloat16* to) {
   const BFloat16* next = W + D * E;
   for (int64_t d = 0; d < D; d += 32)
