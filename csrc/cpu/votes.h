@@ -291,6 +291,18 @@ FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, int64_t units, int64_
 
 // Products of bfloat16 matrices by AMX: a tile is a register of 16 rows of 64 bytes. In assembly, because compilers
 // have the instructions only for a source that is compiled for them throughout.
+
+// Bytes from row to row of a left factor [rows, 32 depth] and of the product; to the next 32 columns of the left
+// factor; from right factor to right factor, [depth][16 pairs of rows][16 lanes], and to its next 32 rows; from product
+// to product.
+struct Strides {
+  int64_t left_row, left_step, right, right_step, product_row, product;
+};
+
+// X_t = A B_t, or += with kAdd, for kMany B of 16 columns each.
+template <int kMany, bool kAdd>
+void tile_products(int64_t rows, int64_t depth, const void* A, const void* B, void* X, const Strides& to);
+
 #if defined(FASTCAPS_TILES)
 inline constexpr bool kHasTiles = true;
 
@@ -310,14 +322,6 @@ struct TilesInUse {
   }
 };
 
-// Bytes from row to row of a left factor [rows, 32 depth] and of the product; to the next 32 columns of the left
-// factor; from right factor to right factor, [depth][16 pairs of rows][16 lanes], and to its next 32 rows; from product
-// to product.
-struct Strides {
-  int64_t left_row, left_step, right, right_step, product_row, product;
-};
-
-// X_t = A B_t, or += with kAdd, for kMany B of 16 columns each.
 template <int kMany, bool kAdd>
 FASTCAPS_NOINLINE void tile_products(int64_t rows, int64_t depth, const void* A, const void* B, void* X,
                                      const Strides& to) {
