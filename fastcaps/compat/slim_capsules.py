@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fastcaps.checks import require_tensor, shape_text
+from fastcaps.checks import accumulation_dtype, require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.vectors import squash
 from fastcaps.votes import autocast_dtype
@@ -78,8 +78,9 @@ class InSlabs(torch.autograd.Function):
 
 
 def length(vectors: Tensor, dim: int) -> Tensor:
-    """Return the length of vectors, clamped for the cosine."""
-    return torch.linalg.vector_norm(vectors, dim=dim).clamp(min=1e-8)
+    """Return the length of vectors, clamped for the cosine; torch's norm over a dimension that is not last is slow."""
+    wide = vectors.to(accumulation_dtype(vectors.dtype))
+    return wide.square().sum(dim).clamp(min=1e-16).sqrt().to(vectors.dtype)
 
 
 class VoteConvolution(nn.Module):
