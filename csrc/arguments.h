@@ -34,6 +34,7 @@ class Stack {
 // calls with kTf32.
 inline constexpr int64_t kDeterministic = 1, kTf32 = 2, kTf32x3 = 4;
 inline constexpr int64_t kChildren = 1, kWeight = 2, kBias = 4, kGate = 8;
+inline constexpr int64_t kPairs = 8, kSums = 16, kSquares = 32;          // pull: scores, sums, squares
 inline constexpr int64_t kQuery = 16, kNormWeight = 32, kNormBias = 64;  // attention, pooling
 inline constexpr int64_t kMean = 16, kVariance = 32, kLogWeight = 64, kBetaUse = 128, kBetaIgnore = 256;  // gaussian
 inline constexpr int64_t kDetach = int64_t(1) << 30;  // the coefficients are constants: no gradient flows through them

@@ -68,14 +68,23 @@ struct VerbOp {
     const int64_t wanted = ceil_div(kItems, call.tiles * call.place_ranges);
     call.child_ranges = std::max(std::min(wanted, ceil_div(in.I, 2 * call.block)), ceil_div(in.I, kLongestRange));
   }
-  void cut_pull(int64_t weight_numbers, int64_t bias_numbers) {
+  void cut_pull(int64_t weight_numbers, int64_t bias_numbers, bool sums) {
     const Votes& in = call.votes;
     const int64_t numbers = std::max(call.own_weights() ? 0 : weight_numbers, call.own_bias() ? 0 : bias_numbers);
     const auto parts = [](int64_t n) { return std::max<int64_t>(1, kPartBytes / 4 / std::max<int64_t>(n, 1)); };
     call.child_ranges = std::min({in.N, kItems / 2, parts(numbers)});
+    if (sums) {  // blocks as large as may be, as each adds to the sums of every position
+      const int64_t blocks = std::max(ceil_div(in.N, call.block), kItems / 2 / std::max<int64_t>(in.B, 1));
+      call.child_ranges = std::max(std::min({call.child_ranges, blocks, parts(call.numbers())}),
+                                   std::min(in.N, ceil_div(in.I, kLongestRange)));
+    }
     const int64_t most = parts(std::max({numbers * call.child_ranges, weight_numbers, bias_numbers}));
     call.place_ranges = std::min({in.B, ceil_div(kItems / 2, call.child_ranges), most});
     call.block = std::min(call.block, ceil_div(in.N, call.child_ranges));
+  }
+  // Adds up the sums of all ranges of children.
+  void gather(void* sums, void* to) {
+    if (sums) run_items(watch, FlatPoses{call, {}, to, sums}, table.gather, call.votes.positions(), 0);
   }
   void run() { run_items(watch, call, table.walk, call.items(), table.scratch(call)); }
 };
@@ -115,7 +124,7 @@ std::vector<Tensor> vote_sums(Stack stack) {
   op.cut();
   op.call.sums = op.workspace(op.call.child_ranges * op.call.numbers());
   op.run();
-  run_items(op.watch, FlatPoses{op.call, {}, data}, op.table.gather, op.call.votes.positions(), 0);
+  op.gather(op.call.sums, data);
   return {sums};
 }
 
@@ -125,13 +134,16 @@ std::vector<Tensor> vote_pull(Stack stack) {
   const MaybeTensor precisions = stack.maybe();
   VerbOp op(given, stack.flag() ? VerbCall::kPullSquared : VerbCall::kPull);
   const int64_t needs = stack.number();
+  STD_TORCH_CHECK(op.call.kind == VerbCall::kPullSquared || !(needs & kSquares),
+                  "fastcaps: linear votes have no squares");
   op.check(coefficients, "coefficients", true);
   op.check(targets, "targets");
   op.check(precisions, "precisions");
   VerbCall& call = op.call;
   const Votes& in = call.votes;
   const bool wants_weight = needs & kWeight && given.weight, wants_bias = needs & kBias && given.bias;
-  op.cut_pull(wants_weight ? in.G * in.M * in.D * in.E : 0, wants_bias ? op.cpu.bias_numbers() : 0);
+  op.cut_pull(wants_weight ? in.G * in.M * in.D * in.E : 0, wants_bias ? op.cpu.bias_numbers() : 0,
+              needs & (kSums | kSquares));
   const MaybeTensor children = op.cpu.maybe("dchildren", needs & kChildren, shape_of(op.cpu.children), call.dchildren,
                                             op.empty() || !call.once());
   const int64_t count = op.empty() ? 0 : call.items();
@@ -140,13 +152,24 @@ std::vector<Tensor> vote_pull(Stack stack) {
   const Partial biases = op.cpu.partial("dbias", wants_bias, call.own_bias() && count ? call.place_ranges : count,
                                         wants_bias ? shape_of(*given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
+  Shape pairs = op.cpu.numbers();
+  pairs.insert(pairs.end() - 1, in.I);
+  void *sums_data = nullptr, *squares_data = nullptr;
+  const MaybeTensor scores = op.cpu.maybe("scores", needs & kPairs, pairs, call.scores, false);
+  const MaybeTensor sums = op.cpu.maybe("sums", needs & kSums, op.cpu.poses(), sums_data, false);
+  const MaybeTensor squares = op.cpu.maybe("squares", needs & kSquares, op.cpu.poses(), squares_data, false);
   if (!op.empty()) {
     call.coefficients = op.cpu.view(coefficients);
     call.about = op.flat(targets, 0, call.about_step);
     call.precisions = op.flat(precisions, 1, call.precisions_step);
+    if (sums) call.sums = op.workspace(call.child_ranges * call.numbers());
+    if (squares) call.squares = op.workspace(call.child_ranges * call.numbers());
     op.run();
+    op.gather(call.sums, sums_data);
+    op.gather(call.squares, squares_data);
   }
-  return {op.cpu.stored(children), op.cpu.stored(weights.sum()), op.cpu.stored(biases.sum())};
+  return {op.cpu.stored(children), op.cpu.stored(weights.sum()), op.cpu.stored(biases.sum()),
+          op.cpu.summed(scores),   op.cpu.summed(sums),          op.cpu.summed(squares)};
 }
 
 }  // namespace

@@ -169,8 +169,10 @@ def derivatives(run: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
     """Return results, first derivatives of a number made of them, and second ones of a number made of these."""
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
     found, every = run(leaves), list(leaves.values())
+    alone = torch.autograd.grad(number(found), every, retain_graph=True)
     first = torch.autograd.grad(number(found), every, create_graph=True)
     found |= {f"d{name}": x for name, x in zip(leaves, first, strict=True)}
+    found |= {f"d{name} without a graph": x for name, x in zip(leaves, alone, strict=True)}
     second = torch.autograd.grad(number({str(k): x for k, x in enumerate(first)}), every)
     return found | {f"dd{name}": x for name, x in zip(leaves, second, strict=True)}
 
@@ -256,15 +258,20 @@ OPS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
     "sums about": ("vote_sums", lambda r, y, p, needs: (r, y, 1)),
     "squares": ("vote_sums", lambda r, y, p, needs: (r, None, 2)),
     "squares about": ("vote_sums", lambda r, y, p, needs: (r, y, 2)),
-    "pull": ("vote_pull", lambda r, y, p, needs: (r, y, None, False, needs)),
+    "pull": ("vote_pull", lambda r, y, p, needs: (r, y, None, False, needs & 31)),
     "stretch": ("vote_pull", lambda r, y, p, needs: (r, y, None, True, needs)),
     "stretch p": ("vote_pull", lambda r, y, p, needs: (r, y, p, True, needs)),
 }
-PULLS = ("pull", "stretch", "stretch p")
+PULLS = {
+    "pull": ("dots", "sums"),
+    "stretch": ("distances", "sums about", "squares about"),
+    "stretch p": ("distances p", "sums about", "squares about"),
+}
+"""And what these return beside gradients of children, weight and bias."""
 
 
 def op_results(call: Callable[..., Any], tensors: Tensors, needs: int = 7, only: Iterable[str] = OPS) -> Leaves:
-    """Return what ``call(op, *what it takes behind the votes)`` returns; a pull's are "pull 0", "pull 1", "pull 2"."""
+    """Return what ``call(op, *what it takes behind the votes)`` returns; a pull's are "pull 0" to "pull 5"."""
     found = {}
     for name in only:
         op, own = OPS[name]
@@ -272,8 +279,9 @@ def op_results(call: Callable[..., Any], tensors: Tensors, needs: int = 7, only:
         if isinstance(result, Tensor):
             found[name] = result
             continue
-        for k, (part, x) in enumerate(zip(result, tensors[:3], strict=True)):
-            if x is not None and needs >> k & 1:
+        there = [*(x is not None for x in tensors[:3]), *(True for _ in PULLS[name])]
+        for k, part in enumerate(result):
+            if needs >> k & 1 and k < len(there) and there[k]:
                 found[f"{name} {k}"] = part
             else:
                 assert part.numel() == 0, "unwanted"
@@ -307,11 +315,16 @@ def op_formulas(
         "pull": r * votes * y, "stretch": r * squares, "stretch p": r * squares * p,
     }  # fmt: skip
     found = {}
+
+    def simple(name: str) -> Tensor:
+        pairs = name.startswith("d")
+        return every[name].sum((-2, -1)).masked_fill(~there, 0.0) if pairs else every[name].sum(-4)
+
     for name in only:
         if name not in PULLS:
-            pairs = name.startswith("d")
-            found[name] = every[name].sum((-2, -1)).masked_fill(~there, 0.0) if pairs else every[name].sum(-4)
+            found[name] = simple(name)
             continue
+        found |= {f"{name} {k}": simple(other) for k, other in enumerate(PULLS[name], 3) if needs >> k & 1}
         wanted = {k: x for k, x in enumerate(leaves) if x is not None and needs >> k & 1}
         if wanted:
             gradients = torch.autograd.grad(every[name].sum(), [*wanted.values()], retain_graph=True)

@@ -16,6 +16,7 @@ from stored_votes import APART, CASES, PADDED, Case, Stored, all_verbs, derivati
 from torch import Tensor, func
 from torch._dynamo.utils import counters
 from torch.export import Dim
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastcaps
@@ -47,6 +48,31 @@ def test_results_and_two_derivatives(case: Case, way: str, monkeypatch: pytest.M
     with run_by(way, monkeypatch):
         found = derivatives(lambda leaves: all_verbs(case, leaves), given)
     close(found, derivatives(lambda leaves: all_verbs(case, leaves, Stored), given))
+
+
+@native
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_verbs_gradient_is_one_pull(compiled: bool) -> None:
+    """Of children, weight and bias, and of all that the verb takes besides, also in a compiled graph."""
+    case, called = CASES["own"], []
+
+    class Hears(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.extend([op.name()] * op.name().startswith("fastcaps::"))
+            return op(*args, **(kwargs or {}))
+
+    leaves = {k: x.requires_grad_() for k, x in case.leaves().items()}
+    parents, p, r = (leaves[name] for name in ("parents", "p", "r"))
+    runs: list[Callable[[Votes], Tensor]] = [
+        *(lambda votes: votes.agreement(parents), lambda votes: votes.distance(parents, p)),
+        *(lambda votes: votes.sum(r), lambda votes: votes.square_sum(r, parents)),
+    ]
+    for run in runs:
+        call: Any = lambda given, run=run: run(case.votes(Votes, given))  # noqa: E731
+        found = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(leaves)
+        with Hears():
+            found.sum().backward()
+    assert called == 4 * ["fastcaps::vote_pull"]
 
 
 @pytest.mark.parametrize("name", ["own", "grid-shared-over-space", "patches"])
@@ -407,7 +433,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "pass factor in the call", lambda: Scaled(6, 3, 16, 16, factor=2.0)),
     (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
     (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
-    (ValueError, "needs must be from 0 to 7, bits for children, weight and bias, got 9", lambda: pull(9)),
+    (ValueError, "needs must be from 0 to 31, bits for children, ... scores, sums, got 33", lambda: pull(33)),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
 ]  # fmt: skip
 

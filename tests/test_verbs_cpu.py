@@ -58,7 +58,7 @@ def case_of(pose: Any, window: Any, types: int, groups: Any, **row: Any) -> OpCa
     return OpCase(pose=pose, grid=grid, window=spec, types=types, groups=groups, **row)
 
 
-def kernels(case: OpCase, tensors: Tensors, needs: int = 7) -> Leaves:
+def kernels(case: OpCase, tensors: Tensors, needs: int = 63) -> Leaves:
     """Return all that the ops make of tensors."""
     return op_results(lambda op, *own: getattr(OPS, op)(*case.votes(tensors), *own, 0), tensors, needs)
 
@@ -66,7 +66,7 @@ def kernels(case: OpCase, tensors: Tensors, needs: int = 7) -> Leaves:
 def hold(case: OpCase, seed: int = 0) -> None:
     """Hold the ops to formulas over stored votes, which err as eager PyTorch does."""
     tensors = case.tensors(seed)
-    Bar(lambda given: op_formulas(given, case.parents, case.window), tensors).hold(kernels(case, tensors))
+    Bar(lambda given: op_formulas(given, case.parents, case.window, 63), tensors).hold(kernels(case, tensors))
 
 
 @pytest.mark.parametrize("number", range(44))
@@ -92,7 +92,7 @@ def test_nan_goes_where_eager_lets_it_go(number: int) -> None:
     tensors = case.tensors()
     tensors[number].flatten()[7] = torch.nan
     found = kernels(case, tensors)
-    for key, value in op_formulas(tensors, case.parents, case.window).items():
+    for key, value in op_formulas(tensors, case.parents, case.window, 63).items():
         missed = value.isnan() & ~found[key].isnan()
         assert not missed.any(), key
         if not key.startswith(("pull", "stretch")):
@@ -117,7 +117,7 @@ def test_many_children_and_many_parents(types: int, parents: int, groups: int) -
     hold(OpCase((1, 2, 3), parents, types, 1, (), SET_WINDOW, groups, "11", pairs="alike"))
 
 
-@pytest.mark.parametrize("needs", range(8))
+@pytest.mark.parametrize("needs", [*range(8), 8, 16, 33, 62])
 def test_a_pull_makes_what_is_needed(needs: int) -> None:
     case = OpCase(*SMALL, bias="IM")
     tensors = case.tensors()

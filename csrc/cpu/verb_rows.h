@@ -50,22 +50,23 @@ FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int
     for (int64_t pad = E * tile; pad < flat; ++pad) to[k * flat + pad] = 0;
 }
 
-// A row of votes' numbers, and what it meets.
+// A row of votes' numbers, what it meets, and where what is made of it goes: a flat row of scores, of the votes'
+// gradient, the sums of votes and of their squares.
 template <class T>
 struct Row {
   const T *x, *bias, *r, *about, *precisions;
-  T *out, *dx;
+  T *scores, *dvotes, *sums, *squares, *dx;
 };
 
 // Rows and the block of children that they meet.
 template <class T>
 struct Meeting {
   const T* weight;  // [children, D, flat]; null: x are the votes themselves
-  int64_t weight_step, bias_step, x_step, r_step, out_step, dx_step;  // from child to child
-  int64_t D, flat, begin, end;                                        // children begin to end
-  const int64_t* starts;                                              // of a vector of a flat row: its first parent
-  bool together;                                                      // rows belong to one pose
-  bool once;                                                          // dx is stored, not added to
+  int64_t weight_step, bias_step, x_step, r_step, dvotes_step, dx_step;  // from child to child; of scores it is flat
+  int64_t D, flat, begin, end;                                           // children begin to end
+  const int64_t* starts;                                                 // of a vector of a flat row: its first parent
+  bool together;                                                         // rows belong to one pose
+  bool once;                                                             // dx is stored, not added to
 };
 
 // R rows and U vectors from v on.
@@ -73,14 +74,17 @@ template <class T, Kind kind, int R, int U>
 FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v, bool first) {
   using V = Vec<T>;
   constexpr int n = kLanes<T>;
-  constexpr bool kSums = kind == Kind::kAdd || kind == Kind::kAddCentred || kind == Kind::kAddSquares;
-  V held[R][U], sum[R][U];
+  constexpr bool kPulls = kind >= Kind::kPull, kSquared = kind == Kind::kDistances || kind == Kind::kPullSquared;
+  constexpr bool kSums = kPulls || (kind >= Kind::kAdd && kind <= Kind::kAddSquares);
+  constexpr bool kScores = kPulls || kind == Kind::kDots || kind == Kind::kDistances;
+  constexpr bool kCentred = kind != Kind::kDots && kind != Kind::kAdd && kind != Kind::kPull;
+  V held[R][U], sum[R][U], square[R][U];
   int64_t at[U];
   unroll<U>([&](auto u) FASTCAPS_LAMBDA {
     at[u] = with.starts[v + u];
     unroll<R>([&](auto i) FASTCAPS_LAMBDA {
       if constexpr (kind != Kind::kAdd) held[i][u] = load<T>(rows[i].about + (v + u) * n);
-      if constexpr (kSums) sum[i][u] = V{};
+      if constexpr (kSums) sum[i][u] = square[i][u] = V{};
     });
   });
   for (int64_t j = with.begin; j < with.end; ++j) {
@@ -112,19 +116,22 @@ FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v,
       V dot{};
       unroll<R>([&](auto i) FASTCAPS_LAMBDA {
         V x = vote[i][u];
-        if constexpr (kind != Kind::kDots && kind != Kind::kAdd) x -= held[i][u];
+        if constexpr (kCentred) x -= held[i][u];
         V r{}, p{};
-        if constexpr (kSums || kind == Kind::kPullSquared) r = load<T>(rows[i].r + j * with.r_step + at[u]);
-        if constexpr (kind == Kind::kDistances || kind == Kind::kPullSquared)
-          p = load<T>(rows[i].precisions + (v + u) * n);
-        T* out = rows[i].out + j * with.out_step + (v + u) * n;
+        if constexpr (kSums) r = load<T>(rows[i].r + j * with.r_step + at[u]);
+        if constexpr (kSquared) p = load<T>(rows[i].precisions + (v + u) * n);
         if constexpr (kSums) {
-          sum[i][u] += r * (kind == Kind::kAddSquares ? x * x : x);
-        } else if constexpr (kind == Kind::kPullSquared) {
-          store<T>(out, 2 * r * p * x);
-        } else {
-          const V term = kind == Kind::kDots ? x * held[i][u] : p * x * x;
+          const V term = r * (kind == Kind::kAddSquares ? x * x : x);
+          sum[i][u] += term;
+          if constexpr (kind == Kind::kPullSquared) square[i][u] += term * x;
+          if constexpr (kPulls)
+            store<T>(rows[i].dvotes + j * with.dvotes_step + (v + u) * n, kSquared ? 2 * p * term : r * held[i][u]);
+        }
+        if constexpr (kScores) {
+          if (kPulls && !rows[0].scores) return;
+          const V term = kSquared ? p * x * x : x * held[i][u];
           dot = with.together && i > 0 ? dot + term : term;
+          T* out = rows[i].scores + j * with.flat + (v + u) * n;
           if (!with.together || i == R - 1) store<T>(out, first ? dot : load<T>(out) + dot);
         }
       });
@@ -132,8 +139,10 @@ FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v,
   }
   if constexpr (kSums)
     unroll<R * U>([&](auto k) FASTCAPS_LAMBDA {
-      T* out = rows[k / U].out + (v + k % U) * n;
-      store<T>(out, load<T>(out) + sum[k / U][k % U]);
+      const int64_t at = (v + k % U) * n;
+      if (T* out = rows[k / U].sums) store<T>(out + at, load<T>(out + at) + sum[k / U][k % U]);
+      if constexpr (kind == Kind::kPullSquared)
+        if (T* out = rows[k / U].squares) store<T>(out + at, load<T>(out + at) + square[k / U][k % U]);
     });
 }
 
@@ -181,7 +190,7 @@ FASTCAPS_INLINE void pull_rows(const Meeting<T>& with, const Row<T>* rows, int64
   const T* weight = with.weight + j * with.weight_step;
   for (int64_t v = 0; v < with.flat; v += n) {
     V dv[R];
-    unroll<R>([&](auto i) FASTCAPS_LAMBDA { dv[i] = load<T>(rows[i].out + v); });
+    unroll<R>([&](auto i) FASTCAPS_LAMBDA { dv[i] = load<T>(rows[i].dvotes + j * with.dvotes_step + v); });
     unroll<K>([&](auto k) FASTCAPS_LAMBDA {
       const int64_t at = (d + k) * with.flat + v;
       if constexpr (kChild) {

@@ -17,16 +17,16 @@ struct Walk {
   const VerbCall& call;
   const Votes& in;
   const int64_t C, D, E, flat;
-  const bool pulls, squared;  // squared: a pull that makes votes
+  const bool pulls;
   const int64_t children_at_once;
   Arena arena;
-  T *weights, *biases, *poses, *coefficients, *made;
+  T *weights, *biases, *poses, *coefficients, *scores, *dvotes;
   Row<T>* rows;
   int64_t* starts;
   LongSum<T> dweight, dbias;
   int64_t tile = 0, first_parent = 0, parents = 0;          // at hand
   int64_t packed = -1, packed_count = 0, packed_tile = -1;  // whose matrices are: group of the first child, how many
-  int64_t item = 0, samples = 0;                            // of a pull: the item, and its range of samples
+  int64_t item = 0, range = 0, samples = 0;                 // the item, its range of children; a pull's of samples
 
   Walk(const VerbCall& call, void* scratch)
       : call(call),
@@ -36,14 +36,14 @@ struct Walk {
         E(in.E),
         flat(call.flat),
         pulls(call.kind >= Kind::kPull),
-        squared(call.kind == Kind::kPullSquared),
         children_at_once(in.G > 1 ? min(call.block, in.G) : call.block),
         arena{static_cast<char*>(scratch)},
         weights(arena.take<T>(in.weight ? call.block * D * flat : 0)),
         biases(arena.take<T>(in.bias ? call.block * C * flat : 0)),
         poses(arena.take<T>(call.block * row_count() * (in.weight ? D : flat + n))),
         coefficients(arena.take<T>(call.block * kRows * (call.tile + 2 * n))),
-        made(arena.take<T>((pulls ? row_count() : call.block * kRows) * flat + n)),
+        scores(arena.take<T>(call.scores ? call.block * kRows * flat + n : 0)),
+        dvotes(arena.take<T>(pulls ? call.block * row_count() * flat : 0)),
         rows(arena.take<Row<T>>(row_count())),
         starts(arena.take<int64_t>(flat / n)),
         dweight(pulls && call.dweight, call.block * D * flat, 256, arena),
@@ -103,6 +103,7 @@ struct Walk {
     Meeting<T> with{};
     with.weight = in.weight ? weights : nullptr;
     with.weight_step = weight_step(), with.bias_step = bias_step(), with.dx_step = C * D, with.once = call.once();
+    with.dvotes_step = call.makes_votes() ? row_count() * flat : 0;  // the votes' gradients of one child at a time
     with.D = D, with.starts = starts, with.flat = flat, with.end = count, with.together = C > 1;
     for (int64_t many = 0; at.p < end;) {
       Place places[kRows];
@@ -122,9 +123,9 @@ struct Walk {
         pull(with, rows_here, count);
       } else {
         make(with, rows_here);
-        for (int64_t k = 0; call.scores && k < many; ++k)
-          write_scores(places[k].p, i, count, made + k * call.block * flat);
       }
+      for (int64_t k = 0; call.scores && k < many; ++k)
+        write_scores(places[k].p, i, count, scores + k * call.block * flat);
     }
   }
 
@@ -144,6 +145,9 @@ struct Walk {
     T* dx = static_cast<T*>(call.dchildren);
     if (dx) dx += at.b * own[0] + y * own[1] + x * own[2] + type * size;
     if (dx) fetch_next(dx, own, in.window.sh, in.window.sw, count * size);
+    const int64_t pairs = in.I * in.M, scored[] = {in.Ho * in.Wo * pairs, in.Wo * pairs, pairs};
+    if (call.scores)
+      fetch_next(static_cast<T*>(call.scores) + (at.p * in.I + i) * in.M + first_parent, scored, 1, 1, count * in.M);
     const T* poses_here = nullptr;
     int64_t row_step = s[4];
     if constexpr (std::is_same_v<S, T>)
@@ -161,12 +165,13 @@ struct Walk {
       row.r = r;
       row.about = static_cast<const T*>(call.about) + (pose + c) * call.about_step;
       row.precisions = static_cast<const T*>(call.precisions) + (pose + c) * call.precisions_step;
-      row.out = made + (pulls ? row0 + c : which * call.block) * flat;
-      if (call.sums)
-        row.out = static_cast<T*>(call.sums) + item % call.child_ranges * call.numbers() + (pose + c) * flat;
+      const int64_t sum = range * call.numbers() + (pose + c) * flat;
+      row.scores = call.scores ? scores + which * call.block * flat : nullptr;
+      row.dvotes = dvotes + (row0 + c) * flat;
+      row.sums = call.sums ? static_cast<T*>(call.sums) + sum : nullptr;
+      row.squares = call.squares ? static_cast<T*>(call.squares) + sum : nullptr;
       row.dx = dx ? dx + c * D : nullptr;
     }
-    with.out_step = call.scores ? flat : 0;
   }
 
   // Poses in the type of sums; without matrices as flat rows, which are the votes.
@@ -216,6 +221,7 @@ struct Walk {
       case Kind::kAdd: return meet_all<T, Kind::kAdd>(with, rows, count);
       case Kind::kAddCentred: return meet_all<T, Kind::kAddCentred>(with, rows, count);
       case Kind::kAddSquares: return meet_all<T, Kind::kAddSquares>(with, rows, count);
+      case Kind::kPull: return meet_all<T, Kind::kPull>(with, rows, count);
       default: return meet_all<T, Kind::kPullSquared>(with, rows, count);
     }
   }
@@ -237,22 +243,19 @@ struct Walk {
   // ---- pull ----
 
   void pull(Meeting<T>& with, int64_t count, int64_t children) {
+    if (call.makes_votes()) make(with, count);
     for (int64_t j = 0; j < children; ++j) {
-      if (squared) {
-        with.begin = j, with.end = j + 1;
-        make(with, count);
-      } else {
-        for (int64_t k = 0; k < count; ++k)
-          for (int64_t v = 0; v < flat; v += n)
-            store<T>(rows[k].out + v,
-                     load<T>(rows[k].r + j * with.r_step + starts[v / n]) * load<T>(rows[k].about + v));
-      }
+      const int64_t at = j * with.dvotes_step;
+      for (int64_t k = 0; !call.makes_votes() && k < count; ++k)
+        for (int64_t v = 0; v < flat; v += n)
+          store<T>(rows[k].dvotes + at + v,
+                   load<T>(rows[k].r + j * with.r_step + starts[v / n]) * load<T>(rows[k].about + v));
       if (dbias.near)
         for (int64_t k = 0; k < count; k += C > 1 ? 1 : count) {
           T* sum = dbias.near + j * bias_step() + k * flat;
           for (int64_t v = 0; v < flat; v += n) {
-            Vec<T> terms = load<T>(rows[k].out + v);  // of positions, whose biases are the same
-            for (int64_t other = 1; C == 1 && other < count; ++other) terms += load<T>(rows[other].out + v);
+            Vec<T> terms = load<T>(rows[k].dvotes + at + v);  // of positions, whose biases are the same
+            for (int64_t other = 1; C == 1 && other < count; ++other) terms += load<T>(rows[other].dvotes + at + v);
             store<T>(sum + v, load<T>(sum + v) + terms);
           }
         }
@@ -276,7 +279,7 @@ struct Walk {
     for (int64_t k = 0; k < count; ++k)
       for (int64_t e = 0; e < E; ++e) {
         T& dx = rows[k].dx[j * with.dx_step + e];
-        dx = (with.once ? 0 : dx) + sum_of<T>(rows[k].out + e * call.tile, parents);
+        dx = (with.once ? 0 : dx) + sum_of<T>(rows[k].dvotes + j * with.dvotes_step + e * call.tile, parents);
       }
   }
 
@@ -312,8 +315,8 @@ struct Walk {
   }
 
   void run_pull(int64_t which) {
-    item = which, samples = which % call.place_ranges;
-    const int64_t range = which / call.place_ranges, area = in.Ho * in.Wo;
+    item = which, samples = which % call.place_ranges, range = which / call.place_ranges;
+    const int64_t area = in.Ho * in.Wo;
     const int64_t begin = range * in.N / call.child_ranges, end = (range + 1) * in.N / call.child_ranges;
     const int64_t from = samples * in.B / call.place_ranges, until = (samples + 1) * in.B / call.place_ranges;
     packed = -1;
@@ -322,6 +325,7 @@ struct Walk {
       leave_weights();
       packed = -1;
       enter_tile(t);
+      clear_sums(from * area, until * area);
       for (int64_t first = begin, count; first < end; first += count) {
         count = min(children_at_once, end - first);
         for (int64_t cell = 0; cell < in.window.kh * in.window.kw; ++cell) {
@@ -336,17 +340,21 @@ struct Walk {
     leave_weights();
   }
 
+  // Sums of the range of children at some positions.
+  void clear_sums(int64_t from, int64_t until) {
+    for (void* sums : {call.sums, call.squares})
+      for (int64_t k = from * C * flat; sums && k < until * C * flat; ++k)
+        static_cast<T*>(sums)[range * call.numbers() + tile * in.positions() * C * flat + k] = 0;
+  }
+
   void run(int64_t which) {
     if (pulls) return run_pull(which);
-    item = which;
-    const int64_t range = which % call.child_ranges, q = which / call.child_ranges % call.place_ranges;
+    item = which, range = which % call.child_ranges;
+    const int64_t q = which / call.child_ranges % call.place_ranges;
     const int64_t from = q * in.positions() / call.place_ranges, until = (q + 1) * in.positions() / call.place_ranges;
     const int64_t begin = range * in.I / call.child_ranges, end = (range + 1) * in.I / call.child_ranges;
     enter_tile(which / call.child_ranges / call.place_ranges);
-    if (call.sums) {
-      T* sums = static_cast<T*>(call.sums) + range * call.numbers() + tile * in.positions() * C * flat;
-      for (int64_t k = from * C * flat; k < until * C * flat; ++k) sums[k] = 0;
-    }
+    clear_sums(from, until);
     for (int64_t i = begin, count; i < end; i += count) {
       count = min(min(children_at_once, end - i), in.N - i % in.N);
       enter(i, count);
@@ -389,7 +397,7 @@ void move(const FlatPoses& poses, int64_t begin, int64_t end) {
         pack<T>(from, s[3], s[4], s[5], count, in.C, in.E, call.tile, call.flat, static_cast<T*>(poses.to) + at);
       } else {
         T *to = static_cast<T*>(poses.to) + (p * in.M + first) * in.parent_size(),
-          *sums = static_cast<T*>(call.sums) + at;
+          *sums = static_cast<T*>(poses.sums) + at;
         for (int64_t k = 1; k < call.child_ranges; ++k)
           for (int64_t x = 0; x < call.pose_numbers(); ++x) sums[x] += sums[k * call.numbers() + x];
         for (int64_t m = 0; m < count; ++m)

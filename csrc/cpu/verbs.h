@@ -21,7 +21,7 @@ struct VerbCall {
   const void *about = nullptr, *precisions = nullptr;  // targets or means: flat poses, or a single row (step 0)
   int64_t about_step = 0, precisions_step = 0;         // from row to row
   void* scores = nullptr;                              // [positions, I, M]
-  void* sums = nullptr;                                // of every range of children, flat poses
+  void *sums = nullptr, *squares = nullptr;            // of every range of children, flat poses
   void* dchildren = nullptr;                           // [B, H, W, N, C, D], zeroed unless `once`
   Parts dweight, dbias;                                // zeroed
 
@@ -30,6 +30,8 @@ struct VerbCall {
     return tiles * votes.positions() * pose_numbers();
   }  // of flat poses, [tiles, positions, C, flat]
   int64_t items() const { return (kind < kPull ? tiles : 1) * place_ranges * child_ranges; }
+  // Whether a pull makes votes.
+  bool makes_votes() const { return kind == kPullSquared || scores || sums || squares; }
   // Whether a pull meets each child once, and may store its gradient.
   bool once() const {
     const Window& w = votes.window;
@@ -44,7 +46,7 @@ struct VerbCall {
 struct FlatPoses {
   const VerbCall& call;
   View from;
-  void* to;
+  void *to, *sums = nullptr;
 };
 
 struct VerbKernels {

@@ -5,6 +5,9 @@ With :math:`F = \sum_{im} r_{im} \langle V_{im}, Y_m \rangle` ``vote_scores`` is
 linear in each, so that the derivatives of the three are the three again. The squared verbs do the same with
 :math:`H = \sum_{im} r_{im} \sum_{ce} p_m (V_{im} - \mu_m)^2`; second derivatives of those go through the reference.
 
+Beside its gradients (bits 1, 2, 4 of ``needs``) a pull returns, from the same votes, the scores (8), the sums (16) and,
+if squared, the square sums (32): the other gradients of F and H. So a verb's gradient is one walk over the votes.
+
 Results are in the accumulation dtype, gradients of children, weight and bias in theirs. Workspace of the CPU kernels:
 partial sums where positions are too few to keep the threads busy, and some 100 KB a thread.
 """
@@ -36,7 +39,7 @@ _CALLS = {
     "vote_sums": (f"{_VOTES}, Tensor coefficients, Tensor? means, SymInt power", "Tensor"),
     "vote_pull": (
         f"{_VOTES}, Tensor coefficients, Tensor targets, Tensor? precisions, bool squared, int needs",
-        "(Tensor dchildren, Tensor dweight, Tensor dbias)",
+        "(Tensor dchildren, Tensor dweight, Tensor dbias, Tensor scores, Tensor sums, Tensor squares)",
     ),
 }
 _NAMES = {
@@ -66,8 +69,11 @@ def _runner(name: str) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
-        if name == "vote_pull" and rest[-1] >> 3:
-            raise ValueError(f"needs must be from 0 to 7, bits for children, weight and bias, got {rest[-1]}")
+        if name == "vote_pull" and rest[-1] >> 5 + rest[-2]:
+            most, others = (63, "scores, sums, squares") if rest[-2] else (31, "scores, sums")
+            raise ValueError(
+                f"needs must be from 0 to {most}, bits for children, weight, bias, {others}, got {rest[-1]}"
+            )
         call = backends.Call.of(STEM, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:  # checks for itself
@@ -85,9 +91,28 @@ def _runner(name: str) -> Callable[..., Any]:
                 found = as_set(found)
             elif votes.is_set:
                 found = (as_set(found[0]) if found[0].dim() > 1 else found[0], *found[1:])
+        if name == "vote_pull":
+            found = _with_others(found, votes, *rest)
         return found.contiguous() if isinstance(found, Tensor) else tuple(found)
 
     return run
+
+
+def _others(coefficients: Tensor, targets: Tensor, precisions: Tensor | None, squared: bool) -> Any:
+    """Return what a pull can return beside gradients: ops, and what they take after the votes."""
+    means = targets if squared else None
+    sums = ("vote_sums", (coefficients, means, 1)), ("vote_sums", (coefficients, means, 2))
+    return ("vote_scores", (targets, precisions, squared)), *sums
+
+
+def _with_others(gradients: Sequence[Tensor], votes: VoteInputs, *rest: Any) -> tuple[Tensor, ...]:
+    """Return a pull's results of a kernel that makes gradients only."""
+    *given, needs = rest
+    others = (
+        ops[name](*votes, *own) if needs >> k & 1 else given[0].new_empty(0)
+        for k, (name, own) in enumerate(_others(*given), 3)
+    )
+    return (*gradients, *others)
 
 
 # ---- what PyTorch asks for -------------------------------------------------------------------------------------------
@@ -106,8 +131,10 @@ def _faker(name: str) -> Callable[..., Any]:
             hears.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.coefficients_shape)} pairs")
         children, wide = votes.children, accumulation_dtype(votes.children.dtype)
         if name == "vote_pull":
-            parts = (x if rest[-1] >> k & 1 else None for k, x in enumerate(votes[:3]))
-            return tuple(children.new_empty((0,) if x is None else x.shape) for x in parts)
+            shapes: list[Any] = [None if x is None else x.shape for x in votes[:3]]
+            shapes += [votes.coefficients_shape, votes.poses, votes.poses]
+            wanted = [(0,) if x is None or not rest[-1] >> k & 1 else x for k, x in enumerate(shapes)]
+            return tuple(children.new_empty(x, dtype=wide if k > 2 else None) for k, x in enumerate(wanted))
         return children.new_empty(votes.coefficients_shape if name == "vote_scores" else votes.poses, dtype=wide)
 
     return fake
@@ -125,29 +152,33 @@ def _saved(ctx: Any) -> tuple[VoteInputs, list[Any]]:
     return VoteInputs(*given[:COUNT]), given[COUNT:]
 
 
-def _pulled(ctx: Any, votes: VoteInputs, *rest: Any) -> list[Any]:
-    """Return the gradients of the leading six arguments."""
-    needs = sum(1 << k for k in range(3) if ctx.needs_input_grad[k])
-    if not needs:
-        return [None] * COUNT
-    found = ops["vote_pull"](*votes, *rest, needs)
-    return [x if needs >> k & 1 else None for k, x in enumerate(found)] + [None] * (COUNT - 3)
+def _pulled(ctx: Any, votes: VoteInputs, *rest: Any, more: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Return the gradients of the leading six arguments, and of :func:`_others` what ``more`` asks for.
+
+    One pull makes them all, unless second derivatives need a graph: a pull's other results have none.
+    """
+    needs, asked = (sum(1 << k for k, bit in enumerate(bits) if bit) for bits in (ctx.needs_input_grad[:3], more))
+    together = needs and not torch.is_grad_enabled()
+    found: list[Any] = [None] * 6
+    if needs:
+        found = list(ops["vote_pull"](*votes, *rest, needs | asked << 3 if together else needs))
+    for k, (name, given) in enumerate(_others(*rest)):
+        if more[k] and not together:
+            found[3 + k] = ops[name](*votes, *given)
+    found = [x if (needs | asked << 3) >> k & 1 else None for k, x in enumerate(found)]
+    return found[:3] + [None] * (COUNT - 3), found[3:]
 
 
 def _scores_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     votes, (targets, precisions, squared) = _saved(ctx)
     if grad is None:
         return (None,) * (COUNT + 3)
-    sums, needs = ops["vote_sums"], ctx.needs_input_grad[COUNT:]
     with backends.under(ctx.blocks):
-        dtargets = dprecisions = None
-        if needs[0]:
-            dtargets = sums(*votes, grad, targets if squared else None, 1)
-            if squared:
-                dtargets = -2 * (dtargets if precisions is None else precisions * dtargets)
-        if needs[1]:
-            dprecisions = sums(*votes, grad, targets, 2)
-        return (*_pulled(ctx, votes, grad, targets, precisions, squared), dtargets, dprecisions, None)
+        more = (False, *ctx.needs_input_grad[COUNT : COUNT + 2])
+        gradients, (_, sums, squares) = _pulled(ctx, votes, grad, targets, precisions, squared, more=more)
+        if squared and sums is not None:
+            sums = -2 * (sums if precisions is None else precisions * sums)
+        return (*gradients, sums, squares, None)
 
 
 def _sums_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -158,19 +189,18 @@ def _sums_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     about = torch.zeros_like(grad) if means is None else means
     given = (about, grad, True) if squared else (grad, None, False)
     with backends.under(ctx.blocks):
-        dcoefficients = dmeans = None
-        if needs[0]:
-            dcoefficients = ops["vote_scores"](*votes, *given)
-            if means is not None and not squared:
-                apart = (grad * means).sum((-2, -1)).unsqueeze(-2)
-                dcoefficients = reference.blocks_of(votes).present(dcoefficients - apart)
-        if needs[1] and squared:
-            dmeans = -2 * grad * ops["vote_sums"](*votes, coefficients, means, 1)
+        more = (needs[0], squared and needs[1], False)
+        gradients, (dcoefficients, dmeans, _) = _pulled(ctx, votes, coefficients, *given, more=more)
+        if dcoefficients is not None and means is not None and not squared:
+            apart = (grad * means).sum((-2, -1)).unsqueeze(-2)
+            dcoefficients = reference.blocks_of(votes).present(dcoefficients - apart)
+        if dmeans is not None:
+            dmeans = -2 * grad * dmeans
         elif needs[1]:
             absent = reference.blocks_of(votes).absent
             there = coefficients if absent is None else coefficients.masked_fill(absent[..., None], 0.0)
             dmeans = -grad * there.sum(-2)[..., None, None]
-        return (*_pulled(ctx, votes, coefficients, *given), dcoefficients, dmeans, None)
+        return (*gradients, dcoefficients, dmeans, None)
 
 
 def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -179,11 +209,13 @@ def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     V' = P' W + P W' + b': votes of which one factor is a cotangent.
     """
     votes, (coefficients, targets, precisions, squared, _) = _saved(ctx)
+    if any(grad is not None for grad in grads[3:]):
+        raise NotImplementedError("a pull's scores, sums and squares have no gradient: call vote_scores and vote_sums")
     with backends.under(ctx.blocks):
         if squared:
             found = _through_reference(ctx, votes, (coefficients, targets, precisions), grads)
             return (*found[:3], *[None] * (COUNT - 3), *found[3:], None, None)
-        dchildren, dweight, dbias = grads
+        dchildren, dweight, dbias = grads[:3]
         found = [None] * COUNT
         dcoefficients = dtargets = None
         parts = []
@@ -219,7 +251,7 @@ def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: 
         scores = reference.vote_scores(fresh, given[4], given[5], True)
         pulled = torch.autograd.grad(scores, parts, given[3], create_graph=True, materialize_grads=True)
         made = iter(pulled)
-        heads = [(next(made), grad) for x, grad in zip(given[:3], grads, strict=True) if x is not None]
+        heads = [(next(made), grad) for x, grad in zip(given[:3], grads[:3], strict=True) if x is not None]
         asked = [(x, grad) for x, grad in heads if grad is not None]
         needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[COUNT : COUNT + 3]]
         wanted = [k for k, need in enumerate(needs) if need]
@@ -236,13 +268,16 @@ def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: 
 def _flops(name: str) -> Callable[..., int]:
     """Return what counts an op's operations: 2 D for each element of a vote, and 2 to use it."""
 
-    def count(children: Any, weight: Any, bias: Any, gate: Any, parents: int, window: Any, *_: Any, **__: Any) -> int:
+    def count(children: Any, weight: Any, bias: Any, gate: Any, parents: int, window: Any, *own: Any, **_: Any) -> int:
         batch, *grid, seen, rows, depth = children
         positions = prod(output_size(window, *grid)) * window[0] * window[1] if grid else 1
         pairs = batch * positions * seen * parents
         numbers = rows * (weight[3] if weight else depth)
         product = 2 * depth * numbers if weight else 0  # of a vote, and again of each gradient
-        return int(pairs * ((2 * product if name == "vote_pull" else product) + 2 * numbers))
+        if name == "vote_pull":  # and what it makes of votes besides
+            others = int(own[-1] >> 3).bit_count()
+            return int(pairs * ((2 + (others > 0)) * product + 2 * (1 + others) * numbers))
+        return int(pairs * (product + 2 * numbers))
 
     return count
 
@@ -259,7 +294,13 @@ for _name, (_takes, _returns) in _CALLS.items():
 
 def _formula(name: str) -> Callable[..., Any]:
     kernel = getattr(reference, name)
-    return lambda *arguments: kernel(VoteInputs(*arguments[:COUNT]), *arguments[COUNT:])
+
+    def formula(*arguments: Any) -> Any:
+        votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
+        found = kernel(votes, *rest)
+        return _with_others(found, votes, *rest) if name == "vote_pull" else found
+
+    return formula
 
 
 _BACKWARDS: tuple[Any, ...] = (_scores_backward, _sums_backward, _pull_backward)
