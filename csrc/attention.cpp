@@ -49,7 +49,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   const Gradients found = run_backward(cpu, run, call.needs, dquery, empty);
   const MaybeTensor& both = norms.sum();
   const auto half = [&](int64_t bit, int64_t which) {
-    return dnorm && call.needs & bit ? copied(torch::stable::select(*both, 0, which), cpu.storage) : cpu.stored({});
+    return dnorm && call.needs & bit ? cpu.stored(cpu.entry(*both, which)) : cpu.stored({});
   };
   return {found.children,    found.weight,         found.bias,        found.gate,
           cpu.stored(query), half(kNormWeight, 0), half(kNormBias, 1)};

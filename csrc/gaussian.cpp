@@ -34,7 +34,7 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   const Tensor variances = cpu.result("variances", cpu.poses(iterations), with.variances);
   const Tensor scores = cpu.result("scores", cpu.numbers(iterations), with.scores);
   run_forward(cpu, run);
-  const auto last = [&](const Tensor& x) { return copied(torch::stable::select(x, 0, iterations - 1), cpu.compute); };
+  const auto last = [&](const Tensor& x) { return cpu.entry(x, iterations - 1); };
   const Tensor variance = last(variances);
   if (votes.is_double())
     add<double>(variance, call.eps);

@@ -26,7 +26,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -122,13 +122,17 @@ def settings() -> tuple[str | None, bool]:
     return _forced.get(), _tf32x3.get()
 
 
-@contextmanager
-def under(wanted: tuple[str | None, bool]) -> Iterator[None]:
+_SAME: AbstractContextManager[None] = nullcontext()
+
+
+def under(wanted: tuple[str | None, bool]) -> AbstractContextManager[None]:
     """Run a backward under the settings of its forward, as it may run in a thread of autograd or after their block."""
-    if torch.compiler.is_compiling() or wanted == settings():
-        yield
-        return
-    with _forced.block(wanted[0]), _tf32x3.block(wanted[1]):
+    return _SAME if torch.compiler.is_compiling() or wanted == settings() else _blocks(*wanted)
+
+
+@contextmanager
+def _blocks(name: str | None, three: bool) -> Iterator[None]:
+    with _forced.block(name), _tf32x3.block(three):
         yield
 
 

@@ -124,11 +124,12 @@ def refuse_unknown(
 def known_arguments(call: Call, note: str = "") -> Call:
     """Return a function with a better message for unknown keyword arguments: the nearest name, all of them, a note."""
     known = [name for name in inspect.signature(call).parameters if name != "self"]
-    what = call.__qualname__.removesuffix(".__init__")
+    what, names = call.__qualname__.removesuffix(".__init__"), frozenset(known)
 
     @functools.wraps(call)
     def checked(*arguments: Any, **options: Any) -> Any:
-        refuse_unknown(what, options, known, note=note)
+        if not names.issuperset(options):
+            refuse_unknown(what, options, known, note=note)
         return call(*arguments, **options)
 
     return checked  # type: ignore[return-value]

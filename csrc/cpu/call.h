@@ -114,6 +114,16 @@ struct CpuCall : OpCall {
     if (!x) return new_tensor(children, {0}, storage, "an empty gradient");  // one each: outputs must not alias
     return dense_as(*x, storage);
   }
+  // A copy of an entry of the first dimension of a result. For a tiny call torch's select and copy_ take too long.
+  Tensor entry(const Tensor& x, int64_t which) const {
+    Shape shape = shape_of(x);
+    shape.erase(shape.begin());
+    void* data = nullptr;
+    Tensor out = result("a copy", shape, data);
+    const size_t bytes = size_t(out.numel()) * out.element_size();
+    if (bytes) std::memcpy(data, static_cast<const char*>(data_of(x)) + size_t(which) * bytes, bytes);
+    return out;
+  }
 };
 
 // Runs all iterations of a forward call whose operands and results are set.

@@ -200,7 +200,7 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
 
     def unflattened(self, parents: Tensor) -> Tensor:
         """Return flat poses of parents as C x E matrices."""
-        return parents.unflatten(-1, self.pose_shape[::2])
+        return parents.view(*parents.shape[:-1], *self.pose_shape[::2])
 
     def found(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
         """Return poses and coefficients, with activations if the layer computes them."""

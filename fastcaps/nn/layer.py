@@ -461,7 +461,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 layer_bias = steps if layer_bias is None else layer_bias + steps
         if layer_bias is not None:
             bias = layer_bias if bias is None else layer_bias + bias
-        poses = children.unflatten(-1, self.pose_shape[:2])
+        poses = children.view(*children.shape[:-1], *self.pose_shape[:2])  # unflatten takes several times as long
         return LayerCall(poses, activity, weight, bias, many, window)
 
     def with_flat_poses(self, found: Any) -> Any:

@@ -64,6 +64,7 @@ def define(
     below = {}
     for backend, library in NATIVE.items():
         library.define(f"{name}({takes}) -> {returns}".replace("SymInt", "int"))
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the op above has the derivative
         below[backend] = getattr(getattr(torch.ops, f"fastcaps_{backend}"), name).default
     return packet.default, below
 

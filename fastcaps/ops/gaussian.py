@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import reference
@@ -110,7 +111,9 @@ class GaussianRouting(Routing):
         counts, means, narrow, scores = history
         em, kmeans, count = own.rule == Rule.EM, own.rule == Rule.KMEANS, len(own.temperatures)
         variances, numbers = narrow + own.eps, means.shape[-2] * means.shape[-1]
-        left = self.advance(own, (scores, means, variances))
+        log_sigma = log_sigmas(variances)
+        log_weights = F.logsigmoid(scores) if kmeans else F.logsigmoid(scores) - log_sigma
+        left: State = {"mean": means, "variance": None if kmeans else variances, "log_weight": log_weights}
         mean, variance, log_weight = (_queue(getattr(own, name), left[name]) for name in STATE)
         betas = (None, None) if em else (own.beta_use, own.beta_ignore)
         rest = Backward(mean, variance, log_weight, *betas, counts, means, narrow, own.eps)
@@ -122,28 +125,31 @@ class GaussianRouting(Routing):
         d_mean = torch.zeros_like(means[-1]) if d_mean is None else d_mean
         if d_variance is None and not kmeans:  # no iteration of k-means reads variances
             d_variance = torch.zeros_like(narrow[-1])
-        d_log_sigma = torch.zeros_like(d_score)
-        log_sigma = log_sigmas(variances)
-        heats: list[Tensor] = []
+        d_log_sigma: Any = None
+        # factors of all iterations at once, as every operation takes long beside a tiny call
+        slopes, every_count = (-scores).sigmoid().unbind(), counts.unbind()
+        falls = () if kmeans else (0.5 * inverse_or_zero(variances)).unbind()
+        costs = (numbers * own.beta_use + log_sigma).unbind() if em and own.beta_use is not None else ()
+        heats: list[Tensor] = []  # negative
         heads: list[tuple[Tensor | None, ...]] = []  # the gradients of each iteration's results, from the last on
         for k in range(-1, -count - 1, -1):
             d_counts = None
             if em:
-                assert own.beta_use is not None
-                heats.append(own.temperatures[k] * d_score)
-                d_counts = -heats[-1] * (numbers * own.beta_use + log_sigma[k])
-                d_log_sigma = d_log_sigma - heats[-1] * counts[k]
-            if not kmeans:
-                d_variance = d_variance + 0.5 * d_log_sigma[..., None, None] * inverse_or_zero(variances[k])
+                heats.append(-own.temperatures[k] * d_score)
+                d_counts = heats[-1] * costs[k]
+                heat_counts = heats[-1] * every_count[k]
+                d_log_sigma = heat_counts if d_log_sigma is None else d_log_sigma + heat_counts
+            if d_log_sigma is not None and not kmeans:
+                d_variance = torch.addcmul(d_variance, d_log_sigma[..., None, None], falls[k])
             heads.append((d_counts, d_mean, d_variance, None if em else d_score))
             first = k == -count
             wanted = reverse.needs & {*STATE} if first else {*STATE} - ({"variance"} if kmeans else set())
-            found = reverse.ask(k, [x if x is None else x[None] for x in heads[-1]], rest, wanted)
+            found = reverse.ask(k, [x if x is None else x.unsqueeze(0) for x in heads[-1]], rest, wanted)
             if first:
                 reverse.gradients |= {name: found[name] for name in wanted}
                 break
             d_mean, d_log_sigma = found["mean"], -found["log_weight"]
-            d_score = found["log_weight"] * (-scores[k - 1]).sigmoid()
+            d_score = found["log_weight"] * slopes[k - 1]
             if not kmeans:
                 d_variance = found["variance"]
             elif d_variance is not None:
@@ -153,8 +159,9 @@ class GaussianRouting(Routing):
             reverse.ask(None, [None if x[-1] is None else torch.stack(x) for x in columns], rest)
         if em:
             heat = torch.stack(heats[::-1])
-            for name, part in (("beta_use", -numbers * (heat * counts)), ("beta_ignore", heat)):
-                reverse.gradients[name] = part.sum([*range(part.dim() - 1)])  # vmap over gradients has no flatten
+            for name, factor, part in (("beta_use", numbers, heat * counts), ("beta_ignore", -1, heat)):
+                whole = [*range(part.dim() - 1)]  # vmap over gradients has no flatten
+                reverse.gradients[name] = factor * part.sum(whole)
 
 
 def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:

@@ -107,23 +107,24 @@ class Steps:
         tiny = torch.finfo(sums.dtype).tiny  # the divisor of a zero vector
         largest = sums.abs().amax(POSE, keepdim=True).clamp(min=tiny)
         shrunk = sums / largest  # so that squares neither overflow nor underflow
-        ratio = shrunk.square().sum(POSE, keepdim=True).sqrt()
+        ratio = torch.linalg.vector_norm(shrunk, dim=POSE, keepdim=True)
         size, self.vectors = ratio * largest, shrunk / ratio.clamp(min=tiny)
         self.directions = self.vectors.unbind()
-        self.bends: Sequence[Tensor | float] = [-1.0] * len(sums)
+        bends: Tensor | float = -1.0
         inverse = size.reciprocal()
         # 1 / f; if it is infinite, the gradient is 0
         self.divisors = (size + inverse if squashes else size.masked_fill(size == 0, torch.inf)).unbind()
         if squashes:
             length = (1 + inverse.square()).reciprocal()  # n^2 / (1 + n^2), also for infinite n
-            self.bends = (1 - 2 * length).unbind()
+            bends = torch.rsub(length, 1, alpha=2)
+        self.bent = (bends * self.vectors).unbind()
+        if squashes:
             self.vectors = self.vectors * length
 
     def backward(self, grad: Tensor, k: int) -> Tensor:
         """Return dL/ds of an iteration from dL/dv."""
-        direction = self.directions[k]
-        along = (direction * grad).sum(POSE, keepdim=True)
-        return torch.addcmul(grad, direction, self.bends[k] * along) / self.divisors[k]
+        along = (self.directions[k] * grad).sum(POSE, keepdim=True)
+        return torch.addcmul(grad, self.bent[k], along) / self.divisors[k]
 
 
 def check_like(votes: VoteInputs, own: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:

@@ -29,6 +29,7 @@ class Reverse:
     needs: set[str]
     on_cpu: bool
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    parts: Sequence[Sequence[Any]] = ()
 
     def __post_init__(self) -> None:
         self.together = self.on_cpu and self.count > 1
@@ -47,7 +48,8 @@ class Reverse:
         if not wanted:
             return {}
         if k is not None and self.count > 1:
-            rest = self.routing.part(rest, k)
+            self.parts = self.parts or self.routing.parts(rest, self.count)
+            rest = self.parts[k]
         bits = self.routing.bits(wanted) | (DETACH if detach else 0)
         found = dict(zip(self.routing.tensors, self.run(*heads, *self.votes, *rest, bits), strict=True))
         if last:

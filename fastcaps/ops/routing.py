@@ -198,9 +198,10 @@ class Routing(Signature, ABC):
             if isinstance(value, Tensor):
                 check_tensor(name, value, votes.children, False, wide)
         total: list[Tensor] = []
-        for k in range(-len(next(head for head in heads if head is not None)), 0):
+        parts = self.parts(rest, len(next(head for head in heads if head is not None)))
+        for k in range(-len(parts), 0):
             given = (*(head if head is None else head[k] for head in heads), votes)
-            part = zip(self.Rest._fields, self.part(rest, k), strict=True)
+            part = zip(self.Rest._fields, parts[k], strict=True)
             alone = (x[0] if name in self.stacked and x is not None else x for name, x in part)
             found = getattr(reference, f"{self.name}_backward")(*given, *alone, needs)
             total = [a.add_(b) for a, b in zip(total, found, strict=True)] if total else list(found)

@@ -92,15 +92,16 @@ class Signature:
         """Return the bits of some tensors' gradients for the backward op."""
         return sum(map(self.bit.__getitem__, names))
 
-    def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
-        """Return iteration k's part, counted from the last, of the backward's arguments after the votes.
+    def parts(self, rest: Sequence[Any], count: int) -> list[Sequence[Any]]:
+        """Return each iteration's part of the backward's arguments after the votes.
 
-        It is None for a first iteration without a query.
+        It has None for a first iteration without a query.
         """
-        return [
-            x if name not in self.stacked else None if x is None or len(x) < -k else x[k : k + 1 or None]
-            for name, x in zip(self.Rest._fields, rest, strict=True)
-        ]
+        columns: list[Sequence[Any]] = []
+        for name, x in zip(self.Rest._fields, rest, strict=True):
+            split = x.split(1) if name in self.stacked and x is not None else (x,) * count
+            columns.append((None,) * (count - len(split)) + split)
+        return [*zip(*columns, strict=True)]
 
     def gradient_shape(self, name: str, given: Mapping[str, Any]) -> Sequence[int] | None:
         """Return the shape of a gradient that the backward returns; None without that input."""
