@@ -62,7 +62,7 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend of this process: whether it can run calls here, and what it is or else why not."""
+    """One backend of this process: whether it can run calls here; ``detail`` says what it is, or why it cannot."""
 
     name: str
     available: bool
@@ -296,7 +296,7 @@ def refuse_unless_reference(stem: str) -> None:
 
 
 def takes_iterations(call: Call, votes: VoteInputs, count: int, begins: bool) -> bool:
-    """Return whether the CUDA library runs all iterations in one call; ``begins``: the call gives first parents."""
+    """Return whether the CUDA library runs all iterations in one call; ``begins``: the call has first parents."""
     if count == 1:
         return True
     facts = native_facts(call, votes, count, begins)

@@ -176,8 +176,8 @@ def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return ``value`` as a bool; raise unless it is True or False."""
-    if value not in (True, False):
+    """Return ``value`` as a bool; raise unless it equals True or False, as 0, 1 and NumPy's bools do."""
+    if getattr(value, "ndim", 0) or value not in (True, False):  # an array has no single truth
         raise TypeError(f"{name} must be True or False, got {told(value)}")
     return bool(value)
 

@@ -19,10 +19,10 @@ class _Block(Generic[Value]):
 
 
 class Setting(Generic[Value]):
-    """A value of the context that runs: that of its last block which has not ended, or else a default.
+    """The value of the last block that is open in the running context, or a default.
 
-    Blocks of generators end in any order and in any context. So a context holds all blocks, and each knows whether it
-    has ended; restoring the value before could bring back a block that has ended.
+    Blocks of generators end in any order and in any context. So a context holds all its blocks, and each block knows
+    whether it has ended. To restore the earlier value at the end of a block could bring back one that has ended.
     """
 
     def __init__(self, name: str, default: Value) -> None:

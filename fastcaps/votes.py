@@ -294,7 +294,7 @@ class VoteInputs(NamedTuple):
 
         ``parents`` is M, by default that of ``weight``, else of ``bias``, else 1. Messages call the gate ``gate_name``.
         ``others`` are a routing's other arguments (tensors, None or booleans), which ``check(votes, *others)`` checks;
-        dimension ``parents_at`` of the first of them is M if the weight does not say it.
+        dimension ``parents_at`` of the first of them is M if the weight does not have it.
         """
         parents = None if parents is None else check_count("parents", parents)
         settings = (window, parents, gate_name, parents_at, check)
@@ -352,7 +352,7 @@ def seen_of(votes: VoteInputs) -> int:
     return votes.window[0] * votes.window[1] * votes.children.shape[-3]
 
 
-_found_right: dict[Any, int] = {}
+_found_right: dict[Any, int] = {}  # M of the kinds of calls that passed the check
 
 
 def _once(given: tuple[Any, ...], settings: tuple[Any, ...]) -> int:

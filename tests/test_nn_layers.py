@@ -152,6 +152,7 @@ WRONG = [
     (nn.RoutingPool, (6, 3, 4, 4), {"dtype": torch.int32}, TypeError, "dtype must be a floating-.* got torch.int32"),
     (nn.ClassHead, (4,), {"dtype": "float32"}, TypeError, "dtype must be a .* such as torch.float32, got 'float32'"),
     (nn.EMRouting, (6, 3, 4, 4), {"share": "yes"}, TypeError, "share must be True or False, got 'yes'"),
+    (nn.EMRouting, (6, 3, 4, 4), {"share": torch.ones(2)}, TypeError, "share must be True or False, got tensor"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": 3, "padding": 2**62}, ValueError, "padding must be"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "some"}, ValueError, "kernel_size must be .*or None, got 'some'"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),

@@ -282,13 +282,14 @@ class Scaled(fastcaps.nn.RoutingLayer):
         super().__init__(*sizes, **options)
         self.scale = torch.nn.Parameter(torch.ones(()))
 
-    def route(self, votes: Votes, *, factor: float = 1.0) -> Tensor:
-        return votes.sum(self.scale * factor)
+    def route(self, votes: Votes, *, factor: float = 1.0, scores: float = 0.0) -> Tensor:
+        return votes.sum(self.scale * factor + scores)
 
 
 def test_a_layer_with_more_of_its_own() -> None:
     layer, children = Scaled(6, 3, 16, 16, bias=True), torch.randn(2, 6, 16)
     torch.testing.assert_close(layer(children, factor=2.0), 2 * layer(children))
+    torch.testing.assert_close(layer(children, scores=1.0), 2 * layer(children))
     before = layer.weight.clone()
     torch.nn.init.ones_(layer.bias)
     layer.reset_parameters()

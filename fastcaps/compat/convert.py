@@ -28,7 +28,7 @@ _KINDS = (
 TWINS: dict[str, tuple[type[Twin], ...]] = {kind.__name__: (kind,) for kind in _KINDS}
 TWINS["DigitCaps"] += (RoutingCapsules, batch_averaged.DigitCaps)  # many copies of Havir's layer have this name
 TWINS["CapsuleLayer"] += (batch_averaged.CapsuleLayer, batch_averaged.RoutedCapsuleLayer)
-"""The twins by the names of the published classes; several codes may use the same name."""
+"""The twins by the names of the published classes; several implementations may use the same name."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The largest difference between the results of a twin and the old layer, relative to the largest value: far above
@@ -49,7 +49,7 @@ class Conversion:
     """The outcome for one layer: its path in the model, its old class, what happened, and why.
 
     ``outcome`` is "compared" or "not compared" if the layer was converted, "ours" if it ran on fastcaps before,
-    "differs" if its results or gradients are others than the twin's, else "left".
+    "differs" if its results or gradients differ from the twin's, else "left".
     """
 
     path: str

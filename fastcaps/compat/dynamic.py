@@ -164,7 +164,7 @@ class DigitCaps(DynamicTwin):
     _known_by = _names[:3]
     _axes = "mide"
 
-    @partial(known_arguments, note="; compat.batch_averaged.DigitCaps is the twin of other codes")
+    @partial(known_arguments, note="; compat.batch_averaged.DigitCaps is the twin of other implementations")
     def __init__(
         self,
         num_capsules: int = 10,

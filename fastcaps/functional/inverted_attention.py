@@ -42,7 +42,7 @@ def inverted_attention_routing(
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
     which ``r = 1 / M``. It is linear in the children up to LayerNorm, so a convolution or matmul computes it
-    (``fastcaps/ops/uniform.py``), unless most of the work were to copy large weights for it.
+    (``fastcaps/ops/uniform.py``), unless copying large weights for it would be most of the work.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def inverted_attention_routing(
         As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
         ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
     parents : Tensor, optional
-        Q, the last iteration's poses, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; M is theirs if ``weight`` is None.
+        Q, the last iteration's poses, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; without ``weight`` they set M.
     gate : Tensor, optional
         g, the children's activations, ``[B, I]`` or ``[B, N, H, W]``, or booleans.
     norm_weight, norm_bias : Tensor, optional

@@ -94,7 +94,7 @@ class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
         self, children: Tensor, scores: Tensor | None = None, **options: Any
     ) -> Any:
         """Return the parents, as described under *Calls* of the class."""
-        self.know(options)
+        self.check_options(options)  # first, as the base class has a parameter named activations
         return super().forward(children, scores, **options)
 
     def run(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Gaussians | RoutedGaussians:

@@ -33,8 +33,8 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
     r"""Route child capsules to parents by inverted dot-product attention (Tsai et al., 2020, Procedure 1).
 
     The equation is that of :func:`fastcaps.functional.inverted_attention_routing`: the softmax runs over the
-    **parents**, which compete for each child. ``layer(children)`` runs the first iteration, in which every child
-    spreads evenly, r = 1/M; ``layer(children, parents)`` runs another. The kernels store no vote.
+    **parents**, which compete for each child. ``layer(children)`` runs the first iteration, in which all
+    coefficients are equal, r = 1/M; ``layer(children, parents)`` runs another. The kernels store no vote.
 
     Parameters
     ----------
@@ -48,10 +48,10 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
         if d' = 1.
     activations : bool
         The paper's ablation C, by our formula: the layer also returns the parents' activations,
-        ``sigmoid(<u_m, Q_m> + c_m)`` with u and c learned per parent type, and the children's gate their votes (g).
+        ``sigmoid(<u_m, Q_m> + c_m)`` with u and c learned per parent type. Those of the children are their gates g.
     start : "zero", "random" or "learned"
-        The parents before the first iteration, if a call gives none. "zero" is the paper's: every child spreads
-        evenly. The others are its footnote 1: poses drawn from N(0, 1) once and kept, or learned from there; one per
+        The parents before the first iteration, if a call passes none. "zero" is the paper's: all coefficients are
+        equal. The others are its footnote 1: poses drawn from N(0, 1) once, which stay or are learned; one per
         parent (on a grid, per parent type), the same for all samples. The paper does not say when to draw;
         :meth:`reset_parameters` does, so that a network is deterministic.
     eps : float
@@ -210,7 +210,7 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
         return Capsules(poses, active) if coefficients is None else RoutedCapsules(poses, active, coefficients)
 
     def with_parent_count(self, call: LayerCall) -> LayerCall:
-        """Return the call with a bias that says how many parents there are, if no weight does."""
+        """Return the call with a bias of as many parents as the call has, if it has no weight, from which M is read."""
         if call.weight is not None:
             return call
         bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias

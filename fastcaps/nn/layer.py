@@ -20,8 +20,8 @@ from fastcaps.votes import Window, autocast_dtype
 Pair = int | tuple[int, int]
 _OF_ROUTE = ("iterations", "return_coefficients")  # a layer passes them to a route with such arguments
 _ROUTE = "route(self, votes, iterations) or route(self, votes, activations, iterations)"
-Plain = TypeVar("Plain")
-Full = TypeVar("Full")
+Plain = TypeVar("Plain")  # what a call returns without coefficients
+Full = TypeVar("Full")  # and with them
 
 
 class LayerOptions(TypedDict, total=False):
@@ -134,8 +134,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     activations and scores the same without d', the coefficients of the last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I,
     M]``, without gradient. A wrong shape, dtype or device raises ValueError or TypeError naming the argument.
 
-    A routing of your own
-    ---------------------
+    Your own routing
+    ----------------
     A subclass defines ``route(self, votes, activations)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits
     poses, windows, matrices, biases, sharing and checks. ``activations`` is the call's second argument, ``[B, I]`` or
     ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; a ``route`` without this parameter refuses calls
@@ -160,7 +160,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     activity_name = "activations"  # a call's second argument: "activations" in [0, 1], or "scores", any real values
     head = "linear"  # what ClassHead reads of the parents; "activations" needs activations of the children, too
     compete = "parents"  # the softmax runs over "parents" for each child, or over "children" for each parent
-    takes_parents = False  # whether a call may go on from the parents that an earlier call returned
+    takes_parents = False  # whether a call may continue from the parents that an earlier call returned
     call_options: tuple[str, ...] = ()  # keyword arguments of calls, beside those that all layers take
     fewest_iterations = 1
     weight: nn.Parameter | None
@@ -370,7 +370,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return_coefficients : bool
             Also return the coefficients.
         """
-        self.know(options)
+        self.check_options(options)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
         return self.with_flat_poses(self.run(call, count, return_coefficients, **options))
@@ -400,17 +400,18 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             return poses
         return found._replace(**{found._fields[0]: poses}) if hasattr(found, "_fields") else (poses, *found[1:])
 
-    def know(self, options: Mapping[str, Any]) -> None:
+    def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise TypeError for a keyword argument that calls of this layer do not take."""
-        for other in {"activations", "scores"} & options.keys() - {self.activity_name}:
+        if not options:
+            return
+        common = ("children", self.activity_name, "out_capsules", "bias", "iterations", "return_coefficients")
+        known = dict.fromkeys((*common, *self.call_options, *(self.route_options or ())))
+        what = f"a call of {type(self).__name__}"
+        for other in {"activations", "scores"} & options.keys() - known.keys():
             raise TypeError(
-                f"a call of {type(self).__name__} takes {self.activity_name} instead of {other}: "
-                "a score is the logit of an activation"
+                f"{what} takes {self.activity_name} instead of {other}: a score is the logit of an activation"
             )
-        if options:
-            common = ("children", self.activity_name, "out_capsules", "bias", "iterations", "return_coefficients")
-            known = dict.fromkeys((*common, *self.call_options, *(self.route_options or ())))
-            refuse_unknown(f"a call of {type(self).__name__}", options, known)
+        refuse_unknown(what, options, known)
 
     @property
     def returns_coefficients(self) -> bool:

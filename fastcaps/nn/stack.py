@@ -357,7 +357,7 @@ def checked_specs(name: str, specs: Any, layer: Any) -> list[CapsuleSpec]:
     """Return specs as a list; raise unless all are CapsuleSpecs, and ``layer`` is a class of routing layers."""
     found: list[Any] = list(specs) if isinstance(specs, Iterable) else [None]
     if not all(isinstance(each, CapsuleSpec) for each in found):
-        raise TypeError(f"{name} must be a list of CapsuleSpecs, as [CapsuleSpec(16)], got {told(specs)}")
+        raise TypeError(f"{name} must be a list of CapsuleSpecs, such as [CapsuleSpec(16)], got {told(specs)}")
     _check_kind(layer)
     return found
 

@@ -71,7 +71,7 @@ class QueryRouting(Routing):
             before = (self.steps_of(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
         rest = self.rest(own, self.queries(own, before), history)
         each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the current iteration on
-        query = {"query"} & reverse.needs
+        query = {"query"} & reverse.needs  # the op's argument; inner queries always have gradients
         reverse.summed = reverse.needs - (self.constant if own.detach else query)
         assert grad is not None
         carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
@@ -80,7 +80,7 @@ class QueryRouting(Routing):
             if steps is not None and (squashes or k != -1):  # else S is the result
                 gradient = steps.backward(gradient.to(wide), k)
             each.insert(0, gradient.to(wide).contiguous())  # the parents' dtype would round it
-            if own.detach:
+            if own.detach:  # earlier iterations have no gradient
                 reverse.together = False
                 reverse.ask(-1, (each[0].unsqueeze(0),), rest, detach=True)
                 return

@@ -252,6 +252,7 @@ class Routing(Signature, ABC):
         return every
 
     def _joined(self, every: list[Results]) -> Results:
+        """Return the results of a call from those of its iterations: the last's, and the history of all."""
         if len(every) == 1:
             return every[0]
         final = len(self.finals)

@@ -2,7 +2,7 @@
 
 ``<Q_m, P_i W_gm> = <P_i, Q_m W_gm^T>``, and ``sum_i r_im P_i W_gm = sum_g (sum_{i of g} r_im P_i) W_gm``: where many
 children have the same matrix, that is less work than their votes. It is plain PyTorch, differentiable as often as one
-likes. Autograd keeps the arguments, the results and one pose for each group and parent.
+likes. Autograd stores the arguments, the results and one pose for each group and parent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVEN = ("torch", "equal coefficients: one matrix product or convolution of the l
 
 def serves(votes: VoteInputs) -> bool:
     """Return whether the library's products are less work than votes (G <= I / 2), copy no child more than once
-    (windows that do not overlap), and make at most four numbers for each child and parent (G M C D of a place)."""
+    (windows that do not overlap), and make at most four values for each child and parent (G M C D at a position)."""
     # no properties of the named tuple: the compiler of torch 2.10 reads none
     kh, kw, sh, sw, ph, pw, _, _ = votes.window
     (_, *places), (rows, depth, _) = positions_of(votes), pose_of(votes)
@@ -37,7 +37,7 @@ def without_matrix(votes: VoteInputs) -> VoteInputs:
     weight, types = votes.weight, votes.children.shape[-3]
     if weight is None or votes.parents == 1 or weight.stride(1) != 0 or types % weight.shape[0]:
         return votes
-    if weight.requires_grad and weight.is_leaf:  # the gradient differs from parent to parent
+    if weight.requires_grad and weight.is_leaf:  # its gradient has a matrix for each parent
         return votes
     children, weight, bias = widen(weight.dtype, *votes[:3])
     assert children is not None and weight is not None

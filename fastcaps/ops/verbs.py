@@ -65,7 +65,7 @@ def _check(name: str, votes: VoteInputs, rest: Sequence[Any]) -> None:
 
 
 def _runner(name: str) -> Callable[..., Any]:
-    """Return what runs an op by the backend that is forced, or comes first among those that can."""
+    """Return an op's kernel, which runs it by the forced backend, or else by the first that can."""
 
     def run(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
@@ -266,7 +266,7 @@ def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: 
 
 
 def _flops(name: str) -> Callable[..., int]:
-    """Return what counts an op's operations: 2 D for each element of a vote, and 2 to use it."""
+    """Return a function that counts an op's operations: 2 D for each element of a vote, and 2 to use it."""
 
     def count(children: Any, weight: Any, bias: Any, gate: Any, parents: int, window: Any, *own: Any, **_: Any) -> int:
         batch, *grid, seen, rows, depth = children
