@@ -363,7 +363,7 @@ FASTCAPS_INLINE VecF paired(VecF a, VecF b) {
 
 // to[e][d] = W[d][e], and prefetches the matrix that follows: to the second level, where more lines can be on their
 // way.
-FASTCAPS_NOINLINE void transpose_matrix(const BFloat16* W, int64_t D, int64_t E, BFloat16* to) {
+FASTCAPS_NOINLINE inline void transpose_matrix(const BFloat16* W, int64_t D, int64_t E, BFloat16* to) {
   const BFloat16* next = W + D * E;
   for (int64_t d = 0; d < D; d += 32)
     for (int64_t e = 0; e < E; e += 32)
