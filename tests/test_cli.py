@@ -139,7 +139,6 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
         ("explain digits --backend gpu", 2, "'gpu'"),
         ("explain digits --set iteratons=3", 2, "--set: got iteratons (did you mean iterations?)"),
         ("explain digits --device abacus", 2, "--device: got abacus, but torch finds no such device here"),
-        ("bench zhao-pool,sabour-mnst", 2, "bench: unknown workload 'sabour-mnst' (did you mean sabour-mnist?); there"),
         ("bench --against jax", 2, "--against: got jax, want some of batched-matmul"),
         ("bench --ful", 2, "No such option: --ful (did you mean --full?)"),
         ("bench --html nowhere/page.html", 2, "--html: there is no folder "),
