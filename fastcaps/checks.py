@@ -96,16 +96,18 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
         ends.setdefault(each.rpartition(".")[2].lower(), []).append(each)
     shortest = {end: min(paths, key=len) for end, paths in ends.items()}
     spelled = {end: path for end, path in shortest.items() if len(ends[end]) == 1 or "." not in path}
-    near = [spelled[each] for each in difflib.get_close_matches(str(name).lower(), spelled, n=most)]
+    word = str(name).lower()
+    ends_in_it = [end for end in spelled if word in end.split("_")[1:]]  # dim: in_dim
+    near = [spelled[each] for each in (difflib.get_close_matches(word, spelled, n=most) or ends_in_it[:most])]
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
-def suggest(module: str) -> None:
-    """Let an error about an unknown attribute of a module end with the nearest of its public names."""
+def suggest(module: str, note: str = "") -> None:
+    """Let an error about an unknown attribute of a module end with the nearest of its public names, else a note."""
     found: Any = sys.modules[module]
 
     def unknown(name: str) -> Any:
-        hint = did_you_mean(name, found.__all__)
+        hint = did_you_mean(name, found.__all__) or note
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
     found.__getattr__ = unknown
@@ -188,7 +190,7 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {told(dtype)}")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {told(value)}")

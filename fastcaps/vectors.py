@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastcaps.checks import require_tensor
+
 __all__ = ["length", "squash", "unit"]
 
 Dims = int | tuple[int, ...]
@@ -46,6 +48,7 @@ def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
 def scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return each vector's largest value (1 if that is 0 or not finite), its length and itself divided by that, and
     whether it is 0, without overflow or underflow."""
+    require_tensor(vectors, "vectors")
     largest = vectors.detach().abs().amax(dim, keepdim=True)
     zero = largest == 0
     largest = largest.masked_fill(zero | ~largest.isfinite(), 1.0)
@@ -106,6 +109,7 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
     tensor([[0.0000, 0.9000],
             [0.0000, 0.0000]])
     """
+    require_tensor(vectors, "vectors")
     largest = vectors.detach().abs().amax(dim, keepdim=True)
     if largest.dtype in (torch.float16, torch.bfloat16):
         largest = largest.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -260,3 +261,50 @@ def test_the_nearest_name_is_told(name: str) -> None:
         fastcaps.losses.margin_loss(torch.rand(2, 3), torch.tensor([0, 1]), margin=0.9)
     with pytest.raises(AttributeError, match=r"has no attribute 'margin_loss' \(it is fastcaps\.losses\.margin_loss\)"):
         fastcaps.margin_loss  # noqa: B018
+
+
+class Layer(fastcaps.nn.RoutingLayer):  # type: ignore[type-arg]
+    pass
+
+
+def built(backbone: Any, **options: Any) -> Any:
+    sizes = {"in_channels": 2, "image_size": 5, "capsules": 3, "dim": 4, "classes": 7}
+    return fastcaps.CapsNet.build(backbone, **sizes, **options)
+
+
+FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "data set": (lambda: fastcaps.data.MNIST, r"'MNIST': data sets are read by load\(name, data_dir\)"),
+    "folder": (lambda: fastcaps.data.load("mnist", dir="."), r"no argument dir \(did you mean data_dir\?\)"),
+    "file": (lambda: fastcaps.data.read_idx("."), r"\.: is a folder; an IDX file, plain or gzip, is wanted here"),
+    "backbone": (lambda: built(None), r"backbone must be a torch\.nn\.Module, got None"),
+    "hidden": (lambda: built(torch.nn.ReLU(), hiden=[]), r"build has no argument hiden \(did you mean hidden\?\)"),
+    "map": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 5, 5)), "; PrimaryCapsules turns a feature"),
+    "iterations": (lambda: fastcaps.EMRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), r"activations must be .*, got int"),
+    "normalize": (lambda: fastcaps.PrimaryCapsules(2, 3, 4, normalize="no"), "'layer_norm', 'squash', None, got 'no'"),
+    "flag": (lambda: fastcaps.PrimaryCapsules(2, 3, 4, activations="no"), "activations must be True or False, got"),
+    "head": (lambda: fastcaps.nn.ClassHead(4, bias="no"), "bias must be True or False, got 'no'"),
+    "vectors": (lambda: fastcaps.functional.squash(1.5), "vectors must be a tensor, got float"),
+    "order": (lambda: fastcaps.explain(torch.randn(2), torch.nn.Identity()), r"explain\(module, inputs\)"),
+    "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),
+              r"got an argument iteration \(did you mean iterations\?\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FIRST_STEPS)
+def test_a_first_step_that_fails_says_what_to_do(what: str) -> None:
+    run, says = FIRST_STEPS[what]
+    with pytest.raises((TypeError, ValueError, AttributeError, fastcaps.data.DataError), match=says):
+        run()
+
+
+def test_equilibrium_routing_warns_only_if_it_has_not_converged() -> None:
+    torch.manual_seed(0)
+    children = torch.randn(2, 5, 4)
+    layer = fastcaps.nn.EquilibriumRouting(5, 3, 4, 4, iterations=2)
+    with pytest.warns(UserWarning, match="after 2 iterations parents change by more than 3 %"):
+        layer(children)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(children, iterations=300)
+        with torch.no_grad():
+            layer(children)

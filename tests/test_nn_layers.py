@@ -110,7 +110,7 @@ def test_any_number_of_children_and_of_parents(row: Row) -> None:
                 steps = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[:, None, None]
                 parameter.copy_(own + layer.bias_step * steps if name == "bias" else own)
         same(row.call(layer, children, out_capsules=3), row.call(fixed, children))
-    with pytest.raises(ValueError, match="out_capsules must be None, since this layer has 3 parents; got 4"):
+    with pytest.raises(ValueError, match="out_capsules must be None, as this layer has 3 parents; got 4"):
         fixed(children, out_capsules=4)
     grid = row.drawn(2, None, 4, 4, kernel_size=2)
     children = torch.randn(1, 2, 4, 3, 4, dtype=torch.float64)

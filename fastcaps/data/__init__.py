@@ -23,4 +23,4 @@ __all__ = [
     "ColorJitter", "Draws", "Mixup", "RandomCropFlip", "ResizeCrop", "crops", "CorruptDataError", "DataError",
     "MissingDataError",
 ]  # fmt: skip
-suggest(__name__)
+suggest(__name__, ": data sets are read by load(name, data_dir), and names() lists them")

@@ -35,7 +35,8 @@ def existing(path: str | Path, kind: str) -> Path:
     """Return the path of an existing file; MissingDataError with the ``kind`` of file that is wanted."""
     path = Path(path)
     if not path.is_file():
-        raise MissingDataError(f"{path}: no such file; {kind} is wanted here")
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise MissingDataError(f"{path}: {what}; {kind} is wanted here")
     return path
 
 

@@ -120,6 +120,8 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         What the call would raise for wrong arguments. That a forced backend cannot take the call is part of the answer.
     """
     if isinstance(call, Tensor):
+        if isinstance(next(iter(inputs), None), torch.nn.Module):
+            raise TypeError("explain: the module comes first: explain(module, inputs)")
         call, inputs = inverted_attention_routing, (call, *inputs)
     if isinstance(call, torch.nn.Module) and not inputs:
         if not hasattr(call, "smallest_inputs"):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_images, known_arguments, shape_text
+from fastcaps.checks import check_count, check_images, did_you_mean, known_arguments, shape_text, told
 from fastcaps.checks import image_size as checked_size
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import channels_last
+from fastcaps.nn.poses import arguments, channels_last
 from fastcaps.nn.primary import PrimaryCapsules
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, checked_specs, converted, parts_of
 
@@ -24,6 +25,8 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
 
     A copy on the meta device computes them, so that neither the state of BatchNorm nor a random generator changes.
     """
+    if not isinstance(backbone, nn.Module):
+        raise TypeError(f"backbone must be a torch.nn.Module, got {told(backbone)}")
     probe = copy.deepcopy(backbone).to("meta").eval()
     try:
         features = probe(torch.empty(1, in_channels, *image_size, device="meta"))
@@ -139,6 +142,9 @@ class CapsNet(nn.Module):
             Further arguments of every routing layer: pose, bias, and others that all their classes take. As in the
             paper's ablation, ``layer_norm=False`` does not change the primary capsules.
         """
+        for name in options.keys() - arguments(layer).keys() if isinstance(layer, type) else ():
+            if near := did_you_mean(name, inspect.signature(cls.build).parameters):
+                raise TypeError(f"CapsNet.build has no argument {name}{near}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
         channels, *features = feature_shape(backbone, in_channels, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     How fast the parents converge depends on the matrices. With initial weights, the papers' class layers (800 to 10 of
     4 x 4, 576 to 10 of 8 x 8) move by less than 1e-4 after 30 iterations, but some windows over a grid by 1e-2 even
     after 100. A call that has not converged after ``iterations`` returns the parents it reached, and differentiates
-    through as many iterations from there. Transforms of ``torch.func``, forward-mode derivatives, and gradients of
-    DTensors raise RuntimeError. A compiled layer always runs all iterations, since a graph cannot branch on values.
+    through as many iterations from there; it warns if the parents still changed by more than 3 %. Transforms of
+    ``torch.func``, forward-mode derivatives, and gradients of DTensors raise RuntimeError. A compiled layer always runs
+    all iterations, since a graph cannot branch on values.
 
     Parameters
     ----------
@@ -104,6 +106,12 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
         own = ops.Attention(query, affine[0], affine[1], self.scale, self.eps, int(rule), 1, False, return_coefficients)
         routed, sums, shares = ops.attention_routing(votes, own)
         if torch.is_grad_enabled() and routed.requires_grad:
+            if not _without_numbers(routed) and not _stands_still(query, routed.detach(), 0.03):
+                warnings.warn(
+                    f"EquilibriumRouting has not converged: after {limit} iterations parents change by more than 3 % "
+                    "of the largest value, so the gradients are not those of a fixed point (more iterations may help)",
+                    stacklevel=2,
+                )
             kept = None if norm is None else sums.detach()
             settings = (self.scale, self.eps, self.tolerance, limit)
             routed = _Implicit.apply(routed, *votes, query, affine[0], kept, *settings)

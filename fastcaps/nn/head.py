@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_dtype, known_arguments, require_tensor, shape_text
+from fastcaps.checks import (
+    check_choice,
+    check_count,
+    check_dtype,
+    check_flag,
+    known_arguments,
+    require_tensor,
+    shape_text,
+)
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import length
 
@@ -47,8 +55,8 @@ class ClassHead(nn.Module):
         self.dim = check_count("dim", dim)
         check_choice("read", read, ("linear", "length", "activations"))
         self.read = read
-        self.bias = bool(bias)
-        self.linear = nn.Linear(self.dim, 1, bias=bias, device=device, dtype=dtype) if read == "linear" else None
+        self.bias = check_flag("bias", bias)
+        self.linear = nn.Linear(self.dim, 1, bias=self.bias, device=device, dtype=dtype) if read == "linear" else None
 
     def reset_parameters(self) -> None:
         """Initialise the parameters, if there are any."""

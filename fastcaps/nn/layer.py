@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, check_dtype, check_flag, is_tracing, refuse_unknown, require_tensor, shape_text
+from fastcaps.checks import (
+    check_count,
+    check_dtype,
+    check_flag,
+    did_you_mean,
+    is_tracing,
+    refuse_unknown,
+    require_tensor,
+    shape_text,
+)
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
@@ -179,6 +188,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         star = any(x.kind is x.VAR_POSITIONAL for x in [*takes.values()][:3])
         active = star or bool({*places[2:3]} - {*_OF_ROUTE})
         fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
+        if near := did_you_mean(places[2], _OF_ROUTE) if active and len(places) > 2 else "":
+            raise TypeError(f"{cls.__name__}.route must be {_ROUTE}, got an argument {places[2]}{near}")
         if fixed or (len(places) < 2 and not star) or {*places[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
             raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(takes)})")
         by_name = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
@@ -210,11 +221,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        own = self.route_options
-        for name in unknown.keys() & (own or ()):
+        route_takes = self.route_options
+        for name in unknown.keys() & (route_takes or ()):
             raise TypeError(f"{type(self).__name__} has no argument {name}, its route has: pass {name} in the call")
         refuse_unknown(type(self).__name__, unknown, arguments(type(self)))  # Python would name this class
-        if own is not None and "iterations" not in own and iterations != 3:  # the default
+        if route_takes is not None and "iterations" not in route_takes and iterations != 3:  # the default
             raise TypeError(f"iterations must be left out: {type(self).__name__}.route does not take it")
         check_dtype(dtype)
         if in_capsules is None and kernel_size is not None:
@@ -234,11 +245,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 f"out_dim must equal in_dim with matrices=False, got in_dim {in_dim} and out_dim {out_dim}"
             )
         rows, columns, out_columns = self.pose_shape
-        many = self.out_capsules or 1
+        parent_count = self.out_capsules or 1
         self._place: dict[str, Any] = {"device": device, "dtype": dtype}  # for parameters that subclasses add
         self._drawn: list[str] = []  # what reset_parameters draws
-        self.new_parameter("weight", (self.groups, many, columns, out_columns), self.matrices)
-        self.new_parameter("bias", (self.own_children, many, rows, out_columns), check_flag("bias", bias))
+        self.new_parameter("weight", (self.groups, parent_count, columns, out_columns), self.matrices)
+        self.new_parameter("bias", (self.own_children, parent_count, rows, out_columns), check_flag("bias", bias))
         self.new_parameter("bias_step", (1, 1, rows, out_columns), out_capsules is None and self.break_symmetry)
         if self.route_options is not None:  # such a class need not have a constructor
             RoutingLayer.reset_parameters(self)
@@ -435,7 +446,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
-            raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
+            hint = "; PrimaryCapsules turns a feature map into capsules" if children.dim() == 4 else ""
+            raise ValueError(f"children must be {wanted}, got {shape_text(children)}{hint}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
             also = "" if self.on_grid else " as a set (kernel_size routes grids; another image size needs a new layer)"
@@ -449,21 +461,23 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         weight: Tensor | None = self.weight
         layer_bias: Tensor | None = self.bias
         if self.out_capsules is not None:
-            many = self.out_capsules
-            if out_capsules is not None and out_capsules != many:
-                raise ValueError(f"out_capsules must be None, since this layer has {many} parents; got {out_capsules}")
+            parent_count = self.out_capsules
+            if out_capsules is not None and out_capsules != parent_count:
+                raise ValueError(
+                    f"out_capsules must be None, as this layer has {parent_count} parents; got {out_capsules}"
+                )
         else:
-            many = children.shape[1] * (1 if window is None else window.positions)
-            many = many if out_capsules is None else check_count("out_capsules", out_capsules)
-            weight = None if weight is None else weight.expand(-1, many, -1, -1)
+            parent_count = children.shape[1] * (1 if window is None else window.positions)
+            parent_count = parent_count if out_capsules is None else check_count("out_capsules", out_capsules)
+            weight = None if weight is None else weight.expand(-1, parent_count, -1, -1)
             if self.bias_step is not None:
-                places = torch.linspace(-1, 1, many, device=self.bias_step.device, dtype=self.bias_step.dtype)
+                places = torch.linspace(-1, 1, parent_count, device=self.bias_step.device, dtype=self.bias_step.dtype)
                 steps = self.bias_step * places[:, None, None]
                 layer_bias = steps if layer_bias is None else layer_bias + steps
         if layer_bias is not None:
             bias = layer_bias if bias is None else layer_bias + bias
         poses = children.view(*children.shape[:-1], *self.pose_shape[:2])  # unflatten takes several times as long
-        return LayerCall(poses, activity, weight, bias, many, window)
+        return LayerCall(poses, activity, weight, bias, parent_count, window)
 
     def with_flat_poses(self, found: Any) -> Any:
         """Return what ``run`` returned with flat poses, and without the single position of a whole grid."""

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_dtype, check_finite, check_map, known_arguments, shape_text
+from fastcaps.checks import (
+    check_choice,
+    check_count,
+    check_dtype,
+    check_finite,
+    check_flag,
+    check_map,
+    known_arguments,
+    shape_text,
+)
 from fastcaps.nn.layer import Pair
 from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses
 from fastcaps.results import Capsules
@@ -85,11 +94,11 @@ class PrimaryCapsules(nn.Module):
         self.in_channels = check_count("in_channels", in_channels)
         self.capsules = check_count("capsules", capsules)
         self.dim = check_count("dim", dim)
-        if normalize is not None:
-            check_choice("normalize", normalize, ("layer_norm", "squash"))
+        check_choice("normalize", normalize, ("layer_norm", "squash", None))
         self.normalize = normalize
-        self.activations = bool(activations)
-        self.scores = bool(scores)
+        self.activations = check_flag("activations", activations)
+        self.scores = check_flag("scores", scores)
+        bias, batch_norm = check_flag("bias", bias), check_flag("batch_norm", batch_norm)
         if self.scores and not self.activations:
             raise ValueError("scores must be False with activations=False, got True")
         self.eps = eps if eps is None else check_finite("eps", eps, 0.0)
