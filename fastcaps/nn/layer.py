@@ -15,7 +15,6 @@ from fastcaps.checks import (
     check_count,
     check_dtype,
     check_flag,
-    did_you_mean,
     is_tracing,
     refuse_unknown,
     require_tensor,
@@ -188,8 +187,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         star = any(x.kind is x.VAR_POSITIONAL for x in [*takes.values()][:3])
         active = star or bool({*places[2:3]} - {*_OF_ROUTE})
         fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
-        if near := did_you_mean(places[2], _OF_ROUTE) if active and len(places) > 2 else "":
-            raise TypeError(f"{cls.__name__}.route must be {_ROUTE}, got an argument {places[2]}{near}")
+        if active and places[2:] and places[2].startswith(("iter", "return")):  # it would hold the activations
+            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got an argument {places[2]}")
         if fixed or (len(places) < 2 and not star) or {*places[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
             raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(takes)})")
         by_name = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
