@@ -83,10 +83,6 @@ def length(vectors: Tensor, dim: int) -> Tensor:
     return wide.square().sum(dim).clamp(min=1e-16).sqrt().to(vectors.dtype)
 
 
-class VoteConvolution(nn.Module):
-    """Holds a twin's convolution under the published name; a :class:`SlimTwin` reads it and never calls it."""
-
-
 class SlimTwin(Twin):
     r"""Convolutional capsules that route by cosines.
 
@@ -115,22 +111,33 @@ class SlimTwin(Twin):
     input_atoms: int
     num_routing: int
 
-    def _build(self, sizes: tuple[int, ...], iterations: int, shared: Any, options: dict[str, Any]) -> None:
-        """Create the parameters; sizes are input_dim, output_dim, input_atoms, output_atoms."""
-        names = ("input_dim", "output_dim", "input_atoms", "output_atoms")
-        self._count(**dict(zip(names, sizes, strict=True)), num_routing=iterations)
-        types, parents, atoms, own = sizes
-        groups = 1 if shared else types
-        convolution = self._kind(groups * atoms, groups * parents * own, groups=groups, **options)
+    def __init__(
+        self,
+        kernel_size: Size,
+        input_dim: int,
+        output_dim: int,
+        input_atoms: int = 8,
+        output_atoms: int = 8,
+        stride: Size = 2,
+        padding: Size = 0,
+        dilation: Size = 1,
+        num_routing: int = 3,
+        share_weight: bool = True,
+    ) -> None:
+        super().__init__()
+        sizes = {"input_atoms": input_atoms, "output_atoms": output_atoms, "num_routing": num_routing}
+        self._count(input_dim=input_dim, output_dim=output_dim, **sizes)
+        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        groups, votes = 1 if share_weight else input_dim, output_dim * output_atoms
+        convolution = self._kind(groups * input_atoms, groups * votes, groups=groups, **options)
         if isinstance(convolution.padding, str):
             raise ValueError(f"padding must be whole numbers, got {convolution.padding!r}")
         steps = zip(convolution.stride, convolution.dilation, convolution.kernel_size, strict=True)
-        if convolution.transposed and any(step > dilation * (kernel - 1) + 1 for step, dilation, kernel in steps):
+        if convolution.transposed and any(step > spread * (kernel - 1) + 1 for step, spread, kernel in steps):
             raise ValueError(f"stride must be no larger than the kernel, got {convolution.stride}")
-        vars(self).update(options, share_weight=bool(shared))
-        self.biases = nn.Parameter(torch.empty(parents, own, *[1] * len(convolution.kernel_size)))
-        setattr(self, self._places[0], VoteConvolution())
-        getattr(self, self._places[0]).add_module(self._places[1], convolution)
+        vars(self).update(options, share_weight=bool(share_weight))
+        self.biases = nn.Parameter(torch.empty(output_dim, output_atoms, *[1] * len(convolution.kernel_size)))
+        setattr(self, self._places[0], nn.ModuleDict({self._places[1]: convolution}))
         self._start()
 
     def _start(self) -> None:
@@ -263,9 +270,8 @@ class ConvSlimCapsule2D(SlimTwin):
         num_routing: int = 3,
         share_weight: bool = True,
     ) -> None:
-        super().__init__()
-        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
-        self._build((input_dim, output_dim, input_atoms, output_atoms), num_routing, share_weight, options)
+        sizes = (kernel_size, input_dim, output_dim, input_atoms, output_atoms)
+        super().__init__(*sizes, stride, padding, dilation, num_routing, share_weight)
 
 
 class ConvSlimCapsule3D(SlimTwin):
@@ -273,23 +279,6 @@ class ConvSlimCapsule3D(SlimTwin):
 
     _known_by = ("input_dim", "output_dim", "num_routing", "biases", "depthwise_conv4d")
     _places, _kind = ("depthwise_conv4d", "conv3d"), nn.Conv3d
-
-    def __init__(
-        self,
-        kernel_size: Size,
-        input_dim: int,
-        output_dim: int,
-        input_atoms: int = 8,
-        output_atoms: int = 8,
-        stride: Size = 2,
-        padding: Size = 0,
-        dilation: Size = 1,
-        num_routing: int = 3,
-        share_weight: bool = True,
-    ) -> None:
-        super().__init__()
-        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
-        self._build((input_dim, output_dim, input_atoms, output_atoms), num_routing, share_weight, options)
 
 
 class DeconvSlimCapsule2D(SlimTwin):
@@ -311,9 +300,8 @@ class DeconvSlimCapsule2D(SlimTwin):
         num_routing: int = 3,
         share_weight: bool = True,
     ) -> None:
-        super().__init__()
-        options = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
-        self._build((input_dim, output_dim, input_atoms, output_atoms), num_routing, share_weight, options)
+        sizes = (kernel_size, input_dim, output_dim, input_atoms, output_atoms)
+        super().__init__(*sizes, stride, padding, num_routing=num_routing, share_weight=share_weight)
 
 
 class DeconvSlimCapsule3D(DeconvSlimCapsule2D):
