@@ -88,8 +88,7 @@ class DigitCaps(BatchAveraged):
     ) -> None:
         super().__init__()
         self._choose(compete, squashed)
-        sizes = {"num_capsules": num_capsules, "num_routes": num_routes}
-        self._make(**sizes, in_channels=in_channels, out_channels=out_channels)
+        self._make(num_routes, in_channels, num_capsules, out_channels)
 
 
 class CapsuleLayer(BatchAveraged):
@@ -121,7 +120,7 @@ class CapsuleLayer(BatchAveraged):
         super().__init__()
         self._choose(compete, squashed)
         self._only_routes(use_routing)
-        self._make(in_units=in_units, in_channels=in_channels, num_units=num_units, unit_size=unit_size)
+        self._make(in_channels, in_units, num_units, unit_size)
 
     def _only_routes(self, use_routing: bool) -> None:
         if not use_routing:
@@ -166,6 +165,4 @@ class RoutedCapsuleLayer(CapsuleLayer):
         self.cuda_enabled = cuda_enabled
         self._choose(compete, squashed)
         self._only_routes(use_routing)
-        self._make(
-            in_unit=in_unit, in_channel=in_channel, num_unit=num_unit, unit_size=unit_size, num_routing=num_routing
-        )
+        self._make(in_channel, in_unit, num_unit, unit_size, num_routing=num_routing)

@@ -97,8 +97,7 @@ class DenseCapsule(DynamicTwin):
         super().__init__()
         self.stored, self.returned, self.detach = stored, returned, detach
         self._drawn, self._axes = stored
-        sizes = {"in_num_caps": in_num_caps, "in_dim_caps": in_dim_caps, "out_num_caps": out_num_caps}
-        self._make(**sizes, out_dim_caps=out_dim_caps, routings=routings)
+        self._make(in_num_caps, in_dim_caps, out_num_caps, out_dim_caps, routings=routings)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the parents."""
@@ -146,7 +145,7 @@ class RoutingCapsules(DynamicTwin):
     ) -> None:
         super().__init__()
         self.device = device
-        self._make(in_dim=in_dim, in_caps=in_caps, num_caps=num_caps, dim_caps=dim_caps, num_routing=num_routing)
+        self._make(in_caps, in_dim, num_caps, dim_caps, num_routing=num_routing)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the parents."""
@@ -173,8 +172,7 @@ class DigitCaps(DynamicTwin):
         out_channels: int = 16,
     ) -> None:
         super().__init__()
-        sizes = {"num_capsules": num_capsules, "previous_layer_nodes": previous_layer_nodes}
-        self._make(**sizes, in_channels=in_channels, out_channels=out_channels)
+        self._make(previous_layer_nodes, in_channels, num_capsules, out_channels)
 
     def forward(self, u: Tensor) -> Tensor:
         """Return the parents."""
@@ -237,7 +235,7 @@ class CapsuleLayer(DynamicTwin):
         self._count(num_route_nodes=num_route_nodes)
         if learned_logits:
             self.route_logits = nn.Parameter(torch.empty(num_capsules, 1, num_route_nodes, 1, 1))
-        self._make()
+        self._make(num_route_nodes, in_channels, num_capsules, out_channels)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters."""

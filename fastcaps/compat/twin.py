@@ -109,9 +109,9 @@ class VectorTwin(Twin):
     _given: ClassVar[str] = "bid"
     _axes: str
 
-    def _make(self, **sizes: int) -> None:
-        """Store the arguments that must be ints >= 1, among them the sizes, and create the matrices."""
-        self._count(**sizes)
+    def _make(self, *sizes: int, **others: int) -> None:
+        """Store the sizes i, d, m and e, and others that must be ints >= 1, and create the matrices."""
+        self._count(**dict(zip(self._names, sizes, strict=True)), **others)
         self.register_parameter(self._drawn, nn.Parameter(torch.empty([self._size(axis) for axis in self._axes])))
         self.reset_parameters()
 
