@@ -120,7 +120,7 @@ class Signature:
         first iteration without a state is a single product if there is one moment, as it is linear in the children.
         """
         own = self.given(shapes)[1]
-        votes, one = _votes_and_sum(shapes)
+        votes, one = votes_and_sum(shapes)
         first = votes + (0 if self.moments == 1 else self.moments * one)
         each = votes + (1 + self.moments) * one
         count = self.iterations(own)
@@ -128,12 +128,12 @@ class Signature:
 
     def backward_flops(self, *shapes: Any, **_: Any) -> int:
         """Return those of a backward: votes, agreement, gain, and the two terms of dV, but not dQ."""
-        votes, one = _votes_and_sum(shapes[len(self.heads) :])
+        votes, one = votes_and_sum(shapes[len(self.heads) :])
         count, needs = next(head for head in shapes[: len(self.heads)] if head is not None)[0], shapes[-1]
         return count * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
 
 
-def _votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
+def votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
     """Return the operations of computing all votes, and of one sum over them."""
     (batch, *grid, types, rows, depth), weight, _, _, parents, window = shapes[:6]
     ho, wo = output_size(window, *(grid or (1, 1)))

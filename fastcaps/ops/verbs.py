@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from math import prod
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tr
 from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops import shared, uniform
 from fastcaps.ops.define import NATIVE, define, interruptibly, let_inductor_call, make_differentiable, written
-from fastcaps.ops.signature import COUNT
+from fastcaps.ops.signature import COUNT, votes_and_sum
 from fastcaps.reference import verbs as reference
-from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, output_size, without_autocast
+from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, without_autocast
 from fastcaps.watchers import is_sharded, is_transformed, listener
 
 STEM = "verbs"
@@ -266,18 +265,14 @@ def _through_reference(ctx: Any, votes: VoteInputs, rest: Sequence[Any], grads: 
 
 
 def _flops(name: str) -> Callable[..., int]:
-    """Return a function that counts an op's operations: 2 D for each element of a vote, and 2 to use it."""
+    """Return a function that counts an op's operations: it computes the votes, and uses them once."""
 
-    def count(children: Any, weight: Any, bias: Any, gate: Any, parents: int, window: Any, *own: Any, **_: Any) -> int:
-        batch, *grid, seen, rows, depth = children
-        positions = prod(output_size(window, *grid)) * window[0] * window[1] if grid else 1
-        pairs = batch * positions * seen * parents
-        numbers = rows * (weight[3] if weight else depth)
-        product = 2 * depth * numbers if weight else 0  # of a vote, and again of each gradient
-        if name == "vote_pull":  # and what it makes of votes besides
-            others = int(own[-1] >> 3).bit_count()
-            return int(pairs * ((2 + (others > 0)) * product + 2 * (1 + others) * numbers))
-        return int(pairs * (product + 2 * numbers))
+    def count(*shapes: Any, **_: Any) -> int:
+        votes, one = votes_and_sum(shapes)
+        if name != "vote_pull":
+            return votes + one
+        others = int(shapes[-1] >> 3).bit_count()  # what it makes of votes beside the gradients
+        return (2 + (others > 0)) * votes + (1 + others) * one
 
     return count
 
