@@ -49,36 +49,30 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.problem = ""
-        self._handle: ctypes.CDLL | None = None
+        self.handle: ctypes.CDLL | None = None
         self._raise: Callable[[], object] | None = None
         if not path.is_file():
             self.problem = "it is not built"
             return
         try:
             torch.ops.load_library(str(path))
-            self._handle = ctypes.CDLL(str(path))
+            self.handle = ctypes.CDLL(str(path))
         except OSError as error:
             self.problem = f"it does not load ({error})"
             return
-        if tell := getattr(self._handle, "fastcaps_cpu_python", None):
+        if tell := getattr(self.handle, "fastcaps_cpu_python", None):
             functions = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _FOR_SIGNALS)
             tell((ctypes.c_void_p * len(_FOR_SIGNALS))(*functions))
             self._raise = ctypes.PyDLL(str(path)).fastcaps_cpu_raise  # PyDLL keeps the GIL and raises exceptions
 
     def ask(self, function: str, *arguments: int | str | ctypes.Array[ctypes.c_int64]) -> str | None:
         """Return the text that a C function returns; None without the library, the function or a result."""
-        called = getattr(self._handle, function, None)
+        called = getattr(self.handle, function, None)
         if called is None:
             return None
         called.restype = ctypes.c_char_p
         answer = called(*(_to_c(argument) for argument in arguments))
         return None if answer is None else answer.decode()
-
-    def measure(self, function: str, count: int) -> float:
-        """Return the number that a C function of a count returns."""
-        called = getattr(self._handle, function)
-        called.restype = ctypes.c_double
-        return float(called(ctypes.c_int64(count)))
 
     def raise_signal(self) -> None:
         """Raise the exception of a signal handler, such as KeyboardInterrupt, if it stopped a call."""
@@ -111,7 +105,9 @@ def multiply_adds(rounds: int) -> float:
     loaded = library("cpu")
     if loaded.problem:
         raise RuntimeError(f"the CPU library is not loaded: {loaded.problem}")
-    return loaded.measure("fastcaps_multiply_adds", rounds)
+    run = loaded.handle.fastcaps_multiply_adds  # type: ignore[union-attr]
+    run.restype = ctypes.c_double
+    return float(run(ctypes.c_int64(rounds)))
 
 
 _ARCHITECTURE = re.compile(r"(\d+)(\d)([af]?)(-real|-virtual)?(?:,|$)")  # major, minor, suffix letter, form

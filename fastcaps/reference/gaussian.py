@@ -16,20 +16,14 @@ from fastcaps.rules import Rule
 from fastcaps.votes import POSE, VoteInputs
 
 
-def precisions_of(variance: Tensor | None) -> Tensor | None:
-    """Return the factor of squared differences from the mean, ``1 / (2 variance)``; None, for 1, without a variance.
-
-    It is 0 for a variance of 0, which only occurs without eps, for a parent without children.
-    """
-    return None if variance is None else 0.5 * inverse_or_zero(variance)
-
-
 def logits_of(seen: VoteBlocks, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None) -> Tensor:
     """Return ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)``, ``[*places, I, M]``.
 
-    Without a mean the distances are 0.
+    Without a mean the distances are 0, without a variance the factor of squared differences is 1.
     """
-    logits = seen.zeros() if mean is None else -seen.scores(mean, precisions_of(variance), squared=True)
+    # a variance of 0 only occurs without eps, for a parent without children
+    precisions = None if variance is None else 0.5 * inverse_or_zero(variance)
+    logits = seen.zeros() if mean is None else -seen.scores(mean, precisions, squared=True)
     return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
 
 
