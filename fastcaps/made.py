@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.random import fork_rng
 
 from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing, refuse_nested
 from fastcaps.votes import SET_WINDOW, VoteInputs
@@ -90,7 +91,7 @@ class Maker:
         if not callable(make):
             raise TypeError(f"make must be a function make(i, j) of votes, got {type(make).__name__}")
         self.make, self.count = make, count
-        with torch.no_grad(), _random_states_kept(torch.device("cpu")):
+        with torch.no_grad(), nullcontext() if is_tracing() else fork_rng(devices=()):
             first: Any = make(0, 1)
         if not isinstance(first, Tensor):
             raise TypeError(f"make must return a torch.Tensor, got {type(first).__name__}")
@@ -121,7 +122,9 @@ class Maker:
         device, block = self.like.device, (first, last)
         before = _random_states(device)
         drawn_from = self._drawn_from.get(block)
-        with nullcontext() if drawn_from is None else _random_states_kept(device, drawn_from):
+        with fork_rng([device] * (len(before) - 1), drawn_from is not None, device_type=device.type):
+            if drawn_from is not None:
+                _set_random_states(device, drawn_from)
             made = self.make(first, last)
         self._check(first, last, made)
         if made.is_meta or not are_plain((made,)):  # no values to compare
@@ -159,21 +162,6 @@ def _random_states(device: torch.device) -> list[Tensor]:
     own: Any = getattr(torch, device.type, None)
     states = [torch.get_rng_state()]
     return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
-
-
-@contextmanager
-def _random_states_kept(device: torch.device, start: list[Tensor] | None = None) -> Iterator[None]:
-    """Start the generators at ``start``, if given, and restore their states after the block."""
-    if is_tracing():
-        yield
-        return
-    before = _random_states(device)
-    try:
-        if start is not None:
-            _set_random_states(device, start)
-        yield
-    finally:
-        _set_random_states(device, before)
 
 
 def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
