@@ -125,14 +125,9 @@ def to_op(tensor: Tensor, window: Window | None) -> Tensor:
     return tensor if window is None else tensor.movedim(1, 3)
 
 
-def as_grid(tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return a set's tensor as that of a grid of one position, with H and W at ``dim``."""
-    return tensor.unsqueeze(dim).unsqueeze(dim)
-
-
-def as_set(tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return a tensor of a grid of one position as a set's; the inverse of :func:`as_grid`."""
-    return tensor.squeeze(dim).squeeze(dim)
+def as_grid(tensor: Tensor) -> Tensor:
+    """Return a set's tensor as that of a grid of one position, with H and W behind the batch."""
+    return tensor.unsqueeze(1).unsqueeze(1)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -23,7 +23,7 @@ from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import unit
-from fastcaps.votes import VoteInputs, as_set
+from fastcaps.votes import VoteInputs
 
 POSE = (-2, -1)
 VOTES = VoteInputs._fields
@@ -267,7 +267,7 @@ def _as_set(name: str, value: Any, place: int = 0) -> Any:
     """Return an argument without the two dimensions of a grid, which children and gate have behind the batch, other
     tensors at ``place``; 0 says that they have none."""
     place = 1 if name in ("children", "gate") else place
-    return as_set(value, place) if place and isinstance(value, Tensor) else value
+    return value.squeeze(place).squeeze(place) if place and isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Call:
     def as_set(self) -> Call:
         """Return this call, on a grid of one position, as one on a set."""
         given = {n: _as_set(n, x, 1) if n in self.routing.state else _as_set(n, x) for n, x in self.given.items()}
-        return Call(self.routing, given, {n: as_set(x) for n, x in self.grads.items()}, self.detach)
+        return Call(self.routing, given, {n: _as_set(n, x, 1) for n, x in self.grads.items()}, self.detach)
 
     def arguments(self, coefficients: bool = False) -> list[Any]:
         """Return the arguments of the op."""

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastcaps.backends import ALLOW_TF32, DETERMINISTIC, TF32X3
+from fastcaps.votes import VoteInputs
 
 from .forward import Algebra
 from .schedule import ATTENTION, LIMITS, Facts, Limits, Schedule, Traits, largest_pose, power_of_two, schedule
@@ -146,20 +147,22 @@ def table_strides(table: Tensor | None) -> tuple[int, int]:
 
 
 class Call:
-    """One call of a routing: its sizes, and the arguments that all its kernels share."""
+    """One call of a routing: its sizes, and the arguments that all its kernels share.
+
+    To the kernels a set is a grid of one position; results have the ``shape`` of the call's parents.
+    """
 
     def __init__(self, routing: Routing, votes: Sequence[Any], options: int = 0, limits: Limits = LIMITS) -> None:
-        children, weight, bias, gate, parents, window = votes
+        given = VoteInputs(*votes)
+        children, weight, bias, gate, parents, window = given.on_grid()
         kh, kw, sh, sw, ph, pw, dh, dw = window
         batch, height, width, types, rows, inner = children.shape
-        self.groups: int = 1 if weight is None else weight.shape[0]
-        columns = inner if weight is None else weight.shape[3]
-        ho = (height + 2 * ph - (kh - 1) * dh - 1) // sh + 1
-        wo = (width + 2 * pw - (kw - 1) * dw - 1) // sw + 1
+        self.groups: int = given.groups
+        (ho, wo), columns = given.grid, given.pose[2]
         self.routing, self.device, self.dtype = routing, children.device, children.dtype
         self.window, self.pose, self.types = tuple(window), (rows, inner, columns), types
         self.positions, self.children, self.parents = batch * ho * wo, kh * kw * types, parents
-        self.shape = (batch, ho, wo, parents, rows, columns)
+        self.shape = given.poses
         self.poses = self.positions * parents
         self.deterministic = bool(options & DETERMINISTIC)
         self.tensors = (children, weight, bias, gate)

@@ -65,7 +65,7 @@ def gaussian_routing(votes: VoteInputs, own: Any, options: int, limits: Limits =
     (mean, variance, log_weight, beta_use, beta_ignore), rule, eps = own[:5], own.rule, own.eps
     first = mean is None
     call = Call(FIRST if first else ROUTING, votes, options, limits)
-    each, pose = (1, *call.shape[:4]), (1, *call.shape)
+    each, pose = (1, *call.shape[:-2]), (1, *call.shape)
     betas = (None, None) if rule == Rule.EM else (beta_use, beta_ignore)
     counts, means, variances, scores = call.empty(*each), call.empty(*pose), call.empty(*pose), call.zeros(*each)
     if call.poses:
@@ -106,8 +106,8 @@ def _beta_gradients(
         elif beta.shape[0] > 1:
             gradients.append(None if found is None else found[k].sum_to_size(beta.shape))
         else:
-            used = counts if k == 0 else counts - _total_gate(call).unsqueeze(-1)
-            gradients.append((devidence * used).sum((0, 1, 2, 3)).unsqueeze(0).sum_to_size(beta.shape))
+            used = counts if k == 0 else counts - _total_gate(call).reshape(-1, *call.shape[1:-3], 1)
+            gradients.append((devidence * used).flatten(0, -2).sum(0, keepdim=True).sum_to_size(beta.shape))
     return gradients
 
 

@@ -40,7 +40,7 @@ def pooling_routing(
     one_iteration(own.iterations)
     call = Call(ROUTING, votes, options, limits)
     result, sums = (votes.children.new_empty((*lead, *call.shape)) for lead in ((), (1,)))
-    logsumexp = call.empty(1, *call.shape[:4])
+    logsumexp = call.empty(1, *call.shape[:-2])
     if call.poses:
         with current(call.device):
             iteration = iteration_of(own.query, (None, None), own.scale, 0.0, own.rule, unit_keys=own.normalize)

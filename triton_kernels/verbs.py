@@ -209,7 +209,7 @@ def vote_scores(
     ``limits``: what a program may hold; tests make it small.
     """
     call = Call(SCORES, votes, options, limits)
-    scores = call.empty(*call.shape[:3], call.children, call.parents)
+    scores = call.empty(*call.shape[:-3], call.children, call.parents)
     if call.poses:
         with current(call.device):
             forward(call, verb_of(call, targets, precisions, scores, squared), (), False)

@@ -21,7 +21,7 @@ from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops.define import LIBRARY, NATIVE, define, interruptibly, let_inductor_call, make_differentiable
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
-from fastcaps.votes import SET_WINDOW, VoteInputs, as_grid, as_set, without_autocast
+from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
 from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 
 
@@ -144,7 +144,9 @@ class Routing(Signature, ABC):
         else:
             votes.check()
             self._check(votes, own)
-            kernel = self._reference if chosen == "reference" else partial(self._triton, options=call.options)
+            kernel: Callable[[VoteInputs, Any], Results] = self._reference
+            if chosen == "triton":
+                kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
             results = self._joined(self.iterate(kernel, votes, own))
             results = [x.contiguous().detach() for x in results]  # no views: users may write into them
         return (*results, self._coefficients(votes, own, results))
@@ -161,30 +163,11 @@ class Routing(Signature, ABC):
         if chosen == "reference":
             return tuple(self._reference_backward(heads, votes, rest, needs))
         kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
-        if not votes.is_set:
-            return tuple(kernel(heads, votes, rest, needs, call.options))
-        heads = [x if x is None else as_grid(x, 2) for x in heads]
-        given = rest._asdict()
-        rest = rest._replace(**{name: as_grid(given[name], 2) for name in self.stacked if given[name] is not None})
-        found = kernel(heads, votes.on_grid(), rest, needs, call.options)
-        placed = ("children", "gate", *self.state)
-        return tuple(
-            as_set(x) if name in placed and x.dim() > 1 else x for name, x in zip(self.tensors, found, strict=True)
-        )
+        return tuple(kernel(heads, votes, rest, needs, call.options))
 
     def run_backward_on_cpu(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the CPU's kernels."""
         return tuple(interruptibly(self.native_backward["cpu"], (*arguments, 0)))
-
-    def _triton(self, votes: VoteInputs, own: Any, options: int) -> Results:
-        """Run an iteration by Triton's kernel, to which a set is a grid of one position."""
-        kernel: Callable[..., Results] = getattr(backends.triton_kernels(self.stem), self.name)
-        if not votes.is_set:
-            return kernel(votes, own, options=options)
-        state = {name: as_grid(x) for name in self.state if (x := getattr(own, name)) is not None}
-        results = kernel(votes.on_grid(), own._replace(**state), options=options)
-        leading = [1] * len(self.finals) + [2] * len(self.history)  # the first dimension is the iteration
-        return [as_set(x, dim) for x, dim in zip(results, leading, strict=True)]
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
         formula: Callable[..., Results] = getattr(reference, self.name)

@@ -28,7 +28,7 @@ from fastcaps.ops import shared, uniform
 from fastcaps.ops.define import NATIVE, define, interruptibly, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT, votes_and_sum
 from fastcaps.reference import verbs as reference
-from fastcaps.votes import VoteInputs, as_grid, as_set, autocast_dtype, without_autocast
+from fastcaps.votes import VoteInputs, autocast_dtype, without_autocast
 from fastcaps.watchers import is_sharded, is_transformed, listener
 
 STEM = "verbs"
@@ -83,13 +83,7 @@ def _runner(name: str) -> Callable[..., Any]:
                 found = getattr(reference, name)(votes, *rest)
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
-            tensors = len(_NAMES[name])
-            on_grid = [as_grid(x) if votes.is_set and x is not None else x for x in rest[:tensors]]
-            found = kernel(votes.on_grid(), *on_grid, *rest[tensors:], call.options)
-            if votes.is_set and name != "vote_pull":
-                found = as_set(found)
-            elif votes.is_set:
-                found = (as_set(found[0]) if found[0].dim() > 1 else found[0], *found[1:])
+            found = kernel(votes, *rest, call.options)
         if name == "vote_pull":
             found = _with_others(found, votes, *rest)
         return found.contiguous() if isinstance(found, Tensor) else tuple(found)
