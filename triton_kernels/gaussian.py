@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.rules import Rule
-from fastcaps.votes import VoteInputs
+from fastcaps.votes import VoteInputs, windows
 
 from .attention import one_iteration, start_of
 from .call import Call, Routing, current, table_strides
@@ -81,15 +80,12 @@ def gaussian_routing(votes: VoteInputs, own: Any, options: int, limits: Limits =
 
 def _total_gate(call: Call) -> Tensor:
     """Return the sum of the gates that each position sees, ``[B | 1, Ho, Wo]``; children that are there have 1."""
-    kh, kw, sh, sw, ph, pw, dh, dw = call.window
     gate = call.tensors[3]
     if gate is None:
         total = torch.full((1, call.sizes["H"], call.sizes["W"]), float(call.types), device=call.device)
     else:
         total = gate.to(torch.float32).sum(-1)
-    seen = F.pad(total, (pw, pw, ph, ph))
-    seen = seen.unfold(1, (kh - 1) * dh + 1, sh)[..., ::dh].unfold(2, (kw - 1) * dw + 1, sw)[..., ::dw]
-    return seen.sum((-2, -1))
+    return windows(total.unsqueeze(-1), call.window).sum(-1)
 
 
 def _beta_gradients(
