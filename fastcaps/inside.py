@@ -96,7 +96,7 @@ class Inside:
         """Return the votes for a set of parents, ``[B, I, M, d]``, over all positions of a grid."""
         call = self.layer.prepare(self.given["children"], None)
         poses = to_op(call.children, call.window).flatten(1, -3)  # [B, I, C, D]
-        return make_votes(as_grid(poses), call.weight, call.bias, call.parent_count)[:, 0, 0].flatten(-2)
+        return make_votes(poses, call.weight, call.bias, call.parent_count).flatten(-2)
 
 
 @contextmanager
