@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,23 @@ EPOCHS = 10
 TARGET = 0.97
 SHOWN = (0, 2, 3, 4, 7)  # classes of the digits to draw; a misclassified one, if any, comes last
 BACKENDS = ("cpu", "reference")
+Figures = dict[str, dict[str, dict[str, float]]]
+"""What :func:`fastcaps.measure.measure` returns, by workload and backend."""
 
 
-def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
-    """Return every workload's figures on the compiled kernels and the reference: ``{workload: {backend: …}}``."""
-    figures: dict[str, dict[str, measure.Figures]] = {name: {} for name in measure.WORKLOADS}
+def measure_machine(console: Console) -> Figures:
+    """Return every workload's figures on the compiled kernels and the reference."""
+    figures: Figures = {name: {} for name in measure.WORKLOADS}
     with console.status("measuring") as status:
         for name, workload in measure.WORKLOADS.items():
             for entry in backends.listing():
                 if entry.name in BACKENDS and entry.available:
                     status.update(f"measuring {workload.title} on {entry.name}, in a fresh process")
-                    measured = measure.apart("fastcaps.measure", name, entry.name)
-                    figures[name][entry.name] = measure.Figures(**measured)
+                    figures[name][entry.name] = measure.apart("fastcaps.measure", name, entry.name)
     return figures
 
 
-def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
+def speed_table(figures: Figures) -> Table:
     """Return a table of the figures; ratios are plain PyTorch's figure over the kernels'."""
     table = Table(
         title=f"One routing pass on this machine: {torch.get_num_threads()} threads, float32, 4 × 4 poses",
@@ -52,8 +52,8 @@ def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
         titles = (workload.title, f"{workload.children[0]} images", "")
         quantities = (("forward", "forward_ms", "ms"), ("training step", "step_ms", "ms"), ("memory", "step_mb", "MB"))
         for title, (label, quantity, unit) in zip(titles, quantities, strict=True):
-            slow = getattr(reference, quantity)
-            fast = None if kernels is None else getattr(kernels, quantity)
+            slow = reference[quantity]
+            fast = None if kernels is None else kernels[quantity]
             table.add_row(
                 title,
                 label,
@@ -115,7 +115,7 @@ def run(
         f"after {seconds:.0f} s",
         highlight=False,
     )
-    figures: dict[str, dict[str, measure.Figures]] = {}
+    figures: Figures = {}
     if speed:
         console.print(
             "\n[bold]2. What routing costs on this machine[/]: the kernels, and this package's plain PyTorch code.\n"
@@ -131,7 +131,7 @@ def run(
         "training_seconds": seconds,
         "epochs": epochs,
         "seed": seed,
-        "workloads": {name: {b: asdict(f) for b, f in row.items()} for name, row in figures.items()},
+        "workloads": figures,
         "versions": versions(),
         "pictures": [str(path) for path in pictures],
     }
