@@ -17,11 +17,6 @@ from fastcaps.reference.verbs import make_votes
 from fastcaps.votes import as_grid, to_op, windows
 
 
-def is_capsule_layer(module: nn.Module) -> bool:
-    """Return whether a module routes, or has ``as_poses``, which turns its result into poses ``[B, M, ..., d]``."""
-    return isinstance(module, (RoutingLayer, RoutingPool2d)) or hasattr(module, "as_poses")
-
-
 def seen(layer: RoutingLayer[Any, Any], children: Tensor, gates: Tensor) -> Tensor:
     """Return the gates of the children in each window, in the order of coefficients: ``[B, Ho, Wo, I]``."""
     call = layer.prepare(children, gates)
@@ -103,8 +98,9 @@ class Inside:
 def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
     """Watch the capsule layers of ``model``, in evaluation mode inside a ``with`` block.
 
-    The block's value is a function that returns the last call of every layer so far, in the order in which they ended.
-    Modes and hooks are restored at the end.
+    Such a layer routes, or has ``as_poses``, which turns its result into poses ``[B, M, ..., d]``. The block's value is
+    a function that returns the last call of every layer so far, in the order in which they ended. Modes and hooks are
+    restored at the end.
     """
     last: dict[str, Inside] = {}
     modes = {module: module.training for module in model.modules()}
@@ -121,7 +117,7 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
     handles = [
         module.register_forward_hook(keep(path), with_kwargs=True)
         for path, module in model.named_modules()
-        if is_capsule_layer(module)
+        if isinstance(module, (RoutingLayer, RoutingPool2d)) or hasattr(module, "as_poses")
     ]
     try:
         model.eval()

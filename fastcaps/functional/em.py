@@ -22,13 +22,10 @@ InverseTemperature = float | Sequence[float] | Callable[[int], float]
 MOST_ITERATIONS = 1 << 24  # of EM and Heinsen routing, whose ops take a list with an entry for each
 
 
-def default_inverse_temperature(iteration: int) -> float:
-    """Return the usual λ of EM routing in an iteration counted from 0: ``0.01 (1 - 0.95^(iteration + 1))``."""
-    return 0.01 * (1 - 0.95 ** (iteration + 1))
-
-
 def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
-    """Return λ of every iteration, from one value, a value for each, a function of the iteration (from 0), or None.
+    """Return λ of every iteration, from one value, a value for each, or a function of the iteration (from 0).
+
+    None is the usual ``0.01 (1 - 0.95^(iteration + 1))``.
 
     Examples
     --------
@@ -39,7 +36,7 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     """
     if iterations > MOST_ITERATIONS:
         raise ValueError(f"iterations must be at most {MOST_ITERATIONS}, got {iterations}")
-    given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
+    given: Any = (lambda k: 0.01 * (1 - 0.95 ** (k + 1))) if inverse_temperature is None else inverse_temperature
     if not is_tracing() and hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array: no gradient is lost
         given = given.tolist()
     if callable(given):
@@ -149,8 +146,10 @@ def em_routing(
     own = ops.Gaussian(
         beta_use=use, beta_ignore=ignore, temperatures=temperatures, eps=eps, coefficients=bool(return_coefficients)
     )
-    ones = first_coefficients == "ones"
-    first_votes = weighed_by_ones(votes) if ones else votes
+    ones, first_votes = first_coefficients == "ones", votes
+    if ones:  # the op starts from r = 1 / M, which gates M times as large make r = 1
+        gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
+        first_votes = votes._replace(gate=gate * votes.parents)
     if normalize_cost:
         scores, poses, coefficients = _with_normalized_cost(first_votes, votes, own)
     else:
@@ -195,12 +194,6 @@ def _with_normalized_cost(
 
     last = ops.gaussian_routing.iterate(run, votes, counting, advance)[-1]
     return scored(own.temperatures[-1], last), last[1], last[-1]
-
-
-def weighed_by_ones(votes: VoteInputs) -> VoteInputs:
-    """Return the votes with gates M times as large: the op starts from r = 1 / M, which makes it r = 1."""
-    gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
-    return votes._replace(gate=gate * votes.parents)
 
 
 def result_dtype(votes: VoteInputs) -> torch.dtype:

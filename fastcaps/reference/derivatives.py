@@ -1,4 +1,4 @@
-"""Shared by the reference's routings: inverses and logarithms that stay finite, and derivatives by autograd."""
+"""Shared by the reference's routings: inverses that stay finite, and derivatives by autograd."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ def inverse_or_zero(numbers: Tensor) -> Tensor:
     """Return 1 / x, or 0 with gradient 0 if x is 0: a parent without children has no mean."""
     nothing = numbers == 0
     return numbers.masked_fill(nothing, 1.0).reciprocal().masked_fill(nothing, 0.0)
-
-
-def log_or_zero(numbers: Tensor) -> Tensor:
-    """Return ln x, or 0 with gradient 0 if x is 0: a parent without children has no spread either."""
-    return numbers.masked_fill(numbers == 0, 1.0).log()
 
 
 @contextmanager

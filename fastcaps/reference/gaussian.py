@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.checks import widen
-from fastcaps.reference.derivatives import differentiate, inverse_or_zero, log_or_zero
+from fastcaps.reference.derivatives import differentiate, inverse_or_zero
 from fastcaps.reference.verbs import VoteBlocks, blocks_of
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, VoteInputs
@@ -34,8 +34,8 @@ def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
 
 
 def log_sigmas(variances: Tensor) -> Tensor:
-    """Return ``sum_ce ln sigma_m``, over values with a variance above 0."""
-    return 0.5 * log_or_zero(variances).sum(POSE)
+    """Return ``sum_ce ln sigma_m``, over values with a variance above 0: a parent without children has no spread."""
+    return 0.5 * variances.masked_fill(variances == 0, 1.0).log().sum(POSE)
 
 
 def benefits(counts: Tensor, variances: Tensor, beta_u: Tensor, beta_a: Tensor) -> Tensor:
