@@ -124,7 +124,9 @@ class Maker:
         drawn_from = self._drawn_from.get(block)
         with fork_rng([device] * (len(before) - 1), drawn_from is not None, device_type=device.type):
             if drawn_from is not None:
-                _set_random_states(device, drawn_from)
+                torch.set_rng_state(drawn_from[0])
+                for state in drawn_from[1:]:
+                    getattr(torch, device.type).set_rng_state(state, device)
             made = self.make(first, last)
         self._check(first, last, made)
         if made.is_meta or not are_plain((made,)):  # no values to compare
@@ -162,9 +164,3 @@ def _random_states(device: torch.device) -> list[Tensor]:
     own: Any = getattr(torch, device.type, None)
     states = [torch.get_rng_state()]
     return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
-
-
-def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        getattr(torch, device.type).set_rng_state(states[1], device)

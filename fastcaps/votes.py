@@ -320,12 +320,6 @@ class VoteInputs(NamedTuple):
         window = Window(*pairs)  # type: ignore[arg-type]
         VoteInputs.of(votes.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
 
-    def check_poses(self, name: str, poses: Tensor) -> None:
-        """Raise if parents' poses, in public layout, do not fit."""
-        check_tensor(name, poses, self.children, self.autocasts)
-        shape = self.public_poses()
-        check_shape(name, poses, shape, "B, M, C, E" if len(shape) == 4 else "B, M, Ho, Wo, C, E")
-
 
 # functions, as torch 2.10's compiler traces a named tuple's fields and methods but not its properties
 

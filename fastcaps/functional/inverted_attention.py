@@ -97,7 +97,9 @@ def inverted_attention_routing(
 
 def _check(votes: VoteInputs, parents: Any, norm_weight: Any, norm_bias: Any, normalize: bool) -> None:
     if parents is not None:
-        votes.check_poses("parents", parents)
+        check_tensor("parents", parents, votes.children, votes.autocasts)
+        shape = votes.public_poses()
+        check_shape("parents", parents, shape, "B, M, C, E" if len(shape) == 4 else "B, M, Ho, Wo, C, E")
     rows, _, columns = pose_of(votes)
     for name, affine in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if affine is not None:
