@@ -167,7 +167,14 @@ def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> No
 
 @interpreted
 @pytest.mark.parametrize(
-    ("routing", "name"), [(ATTENTION, "primes"), (POOLING, "sharp"), (GAUSSIAN, "one-effective-child")], ids=str
+    ("routing", "name"),
+    [
+        (ATTENTION, "primes"),
+        (POOLING, "sharp"),
+        (GAUSSIAN, "one-effective-child"),
+        (GAUSSIAN, "one-effective-child-heinsen"),
+    ],
+    ids=str,
 )
 def test_ops_served_by_the_interpreter(routing: Routing, name: str) -> None:
     """All iterations by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1; as a set, too."""
