@@ -153,7 +153,7 @@ class Call:
     """
 
     def __init__(self, routing: Routing, votes: Sequence[Any], options: int = 0, limits: Limits = LIMITS) -> None:
-        given = VoteInputs(*votes)
+        given: Any = VoteInputs(*votes)
         children, weight, bias, gate, parents, window = given.on_grid()
         kh, kw, sh, sw, ph, pw, dh, dw = window
         batch, height, width, types, rows, inner = children.shape
