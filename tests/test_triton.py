@@ -292,6 +292,9 @@ def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products
             (*votes, 32, (3, 3, 2, 2, 0, 0, 1, 1)), SimpleNamespace(options=bits), False
         )
         assert way in str(told)
+    a_set = (torch.empty(128, 7, 2, 3, device="meta"), torch.empty(7, 5, 3, 2, device="meta"), None, None)
+    votes, asked = (*a_set, 5, (1, 1, 1, 1, 0, 0, 1, 1)), SimpleNamespace(options=0)
+    assert "positions" in str(module_of(ATTENTION.name).schedule_call(votes, asked, True))
 
 
 def _step(routing: Routing, case: Case, options: int = 0, **chosen: Any) -> Callable[[], None]:
