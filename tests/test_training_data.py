@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,38 @@ def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, 
     several = config.data.name in SEVERAL
     assert targets.shape == ((2, classes) if several or config.data.mixup else (2,))
     assert labels.shape == ((2, classes) if several else (2,))
+
+
+WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c100|sabour-mnist-cnn|li-encapnet-")
+"""Networks whose step takes a second or more: others make it, if there are any."""
+
+
+def kind_of_step(name: str) -> tuple[Any, ...]:
+    """The loss and what it is given."""
+    config = recipe(name).config
+    return config.loss, config.data.name in SEVERAL, config.data.name.startswith("sst"), config.data.mixup
+
+
+QUICK_FIRST = sorted(recipes.names(), key=lambda name: bool(WIDE.search(name)))
+
+
+@pytest.mark.parametrize("name", {kind_of_step(name): name for name in reversed(QUICK_FIRST)}.values())
+def test_a_step_of_every_loss(name: str, stand_ins: dict[str, Any]) -> None:
+    """The loss and its gradients are finite, and the optimiser's step reaches the weights; test_models has the rest."""
+    config = recipe(name, told(name, stand_ins)).config
+    splits = read_data(config.data)
+    network, train = build_network(config, splits).train(), ImageData(splits, config).train
+    pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
+    batch = CapsuleClassifier(network, config, **pixels).batch(train.finish(train.__getitems__([0, 1])))
+    optimizer = config.optimizer.build(network.parameters())
+    loss, logits = config.loss(network, batch, 0.5)
+    assert loss.dim() == 0 and torch.isfinite(loss) and logits.shape == (2, len(splits.classes))
+    loss.backward()
+    grads = [p.grad for p in network.parameters() if p.grad is not None]
+    assert any(bool(g.any()) for g in grads) and all(bool(torch.isfinite(g).all()) for g in grads)
+    before = [p.detach().clone() for p in network.parameters()]
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

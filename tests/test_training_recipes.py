@@ -1,24 +1,20 @@
-"""The recipes: each is whole, its network is built of it, and a step of its loss is made; errors name the field."""
+"""The recipes: each is whole, and its network is built of it; errors name the field."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from stand_ins import RECIPE, SEVERAL, SHAPES, network_of
+from stand_ins import RECIPE, network_of
 
 from fastcaps import cli, models
 from fastcaps.training import SettingError, recipe, recipes
 from fastcaps.training.files import read_yaml
-from fastcaps.training.loss import Batch, Spread
+from fastcaps.training.loss import Spread
 
-TEXTS = {"sst5": 5, "sst2": 2}
-WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c100|sabour-mnist-cnn|li-encapnet-")
-"""Networks whose step takes a second or more: others make it, if there are any."""
 EVERY = recipes.names()
 
 
@@ -37,54 +33,6 @@ def test_every_recipe_is_whole(name: str) -> None:
     config = models.config(read.config.network.name)
     if getattr(config, "iterations", None) is not None:  # where a network makes iterations, the recipe says how many
         assert "iterations" in read.config.network.options
-
-
-def batch_of(name: str, size: int = 2) -> Batch:
-    config = recipe(name).config
-    torch.manual_seed(1)
-    if config.data.name in TEXTS:
-        classes = TEXTS[config.data.name]
-        inputs = torch.randn(size, 4, 37, 1280), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
-        return Batch(inputs, torch.randint(classes, (size,)))
-    channels, pixels, classes = SHAPES[config.data.name]
-    pixels = config.data.crop or pixels
-    images = (torch.randn(size, channels, pixels, pixels),)
-    mean, std = torch.full((1, channels, 1, 1), 0.1), torch.full((1, channels, 1, 1), 0.3)
-    if config.data.name not in SEVERAL:
-        target = torch.randint(classes, (size,))
-        if config.data.mixup:
-            target = torch.rand(size, classes).softmax(1)
-        return Batch(images, target, mean, std)
-    labels = torch.tensor([[3, 1], [4, 1]])
-    present = torch.zeros(size, classes, dtype=torch.bool).scatter_(1, labels, True)
-    return Batch(images, present, mean, std, torch.rand(size, 2, pixels, pixels), labels)
-
-
-def kind_of_step(name: str) -> tuple[Any, ...]:
-    """The loss and what it is given."""
-    config = recipe(name).config
-    return config.loss, config.data.name in SEVERAL, config.data.name in TEXTS, config.data.mixup
-
-
-QUICK_FIRST = sorted(EVERY, key=lambda name: bool(WIDE.search(name)))
-ONE_OF_A_KIND = {kind_of_step(name): name for name in reversed(QUICK_FIRST)}
-
-
-@pytest.mark.parametrize("name", ONE_OF_A_KIND.values())
-def test_a_step_of_every_loss(name: str) -> None:
-    """The loss and its gradients are finite, and the optimiser's step reaches the weights; test_models has the rest."""
-    config = recipe(name).config
-    torch.manual_seed(0)
-    network, batch = network_of(config).train(), batch_of(name)
-    optimizer = config.optimizer.build(network.parameters())
-    loss, logits = config.loss(network, batch, 0.5)
-    assert loss.dim() == 0 and torch.isfinite(loss) and logits.shape[0] == 2
-    loss.backward()
-    grads = [p.grad for p in network.parameters() if p.grad is not None]
-    assert any(bool(g.any()) for g in grads) and all(bool(torch.isfinite(g).all()) for g in grads)
-    before = [p.detach().clone() for p in network.parameters()]
-    optimizer.step()
-    assert any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
 
 
 # --- what is wrong with a recipe -------------------------------------------------------------------------------------
