@@ -168,13 +168,6 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     assert told.startswith("fastcaps train: [Errno ") and "metrics.csv.writing" in told and told.count("\n") == 1
 
 
-def test_settings_that_cannot_be_read_are_told(tmp_path: Path) -> None:
-    for content in ("null", 2000 * "[", '{"network": 1}'):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(RunError, match=r"config\.json cannot be read \("):
-            kept(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("accuracy", "changes"),
     [
@@ -189,20 +182,6 @@ def test_other_settings_learn(tmp_path: Path, accuracy: float, changes: dict[str
     assert result.test_accuracy > accuracy
     wide = torch.float64 if changes.get("precision") == "64-true" else torch.float32
     assert {parameter.dtype for parameter in result.network.parameters()} == {wide}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data__validation": 192}, "data.validation: got 192 of 192 training images, want fewer"),
-        ({"network__options__depth": 3}, "create.. has no override depth"),
-        ({"accelerator": "abacus", "devices": "many"}, "accelerator 'abacus', devices 'many'"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(settings(tmp_path / "run", **changes))
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_best_epoch_is_chosen_by_images_held_out(tmp_path: Path) -> None:

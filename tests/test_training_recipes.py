@@ -35,43 +35,7 @@ def test_every_recipe_is_whole(name: str) -> None:
         assert "iterations" in read.config.network.options
 
 
-# --- what is wrong with a recipe -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a valid number"),
-        ("lr: 1e-3", "weight_decy: 1", "optimizer.weight_decy: no such field (did you mean weight_decay?), want one"),
-        ("name: adam, ", "", "optimizer.name: got nothing, want a value"),
-        ("lr: 1e-3", "lr: .nan", "optimizer.lr: got nan, want a finite number"),
-        ("epochs: 1", "epochs: 0", "epochs: got 0, want greater than or equal to 1"),
-        ("epochs: 1", "epochs: {first: 1}", "epochs: got {'first': 1}, want a valid integer"),
-        ("iterations: 2", "iterations: 20000", "network.options.iterations: got 20000, want 10000 or fewer"),
-        ("epochs: 1", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
-        ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
-        ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a valid number"),
-        ("[1/2, 0.75]", "[1/2/4]", "schedule.at[0]: got '1/2/4', want a valid number"),
-        ("name: digits, opt", "name: lstm, opt", "network.name: got 'lstm', want a network of fastcaps train --list"),
-        ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 and pad 2, want one of them"),
-        ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),
-        ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
-        ("network:", "network: [", "line "),
-        ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
-        ("epochs: 1", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
-        ("epochs: 1", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply"),
-    ],
-)
-def test_a_wrong_recipe_is_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
-) -> None:
-    path = tmp_path / "mine.yaml"
-    assert RECIPE.count(old) == 1
-    path.write_text(RECIPE.replace(old, new))
-    pytest.importorskip("lightning")
-    assert cli.main(["train", "--recipe", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("fastcaps train: mine.yaml: " + message) and told.count("\n") == 1
+# --- recipes of users, and changes ------------------------------------------------------------------------------------
 
 
 def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:

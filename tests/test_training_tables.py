@@ -176,40 +176,75 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
     assert "| batch of 6 |" in (out / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("measure: error", "measure: speed", "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory'"),
-        ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
-        ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
-        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it for lines"),
-        ("name: two", "name: ..", "row 'two iterations': name: got '..', want letters"),
+WRONG = {
+    "train --recipe mine.yaml": [
+        ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a valid number"),
+        ("lr: 1e-3", "weight_decy: 1", "optimizer.weight_decy: no such field (did you mean weight_decay?), want one"),
+        ("name: adam, ", "", "optimizer.name: got nothing, want a value"),
+        ("lr: 1e-3", "lr: .nan", "optimizer.lr: got nan, want a finite number"),
+        ("epochs: 2", "epochs: 0", "epochs: got 0, want greater than or equal to 1"),
+        ("epochs: 2", "epochs: {first: 1}", "epochs: got {'first': 1}, want a valid integer"),
+        ("iterations: 2", "iterations: 20000", "network.options.iterations: got 20000, want 10000 or fewer"),
+        ("epochs: 2", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
+        ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
+        ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a valid number"),
+        ("[1/2, 0.75]", "[1/2/4]", "schedule.at[0]: got '1/2/4', want a valid number"),
+        ("name: digits, opt", "name: lstm, opt", "network.name: got 'lstm', want a network of fastcaps train --list"),
+        ("limit: 256", "limit: 256, pad: 2, resize: 9", "data.resize: got 9 and pad 2, want one of them"),
+        ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),
+        ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
+        ("network:", "network: [", "line "),
+        ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
+        ("epochs: 2", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
+        ("epochs: 2", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply"),
     ],
-)
-def test_what_is_wrong_is_told_in_one_line(
-    digits: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+    "reproduce --collect digits.yaml": [
+        ("measure: error", "measure: speed", "measure: got 'speed', want 'error', 'accuracy', 'memory'"),
+        ("paper: 60", "paper: [60, 50]", "rows[0].paper: got 2 numbers, want 1 or none"),
+        ("paper: 60", "papers: 60", "rows[0].papers: no such field (did you mean paper?)"),
+        ("rows:", "draw: lines\nrows:", "over: got None with draw 'lines', want it for lines"),
+    ],
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_what_is_wrong_in_a_file_is_told_in_one_line(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    text = digits.read_text()
-    assert old in text
-    digits.write_text(text.replace(old, new, 1))
-    status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
-    assert status == 2 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
+    monkeypatch.chdir(digits.parent)
+    path = Path(command.split()[-1])
+    text = path.read_text()
+    for old, new, message in WRONG[command]:
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        assert cli.main(command.split()) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"fastcaps {command.split()[0]}: {path}: {message}") and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["", '{"test_accuracy": null}', 2000 * "["])
-def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [*(("result", text) for text in ("", '{"test_accuracy": null}', 2000 * "[")),
+     *(("config", text) for text in ("null", '{"network": 1}', 2000 * "["))],
+)  # fmt: skip
+def test_results_that_cannot_be_read_are_told(
+    digits: Path, capsys: pytest.CaptureFixture[str], file: str, content: str
+) -> None:
     config = tables.table(str(digits)).lines(digits.parent / "out")[0].config
     config.folder.mkdir(parents=True)
     write_settings(config)
-    (config.folder / "result.json").write_text(content)
+    (config.folder / f"{file}.json").write_text(content)
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
-    assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1
+    assert status == 1 and f"one/{file}.json cannot be read" in error and error.count("\n") == 1
 
 
 def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = digits.parent / "out"
     status, _, error = reproduce(capsys, digits, "--row", "three", "--out", out)
     assert status == 2 and "--row: got 'three', want one of one iteration; two iterations" in error and not out.exists()
+    digits.write_text(digits.read_text().replace("name: two", "name: .."))
+    status, _, error = reproduce(capsys, digits, "--out", out)
+    assert status == 2 and "row 'two iterations': name: got '..', want letters" in error
     status, _, error = reproduce(capsys, "sabour-table")
     assert status == 2 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
     status, told, _ = reproduce(capsys)
