@@ -54,53 +54,38 @@ def test_binary_cross_entropy_judges_every_class() -> None:
 
 
 class Drawing(nn.Module):
-    """A network whose class capsules are its input, and whose decoder draws a capsule's first number everywhere."""
+    """A network with these class capsules for any image, whose decoder draws a capsule's first number everywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, poses: torch.Tensor) -> None:
         super().__init__()
-        self.head = nn.Module()
+        self.poses, self.head = poses, nn.Module()
         self.head.forward = lambda poses: poses.norm(dim=-1)  # type: ignore[method-assign]
         self.decoder = lambda poses, labels: (
             poses[torch.arange(len(poses)), labels, 0].view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
         )
 
-    def forward(self, poses: torch.Tensor, *, reconstruct: torch.Tensor | None = None) -> Any:
-        logits = self.head(poses)
-        return logits if reconstruct is None else (logits, self.decoder(poses, reconstruct))
+    def forward(self, images: torch.Tensor, *, reconstruct: torch.Tensor | None = None) -> Any:
+        logits = self.head(self.poses)
+        return logits if reconstruct is None else (logits, self.decoder(self.poses, reconstruct))
 
 
 def test_margin_loss_draws_the_raw_pixels() -> None:
-    poses = torch.rand(2, 3, 4, dtype=torch.float64) * 0.4
-    pixels = torch.rand(2, 1, 2, 2, dtype=torch.float64)
+    """Those of the image, or of several digits one by one."""
+    poses, pixels = torch.rand(2, 3, 4, dtype=torch.float64) * 0.4, torch.rand(2, 2, 2, 2, dtype=torch.float64)
     mean, std = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (0.13, 0.31))
-    images, labels = (pixels - mean) / std, torch.tensor([2, 0])
-
-    class WithImages(Drawing):  # its capsules do not follow from the images here
-        def forward(self, images: torch.Tensor, *, reconstruct: Any = None) -> Any:
-            return super().forward(poses, reconstruct=reconstruct)
-
-    found, logits = Margin(0.8, 0.2, 0.25, 0.01)(WithImages(), Batch((images,), labels, mean, std))
-    drawn = sum(
-        (poses[b, label, 0].item() - pixel) ** 2
-        for b, label in enumerate(labels.tolist())
-        for pixel in pixels[b].flatten().tolist()
-    )
-    by_hand = margin_loss(logits, labels, upper=0.8, lower=0.2, down_weight=0.25).item()
-    assert found.item() == pytest.approx(by_hand + 0.01 * drawn / 2)
-
-
-def test_several_digits_are_drawn_one_by_one() -> None:
-    poses = torch.rand(2, 3, 4, dtype=torch.float64)
-    parts, labels = torch.rand(2, 2, 2, 2, dtype=torch.float64), torch.tensor([[2, 0], [1, -1]])
-    there = torch.tensor([[True, False, True], [False, True, False]])
-    loss = Margin(reconstruction=0.1)
-    found, logits = loss(Drawing(), Batch((poses,), there, parts=parts, part_labels=labels))
-    drawn = 0.0
-    for b, k in ((0, 0), (0, 1), (1, 0)):  # the second image has one digit
-        drawn += sum((poses[b, labels[b, k], 0].item() - pixel) ** 2 for pixel in parts[b, k].flatten().tolist())
-    assert found.item() == pytest.approx(margin_loss(logits, there).item() + 0.1 * drawn / 2)
+    images, network, loss = (pixels[:, :1] - mean) / std, Drawing(poses), Margin(0.8, 0.2, 0.25, 0.01)
+    digits, there = torch.tensor([[2, 0], [1, -1]]), torch.tensor([[True, False, True], [False, True, False]])
+    for batch, shown in (
+        (Batch((images,), torch.tensor([2, 0]), mean, std), ((0, 0, 2), (1, 0, 0))),
+        # the second image has one digit
+        (Batch((images,), there, parts=pixels, part_labels=digits), ((0, 0, 2), (0, 1, 0), (1, 0, 1))),
+    ):
+        found, logits = loss(network, batch)
+        drawn = sum((poses[b, label, 0] - pixels[b, k]).square().sum().item() for b, k, label in shown)
+        by_hand = margin_loss(logits, batch.target, upper=0.8, lower=0.2, down_weight=0.25).item()
+        assert found.item() == pytest.approx(by_hand + 0.01 * drawn / 2)
     with pytest.raises(ValueError, match=r"these data do not have their parts; want loss\.reconstruction=0"):
-        loss(Drawing(), Batch((poses,), there))
+        loss(network, Batch((images,), there))
 
 
 def test_the_spread_loss_and_its_margin() -> None:
