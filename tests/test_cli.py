@@ -63,15 +63,13 @@ def test_help_shows_the_settings_defaults() -> None:
     pytest.importorskip("lightning")
     from fastcaps import demo
     from fastcaps.training.config import defaults
+    from fastcaps.training.fields import flat
 
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    shown = {each.name: each.show_default for each in commands["train"].params}
+    shown, values = {each.name: each.show_default for each in commands["train"].params}, flat(defaults())
     for option, path in train.PATHS.items():
-        value: Any = defaults()
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value not in (None, ""):
-            assert shown[option] == str(value), option
+        if values.get(path) not in (None, ""):
+            assert shown[option] == str(values[path]), option
     assert {each.name: each.show_default for each in commands["demo"].params}["epochs"] == str(demo.EPOCHS)
 
 

@@ -96,7 +96,6 @@ def test_the_spread_loss_and_its_margin() -> None:
         (Spread(0.1, 0.5, over=0.25), 0.125, 0.3),
         (Spread(0.1, 0.5, over=0.25), 0.8, 0.5),
     ):
-        assert loss.margin(done) == pytest.approx(margin)
         wanted = spread_loss(torch.tensor(LENGTHS, dtype=torch.float64), torch.tensor([0, 2]), margin).item()
         assert value(loss, LENGTHS, [0, 2], done) == pytest.approx(wanted)
 

@@ -165,13 +165,9 @@ class Spread(Loss):
     name: Literal["spread"] = "spread"
     threshold: ClassVar[float] = 0.5
 
-    def margin(self, done: float) -> float:
-        """Return the margin when this fraction of the run is done."""
-        return self.start + min(done / self.over, 1.0) * (self.end - self.start)
-
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         _require_labels("loss: spread", target)
-        return spread_loss(logits, target, self.margin(done))
+        return spread_loss(logits, target, self.start + min(done / self.over, 1.0) * (self.end - self.start))
 
 
 @dataclass(frozen=True, config=STRICT)
