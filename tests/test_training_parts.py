@@ -11,9 +11,9 @@ from torch import nn
 from fastcaps import models
 from fastcaps.losses import margin_loss, spread_loss
 from fastcaps.training import TrainConfig
-from fastcaps.training.fields import SettingError, as_data, changed, read
+from fastcaps.training.fields import SettingError, as_data, read
 from fastcaps.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread, right
-from fastcaps.training.optimizer import AnySchedule, Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
+from fastcaps.training.optimizer import SGD, AnySchedule, Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
 
 LOGITS = [[1.5, -0.5, 0.25], [-2.0, 0.75, 3.0]]
 LENGTHS = [[0.7, 0.3, 0.05], [0.2, 0.95, 0.6]]
@@ -179,7 +179,7 @@ def test_milestones_fall_on_their_epochs() -> None:
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_settings_come_back_from_their_data() -> None:
+def test_settings_come_back_from_their_data_and_change_by_path() -> None:
     config = TrainConfig.of(
         network={"name": "digits", "options": {"iterations": 3}},
         data="digits",
@@ -191,6 +191,12 @@ def test_settings_come_back_from_their_data() -> None:
     assert read(TrainConfig, as_data(config)) == config
     assert config.devices == "2" and config.loss.base.upper == 0.8 and config.schedule.at == (1 / 3, 0.5)
     assert config.changed({"loss.base.name": "cross-entropy"}).loss.base == CrossEntropy()
-    assert changed({"a": {"name": "x", "b": 1}}, {"a.c": 2, "a.name": "y"}) == {"a": {"name": "y", "c": 2}}
+    assert config.changed({"optimizer.name": "rmsprop"}) == config  # the same name clears nothing
+    changes = {"optimizer.lr": "3/4", "optimizer.name": "sgd", "network.options.routing": "sequential"}
+    other = config.changed({**changes, "loss": "spread"})
+    assert (other.optimizer, other.loss) == (SGD(lr=0.75), Spread())
+    assert other.network.options == {"iterations": 3, "routing": "sequential"}
     with pytest.raises(SettingError, match=r"data.options: got 'x', want a valid dictionary"):  # no name there
         config.changed({"data.options": "x"})
+    with pytest.raises(SettingError, match=r"optimizer.betas: no such field, want one of lr, alpha"):
+        config.changed({"optimizer.betas": (0.9, 0.99)})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stand_ins import RECIPE, network_of
+from stand_ins import network_of
 
 from fastcaps import cli, models
 from fastcaps.training import SettingError, recipe, recipes
@@ -57,20 +57,6 @@ def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
             recipe(str(path))
     with pytest.raises(SettingError, match=r"nowhere\.yaml', want an existing file"):
         recipe(str(tmp_path / "nowhere.yaml"))
-
-
-def test_any_field_is_overridden_by_its_path(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(RECIPE)
-    plain = recipe(str(path)).config
-    assert plain.optimizer.lr == 1e-3 and plain.schedule.at == (0.5, 0.75) and plain.recipe == str(path)
-    changes = {"optimizer.lr": "3/4", "optimizer.name": "sgd", "network.options.routing": "sequential"}
-    config = recipe(str(path), {**changes, "loss": "spread"}).config
-    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.momentum) == ("sgd", 0.75, 0.9)
-    assert config.network.options == {"iterations": 2, "routing": "sequential"} and config.loss.name == "spread"
-    assert recipe(str(path), {"optimizer.name": "adam"}).config == plain  # the same name clears nothing
-    with pytest.raises(SettingError, match=r"optimizer.momentum: no such field, want one of lr, betas"):
-        recipe(str(path), {"optimizer.momentum": 0.9})
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
