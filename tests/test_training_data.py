@@ -53,7 +53,7 @@ def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted({str(recipe(name).config.data): name for name in recipes.names()}.values()))
 def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, Any]) -> None:
-    """A recipe for each declaration of data; that networks take these sizes is in test_training_recipes."""
+    """A recipe for each declaration of data; that networks take these sizes is in test_training_tables."""
     config = recipe(name, told(name, stand_ins)).config
     splits = read_data(config.data)
     parts, classes = ImageData(splits, config), len(splits.classes)

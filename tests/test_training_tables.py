@@ -1,9 +1,10 @@
-"""The papers' tables: each is whole, and one of digits is trained, stopped, resumed and collected."""
+"""The papers' recipes and tables: each is whole, and one of digits is trained, stopped, resumed and collected."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,34 @@ import pytest
 import torch
 from stand_ins import RECIPE, network_of
 
-from fastcaps import cli
-from fastcaps.training import recipes, tables
+from fastcaps import cli, models
+from fastcaps.training import SettingError, recipe, recipes, tables
 from fastcaps.training.fields import as_data, flat
+from fastcaps.training.files import read_yaml
 from fastcaps.training.folder import write_settings
+from fastcaps.training.loss import Spread
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_is_whole(name: str) -> None:
+    read = recipe(name)
+    given = recipes.fields_of(name)
+    wanted = {"source", "network", "data", "loss", "metric", "optimizer", "schedule", "epochs", "batch_size"}
+    assert wanted <= set(given)
+    assert read.source is not None and re.search(r" (2017|2018|2019|2020)$", read.source.paper) and read.source.section
+    assert read.config.recipe == name and str(read.config.folder) == f"runs/{name}"
+    with torch.device("meta"):
+        network = network_of(read.config)
+    assert sum(p.numel() for p in network.parameters()) > 10_000
+    assert all(p.is_meta for p in network.parameters())
+    config = models.config(read.config.network.name)
+    if getattr(config, "iterations", None) is not None:  # where a network makes iterations, the recipe says how many
+        assert "iterations" in read.config.network.options
 
 
 @pytest.mark.parametrize("name", tables.names())
 def test_every_table_is_whole(name: str) -> None:
-    """Its rows are recipes that build, in full and short; what is as in the recipe, the recipes' test builds."""
+    """Its rows are recipes that build, in full and short; what is as in the recipe, the test above builds."""
     table = tables.table(name)
     assert re.search(r" (2017|2018|2019|2020)$", table.source.paper) and table.source.section
     full, short = table.lines(Path("runs")), table.lines(Path("runs"), short=True)
@@ -27,7 +47,7 @@ def test_every_table_is_whole(name: str) -> None:
     assert table.short and [line.name for line in full] == [line.name for line in short]
     built = set()
     for line in (*full, *short):
-        config, own = line.config, recipes.recipe(line.row.recipe).config
+        config, own = line.config, recipe(line.row.recipe).config
         assert config.folder == Path("runs") / line.name
         key = (repr(config.network), config.data.name, config.data.crop)
         if (config.network, config.data.name) != (own.network, own.data.name) and key not in built:
@@ -249,3 +269,35 @@ def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str
     assert status == 2 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines() if line[0] != " "] == tables.names()
+
+
+def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{base: li-capnet-ce-sgd, optimizer: {lr: 0.5}, loss.name: spread, data.options.seed: 3}")
+    mine, paper = recipe(str(path)), recipe("li-capnet-ce-sgd")
+    assert mine.source is None and not mine.reported and not mine.reading and mine.config.recipe == str(path)
+    assert mine.config.optimizer == replace(paper.config.optimizer, lr=0.5) and mine.config.loss == Spread()
+    assert mine.config.data == replace(paper.config.data, options={"seed": 3})
+    path.write_text(recipes.as_yaml("li-capnet-ce-sgd"))
+    assert replace(recipe(str(path)).config, recipe="") == replace(paper.config, recipe="")
+    for text, message in (
+        ("{base: sabour-mnist, on: 3}", "True: no such field"),
+        ("also: more", "also: got 'more', want a base"),
+        ("base: tsai", "base: got 'tsai', want a recipe"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SettingError, match=re.escape(f"mine.yaml: {message}")):
+            recipe(str(path))
+    with pytest.raises(SettingError, match=r"nowhere\.yaml', want an existing file"):
+        recipe(str(tmp_path / "nowhere.yaml"))
+
+
+def test_recipes_are_listed_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    lines = re.sub(r"\s*\n +", " ", capsys.readouterr().out).splitlines()  # long ones go on below, indented
+    listed = dict(line.rstrip().split(maxsplit=1) for line in lines)
+    assert listed == {name: str(recipe(name).source) for name in recipes.names()}
+    assert cli.main(["recipes", "sabour-mnist"]) == 0
+    assert read_yaml(capsys.readouterr().out) == recipes.fields_of("sabour-mnist")
+    assert cli.main(["recipes", "sabour-mnits"]) == 2
+    assert "recipe: got 'sabour-mnits' (did you mean sabour-mnist?), want" in capsys.readouterr().err
