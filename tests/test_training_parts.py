@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fastcaps import models
 from fastcaps.losses import margin_loss, spread_loss
@@ -53,27 +52,13 @@ def test_binary_cross_entropy_judges_every_class() -> None:
     assert lengths.grad is not None and found.isfinite() and lengths.grad.isfinite().all()
 
 
-class Drawing(nn.Module):
-    """A network with these class capsules for any image, whose decoder draws a capsule's first number everywhere."""
-
-    def __init__(self, poses: torch.Tensor) -> None:
-        super().__init__()
-        self.poses, self.head = poses, nn.Module()
-        self.head.forward = lambda poses: poses.norm(dim=-1)  # type: ignore[method-assign]
-        self.decoder = lambda poses, labels: (
-            poses[torch.arange(len(poses)), labels, 0].view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
-        )
-
-    def forward(self, images: torch.Tensor, *, reconstruct: torch.Tensor | None = None) -> Any:
-        logits = self.head(self.poses)
-        return logits if reconstruct is None else (logits, self.decoder(self.poses, reconstruct))
-
-
 def test_margin_loss_draws_the_raw_pixels() -> None:
     """Those of the image, or of several digits one by one."""
-    poses, pixels = torch.rand(2, 3, 4, dtype=torch.float64) * 0.4, torch.rand(2, 2, 2, 2, dtype=torch.float64)
+    network, loss = models.create("digits", decoder=True, classes=3).double(), Margin(0.8, 0.2, 0.25, 0.01)
+    pixels = torch.rand(2, 2, 8, 8, dtype=torch.float64)
     mean, std = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (0.13, 0.31))
-    images, network, loss = (pixels[:, :1] - mean) / std, Drawing(poses), Margin(0.8, 0.2, 0.25, 0.01)
+    images = (pixels[:, :1] - mean) / std
+    poses = network(images, return_trace=True)[1].poses[-1]
     digits, there = torch.tensor([[2, 0], [1, -1]]), torch.tensor([[True, False, True], [False, True, False]])
     for batch, shown in (
         (Batch((images,), torch.tensor([2, 0]), mean, std), ((0, 0, 2), (1, 0, 0))),
@@ -81,9 +66,9 @@ def test_margin_loss_draws_the_raw_pixels() -> None:
         (Batch((images,), there, parts=pixels, part_labels=digits), ((0, 0, 2), (0, 1, 0), (1, 0, 1))),
     ):
         found, logits = loss(network, batch)
-        drawn = sum((poses[b, label, 0] - pixels[b, k]).square().sum().item() for b, k, label in shown)
+        drawn = [network.decoder(poses[b : b + 1], torch.tensor([label])) - pixels[b, k] for b, k, label in shown]
         by_hand = margin_loss(logits, batch.target, upper=0.8, lower=0.2, down_weight=0.25).item()
-        assert found.item() == pytest.approx(by_hand + 0.01 * drawn / 2)
+        assert found.item() == pytest.approx(by_hand + 0.01 * torch.stack(drawn).square().sum().item() / 2)
     with pytest.raises(ValueError, match=r"these data do not have their parts; want loss\.reconstruction=0"):
         loss(network, Batch((images,), there))
 
