@@ -63,15 +63,13 @@ def test_help_shows_the_settings_defaults() -> None:
     pytest.importorskip("lightning")
     from fastcaps import demo
     from fastcaps.training.config import defaults
+    from fastcaps.training.fields import flat
 
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    shown = {each.name: each.show_default for each in commands["train"].params}
+    shown, values = {each.name: each.show_default for each in commands["train"].params}, flat(defaults())
     for option, path in train.PATHS.items():
-        value: Any = defaults()
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value not in (None, ""):
-            assert shown[option] == str(value), option
+        if values.get(path) not in (None, ""):
+            assert shown[option] == str(values[path]), option
     assert {each.name: each.show_default for each in commands["demo"].params}["epochs"] == str(demo.EPOCHS)
 
 
@@ -132,6 +130,9 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
         ("train --network digits --data digits --set epochs=[", 2, "--set epochs=[: line 1: expected the node"),
         ("train --network digits --data digits --set lr=1", 2, "lr: no such field (did you mean optimizer.lr?"),
         ("train --network digits --data digits --accelerator tpu", 2, "accelerator 'tpu', devices '1'"),
+        ("train --network digits --data digits --accelerator abacus --devices many", 2, "'abacus', devices 'many'"),
+        ("train --network digits --data digits --validation 1438", 2, "data.validation: got 1438 of 1438 training im"),
+        ("train --network digits --data digits --set network.options.depth=3", 2, "create() has no override depth"),
         ("train --network digits --data digits --resume", 1, "holds no run to resume"),
         ("train --network digits --data digits --resume --overwrite", 2, "give one of them"),
         ("train --resume here --out there", 2, "both name the run's folder: give one of them"),

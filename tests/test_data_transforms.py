@@ -49,15 +49,25 @@ def test_an_image_does_not_depend_on_its_batch(name: str) -> None:
     assert torch.equal(EVERY[name](images), first) and not torch.equal(EVERY[name](images), first)
 
 
-def test_a_crop_is_a_window_of_the_padded() -> None:
-    images = noise(40, 2, 5, 7)
-    made, again = RandomCropFlip(3, flip=True)(images, draws(40)), draws(40)
-    starts, turned = again.integers(7, 2), again.uniform(1, 1, 1) < 0.5
+@pytest.mark.parametrize(
+    ("transform", "larger"),
+    [
+        (RandomCropFlip(3), lambda images: torch.nn.functional.pad(images, (3,) * 4)),
+        (RandomCropFlip(3, flip=True), lambda images: torch.nn.functional.pad(images, (3,) * 4)),
+        (ResizeCrop(14, 9, flip=True), lambda images: resized(images, 14)),
+    ],
+)
+def test_a_crop_is_a_window_of_a_larger_image(transform: Any, larger: Any) -> None:
+    images, again = noise(60, 2, 5, 7), draws(60)
+    made, whole = transform(images, draws(60)), larger(images)
+    height, width = made.shape[2:]
+    starts, turned = again.integers(whole.shape[2] - height + 1, 2), again.uniform(1, 1, 1) < 0.5
     assert turned.any() and not turned.all()
-    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (3, 3), (3, 3)))
     for k, (top, left) in enumerate(starts.tolist()):
-        wanted = padded[k, :, top : top + 5, left : left + 7]
-        np.testing.assert_array_equal(made[k].numpy(), wanted[..., ::-1] if turned[k] else wanted)
+        wanted = whole[k, :, top : top + height, left : left + width]
+        assert torch.equal(made[k], wanted.flip(2) if transform.flip and turned[k] else wanted)
+    with pytest.raises(ValueError, match="size: got 11, want 1 to 10"):
+        ResizeCrop(10, 11)
 
 
 @pytest.mark.parametrize(("side", "size"), [(8, 11), (12, 7), (9, 9)])
@@ -67,16 +77,6 @@ def test_resizing_is_pillows(side: int, size: int) -> None:
     for k in range(3):
         wanted = Image.fromarray(images[k, 0].numpy()).resize((size, size), Image.Resampling.BILINEAR)
         assert np.abs(np.asarray(wanted).astype(int) - made[k, 0].numpy().astype(int)).max() <= 1
-
-
-def test_resize_crop_is_a_window_of_the_resized() -> None:
-    images = noise(60, 3, 8, 8)
-    made, larger, starts = ResizeCrop(10, 8)(images, draws(60)), resized(images, 10), draws(60).integers(3, 2).tolist()
-    assert len(set(map(tuple, starts))) == 9
-    for k, (top, left) in enumerate(starts):
-        assert torch.equal(made[k], larger[k, :, top : top + 8, left : left + 8])
-    with pytest.raises(ValueError, match="size: got 11, want 1 to 10"):
-        ResizeCrop(10, 11)
 
 
 @pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0, 0.5, 0, 0), (0, 0, 0.9, 0.5)])
@@ -105,20 +105,14 @@ def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     assert Mixup(2, 0.01).shares(draws(5000)).isfinite().all()
 
 
-def test_a_data_set_augments_by_item_and_mixes_last() -> None:
-    images = noise(20, 3, 8, 8).numpy()
-    options: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "augment": RandomCropFlip(2, flip=True)}
-    held = ImageDataset(images, np.arange(20) % 4, seed=1, **options)
-    whole, labels = held.batch(slice(None))
-    assert torch.equal(held.batch([3, 17])[0], whole[[3, 17]]) and torch.equal(held[-1][0], whole[19])
-    held.set_epoch(2)
-    assert not torch.equal(held.batch(slice(None))[0], whole)
-    mixed = ImageDataset(images, np.arange(20) % 4, seed=1, mixup=Mixup(4), **options)
-    made, targets = mixed.batch(slice(None))
-    order = Draws(1 * 1_000_003, torch.arange(20))
-    RandomCropFlip(2, flip=True)(torch.from_numpy(images), order)
-    wanted = Mixup(4)(whole, labels, order)
-    torch.testing.assert_close((made, targets), wanted)
+def test_a_data_set_mixes_last() -> None:
+    images, labels = noise(20, 3, 8, 8).numpy(), np.arange(20) % 4
+    augment, mixup, order = RandomCropFlip(2, flip=True), Mixup(4), Draws(1 * 1_000_003, torch.arange(20))
+    options: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "augment": augment, "seed": 1}
+    mixed = ImageDataset(images, labels, mixup=mixup, **options)
+    augment(torch.from_numpy(images), order)
+    wanted = mixup(*ImageDataset(images, labels, **options).batch(slice(None)), order)
+    torch.testing.assert_close(mixed.batch(slice(None)), wanted)
 
 
 def test_crops_are_the_corners_and_the_centre() -> None:

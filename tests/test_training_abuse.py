@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("lightning")
 
-from test_training import KILLED_WHILE_WRITING, start
+from test_training import KILLED_WHILE_WRITING, arguments, start
 
 from fastcaps import cli
 from fastcaps.training import RunError, TrainConfig, train
@@ -33,12 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 COMMAND = ("-m", "fastcaps")
-
-
-def arguments(out: Path, *more: str) -> list[str]:
-    """A run of three epochs of six steps, and a checkpoint after every second one."""
-    few = ["--epochs", "3", "--limit", "384", "--checkpoint-every", "2", "--seed", "7", "--accelerator", "cpu"]
-    return ["train", "--network", "digits", "--data", "digits", "--out", str(out), *few, *more]
+FEW = ("--epochs", "3", "--limit", "384", "--checkpoint-every", "2", "--seed", "7")
+"""Three epochs of six steps, and a checkpoint after every second one."""
 
 
 def weights_of(checkpoint: Path) -> list[Any]:
@@ -53,11 +49,11 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path: Path) ->
     """Any moment between start and end of the process; every other one while a checkpoint is being written."""
     whole = tmp_path / "whole"
     began = time.monotonic()
-    assert start(*COMMAND, *arguments(whole)).wait(300) == 0
+    assert start(*COMMAND, *arguments(whole, *FEW)).wait(300) == 0
     lasts, wanted = time.monotonic() - began, weights_of(whole / "last.ckpt")
     out, chance, kills = tmp_path / "run", random.Random(), 0
     while kills < 6:
-        go_on = ["train", "--resume", "--out", str(out)] if (out / "config.json").exists() else arguments(out)
+        go_on = ["train", "--resume", "--out", str(out)] if (out / "config.json").exists() else arguments(out, *FEW)
         if kills % 2:
             running = start("-c", KILLED_WHILE_WRITING, str(chance.randint(1, 2)), *go_on)
         else:
@@ -87,7 +83,7 @@ class Bomb:
 
 
 def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments(tmp_path / "run", "--epochs", "1")) == 0
+    assert cli.main(arguments(tmp_path / "run", *FEW, "--epochs", "1")) == 0
     checkpoint, mark = tmp_path / "run" / "last.ckpt", tmp_path / "mark"
     (tmp_path / "run" / "result.json").unlink()  # not finished
     whole = checkpoint.read_bytes()
@@ -159,7 +155,7 @@ def test_a_batch_too_large_for_memory_is_told(
     from fastcaps.training import CapsuleClassifier
 
     monkeypatch.setattr(CapsuleClassifier, "training_step", lambda *_: torch.empty(2**55))
-    assert cli.main(arguments(tmp_path / "run")) == 1
+    assert cli.main(arguments(tmp_path / "run", *FEW)) == 1
     told = capsys.readouterr().err
     assert told.startswith("fastcaps train: batch_size: got 64, too large for the memory here: ")
     assert told.count("\n") == 1
@@ -170,7 +166,7 @@ def test_ctrl_c_ends_a_run_and_says_how_to_go_on(tmp_path: Path) -> None:
     def heard() -> None:  # a shell's background jobs ignore it, and so would their children
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    running = start(*COMMAND, *arguments(tmp_path / "run", "--epochs", "1000"), before=heard)
+    running = start(*COMMAND, *arguments(tmp_path / "run", *FEW, "--epochs", "1000"), before=heard)
     while not (tmp_path / "run" / "last.ckpt").exists():
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)

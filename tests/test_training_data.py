@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted({str(recipe(name).config.data): name for name in recipes.names()}.values()))
 def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, Any]) -> None:
-    """A recipe for each declaration of data; that networks take these sizes is in test_training_recipes."""
+    """A recipe for each declaration of data; that networks take these sizes is in test_training_tables."""
     config = recipe(name, told(name, stand_ins)).config
     splits = read_data(config.data)
     parts, classes = ImageData(splits, config), len(splits.classes)
@@ -73,6 +74,38 @@ def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, 
     several = config.data.name in SEVERAL
     assert targets.shape == ((2, classes) if several or config.data.mixup else (2,))
     assert labels.shape == ((2, classes) if several else (2,))
+
+
+WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c100|sabour-mnist-cnn|li-encapnet-")
+"""Networks whose step takes a second or more: others make it, if there are any."""
+
+
+def kind_of_step(name: str) -> tuple[Any, ...]:
+    """The loss and what it is given."""
+    config = recipe(name).config
+    return config.loss, config.data.name in SEVERAL, config.data.name.startswith("sst"), config.data.mixup
+
+
+QUICK_FIRST = sorted(recipes.names(), key=lambda name: bool(WIDE.search(name)))
+
+
+@pytest.mark.parametrize("name", {kind_of_step(name): name for name in reversed(QUICK_FIRST)}.values())
+def test_a_step_of_every_loss(name: str, stand_ins: dict[str, Any]) -> None:
+    """The loss and its gradients are finite, and the optimiser's step reaches the weights; test_models has the rest."""
+    config = recipe(name, told(name, stand_ins)).config
+    splits = read_data(config.data)
+    network, train = build_network(config, splits).train(), ImageData(splits, config).train
+    pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
+    batch = CapsuleClassifier(network, config, **pixels).batch(train.finish(train.__getitems__([0, 1])))
+    optimizer = config.optimizer.build(network.parameters())
+    loss, logits = config.loss(network, batch, 0.5)
+    assert loss.dim() == 0 and torch.isfinite(loss) and logits.shape == (2, len(splits.classes))
+    loss.backward()
+    grads = [p.grad for p in network.parameters() if p.grad is not None]
+    assert any(bool(g.any()) for g in grads) and all(bool(torch.isfinite(g).all()) for g in grads)
+    before = [p.detach().clone() for p in network.parameters()]
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -165,23 +198,12 @@ def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
     assert seen == [(epoch, 64) for epoch in (0, 0, 1, 1, 2, 2)]
 
 
-class Folder(torch.utils.data.Dataset):
-    """As torchvision's data sets are: an image made when asked for, and an int."""
-
-    def __len__(self) -> int:
-        return 70
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = torch.zeros(1, 8, 8)
-        image[:, 4 * (index % 2) :][:, :4] = 1.0
-        return image, index % 2
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ordinary_torch_data_sets_train(tmp_path: Path, workers: int) -> None:
-    images, labels = zip(*(Folder()[index] for index in range(10)), strict=True)
-    test = torch.utils.data.TensorDataset(torch.stack(images), torch.tensor(labels))
-    splits = data.Splits("mine", Folder(), test, ("a", "b"), in_channels=1, image_size=8)
+    halves = torch.eye(2).repeat(35, 1).repeat_interleave(4, 1)[:, None, :, None].expand(-1, 1, 8, 8).contiguous()
+    train = [(image, index % 2) for index, image in enumerate(halves)]  # pairs, as of torchvision's data sets
+    test = torch.utils.data.TensorDataset(halves[:10], torch.arange(10) % 2)
+    splits = data.Splits("mine", train, test, ("a", "b"), in_channels=1, image_size=8)
     done = run(settings(tmp_path, epochs=1, batch_size=8, data__validation=6, workers=workers), splits=splits)
     assert done.test_accuracy == 1.0 and done.history[-1]["validation_accuracy"] == 1.0
 

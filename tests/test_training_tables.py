@@ -1,9 +1,10 @@
-"""The papers' tables: each is whole, and one of digits is trained, stopped, resumed and collected."""
+"""The papers' recipes and tables: each is whole, and one of digits is trained, stopped, resumed and collected."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,34 @@ import pytest
 import torch
 from stand_ins import RECIPE, network_of
 
-from fastcaps import cli
-from fastcaps.training import recipes, tables
+from fastcaps import cli, models
+from fastcaps.training import SettingError, recipe, recipes, tables
 from fastcaps.training.fields import as_data, flat
+from fastcaps.training.files import read_yaml
 from fastcaps.training.folder import write_settings
+from fastcaps.training.loss import Spread
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_is_whole(name: str) -> None:
+    read = recipe(name)
+    given = recipes.fields_of(name)
+    wanted = {"source", "network", "data", "loss", "metric", "optimizer", "schedule", "epochs", "batch_size"}
+    assert wanted <= set(given)
+    assert read.source is not None and re.search(r" (2017|2018|2019|2020)$", read.source.paper) and read.source.section
+    assert read.config.recipe == name and str(read.config.folder) == f"runs/{name}"
+    with torch.device("meta"):
+        network = network_of(read.config)
+    assert sum(p.numel() for p in network.parameters()) > 10_000
+    assert all(p.is_meta for p in network.parameters())
+    config = models.config(read.config.network.name)
+    if getattr(config, "iterations", None) is not None:  # where a network makes iterations, the recipe says how many
+        assert "iterations" in read.config.network.options
 
 
 @pytest.mark.parametrize("name", tables.names())
 def test_every_table_is_whole(name: str) -> None:
-    """Its rows are recipes that build, in full and short; what is as in the recipe, the recipes' test builds."""
+    """Its rows are recipes that build, in full and short; what is as in the recipe, the test above builds."""
     table = tables.table(name)
     assert re.search(r" (2017|2018|2019|2020)$", table.source.paper) and table.source.section
     full, short = table.lines(Path("runs")), table.lines(Path("runs"), short=True)
@@ -27,7 +47,7 @@ def test_every_table_is_whole(name: str) -> None:
     assert table.short and [line.name for line in full] == [line.name for line in short]
     built = set()
     for line in (*full, *short):
-        config, own = line.config, recipes.recipe(line.row.recipe).config
+        config, own = line.config, recipe(line.row.recipe).config
         assert config.folder == Path("runs") / line.name
         key = (repr(config.network), config.data.name, config.data.crop)
         if (config.network, config.data.name) != (own.network, own.data.name) and key not in built:
@@ -176,41 +196,108 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
     assert "| batch of 6 |" in (out / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("measure: error", "measure: speed", "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory'"),
-        ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
-        ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
-        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it for lines"),
-        ("name: two", "name: ..", "row 'two iterations': name: got '..', want letters"),
+WRONG = {
+    "train --recipe mine.yaml": [
+        ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a valid number"),
+        ("lr: 1e-3", "weight_decy: 1", "optimizer.weight_decy: no such field (did you mean weight_decay?), want one"),
+        ("name: adam, ", "", "optimizer.name: got nothing, want a value"),
+        ("lr: 1e-3", "lr: .nan", "optimizer.lr: got nan, want a finite number"),
+        ("epochs: 2", "epochs: 0", "epochs: got 0, want greater than or equal to 1"),
+        ("epochs: 2", "epochs: {first: 1}", "epochs: got {'first': 1}, want a valid integer"),
+        ("iterations: 2", "iterations: 20000", "network.options.iterations: got 20000, want 10000 or fewer"),
+        ("epochs: 2", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
+        ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
+        ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a valid number"),
+        ("[1/2, 0.75]", "[1/2/4]", "schedule.at[0]: got '1/2/4', want a valid number"),
+        ("name: digits, opt", "name: lstm, opt", "network.name: got 'lstm', want a network of fastcaps train --list"),
+        ("limit: 256", "limit: 256, pad: 2, resize: 9", "data.resize: got 9 and pad 2, want one of them"),
+        ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),
+        ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
+        ("network:", "network: [", "line "),
+        ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
+        ("epochs: 2", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
+        ("epochs: 2", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply"),
     ],
-)
-def test_what_is_wrong_is_told_in_one_line(
-    digits: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+    "reproduce --collect digits.yaml": [
+        ("measure: error", "measure: speed", "measure: got 'speed', want 'error', 'accuracy', 'memory'"),
+        ("paper: 60", "paper: [60, 50]", "rows[0].paper: got 2 numbers, want 1 or none"),
+        ("paper: 60", "papers: 60", "rows[0].papers: no such field (did you mean paper?)"),
+        ("rows:", "draw: lines\nrows:", "over: got None with draw 'lines', want it for lines"),
+    ],
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_what_is_wrong_in_a_file_is_told_in_one_line(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    text = digits.read_text()
-    assert old in text
-    digits.write_text(text.replace(old, new, 1))
-    status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
-    assert status == 2 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
+    monkeypatch.chdir(digits.parent)
+    path = Path(command.split()[-1])
+    text = path.read_text()
+    for old, new, message in WRONG[command]:
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        assert cli.main(command.split()) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"fastcaps {command.split()[0]}: {path}: {message}") and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["", '{"test_accuracy": null}', 2000 * "["])
-def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [*(("result", text) for text in ("", '{"test_accuracy": null}', 2000 * "[")),
+     *(("config", text) for text in ("null", '{"network": 1}', 2000 * "["))],
+)  # fmt: skip
+def test_results_that_cannot_be_read_are_told(
+    digits: Path, capsys: pytest.CaptureFixture[str], file: str, content: str
+) -> None:
     config = tables.table(str(digits)).lines(digits.parent / "out")[0].config
     config.folder.mkdir(parents=True)
     write_settings(config)
-    (config.folder / "result.json").write_text(content)
+    (config.folder / f"{file}.json").write_text(content)
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
-    assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1
+    assert status == 1 and f"one/{file}.json cannot be read" in error and error.count("\n") == 1
 
 
 def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = digits.parent / "out"
     status, _, error = reproduce(capsys, digits, "--row", "three", "--out", out)
     assert status == 2 and "--row: got 'three', want one of one iteration; two iterations" in error and not out.exists()
+    digits.write_text(digits.read_text().replace("name: two", "name: .."))
+    status, _, error = reproduce(capsys, digits, "--out", out)
+    assert status == 2 and "row 'two iterations': name: got '..', want letters" in error
     status, _, error = reproduce(capsys, "sabour-table")
     assert status == 2 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines() if line[0] != " "] == tables.names()
+
+
+def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{base: li-capnet-ce-sgd, optimizer: {lr: 0.5}, loss.name: spread, data.options.seed: 3}")
+    mine, paper = recipe(str(path)), recipe("li-capnet-ce-sgd")
+    assert mine.source is None and not mine.reported and not mine.reading and mine.config.recipe == str(path)
+    assert mine.config.optimizer == replace(paper.config.optimizer, lr=0.5) and mine.config.loss == Spread()
+    assert mine.config.data == replace(paper.config.data, options={"seed": 3})
+    path.write_text(recipes.as_yaml("li-capnet-ce-sgd"))
+    assert replace(recipe(str(path)).config, recipe="") == replace(paper.config, recipe="")
+    for text, message in (
+        ("{base: sabour-mnist, on: 3}", "True: no such field"),
+        ("also: more", "also: got 'more', want a base"),
+        ("base: tsai", "base: got 'tsai', want a recipe"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SettingError, match=re.escape(f"mine.yaml: {message}")):
+            recipe(str(path))
+    with pytest.raises(SettingError, match=r"nowhere\.yaml', want an existing file"):
+        recipe(str(tmp_path / "nowhere.yaml"))
+
+
+def test_recipes_are_listed_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    lines = re.sub(r"\s*\n +", " ", capsys.readouterr().out).splitlines()  # long ones go on below, indented
+    listed = dict(line.rstrip().split(maxsplit=1) for line in lines)
+    assert listed == {name: str(recipe(name).source) for name in recipes.names()}
+    assert cli.main(["recipes", "sabour-mnist"]) == 0
+    assert read_yaml(capsys.readouterr().out) == recipes.fields_of("sabour-mnist")
+    assert cli.main(["recipes", "sabour-mnits"]) == 2
+    assert "recipe: got 'sabour-mnits' (did you mean sabour-mnist?), want" in capsys.readouterr().err

@@ -23,9 +23,6 @@ class DataError(Exception):
 class MissingDataError(DataError, FileNotFoundError):
     """A file or folder of a data set was not found."""
 
-    def __str__(self) -> str:  # OSError would print its errno tuple
-        return str(self.args[0])
-
 
 class CorruptDataError(DataError, ValueError):
     """A file was found, but it is truncated, too long, or of another kind than its name says."""

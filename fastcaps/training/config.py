@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from fastcaps import models
 from fastcaps.checks import did_you_mean
 from fastcaps.training import fields
-from fastcaps.training.fields import SHORT, STRICT, Count, Flag, Index, NotNegative, RunError, Settings
+from fastcaps.training.fields import SHORT, Count, Flag, Index, NotNegative, RunError, Settings
 from fastcaps.training.loss import AnyLoss, CrossEntropy
 from fastcaps.training.optimizer import Adam, AnyOptimizer, AnySchedule, OneCycle
 
@@ -31,7 +30,6 @@ MOST_ITERATIONS = 10_000  # of routing; papers use at most tens
 MOST_PIXELS = 4096  # of padding, or a side of a resized image
 
 
-@dataclass(frozen=True, config=STRICT)
 class Network(Settings):
     """The network; its channels, image size and number of classes follow from the data."""
 
@@ -50,7 +48,6 @@ class Network(Settings):
             raise ValueError(f"options.iterations: got {iterations}, want {MOST_ITERATIONS} or fewer")
 
 
-@dataclass(frozen=True, config=STRICT)
 class Data(Settings):
     """The data, and their augmentation.
 
@@ -85,7 +82,6 @@ class Data(Settings):
             raise ValueError("multi_crop: got true without resize, want the size to which images are resized")
 
 
-@dataclass(frozen=True, config=STRICT)
 class TrainConfig(Settings):
     """All settings of a run; :meth:`of` also takes names, or mappings, for declarations."""
 

@@ -10,7 +10,7 @@ import copy
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from functools import reduce
 from operator import truediv
 from typing import Annotated, Any, TypeVar, get_args
@@ -18,12 +18,12 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import to_jsonable_python
+from typing_extensions import dataclass_transform
 
 from fastcaps.checks import did_you_mean
 
 Kind = TypeVar("Kind")
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-"""Pydantic's configuration for all settings."""
 MOST_COUNT = 2**31 - 1
 """The maximum of epochs, images per step, runs and steps between checkpoints."""
 
@@ -57,9 +57,13 @@ CHOICE = Field(discriminator="name")
 """For several kinds of declaration, chosen by name."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, config=STRICT)
 class Settings:
-    """The base of declarations; an unknown field raises an error with the known ones."""
+    """The base of declarations, which are frozen dataclasses; an unknown field raises an error with the known ones."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, config=STRICT)(cls)
 
     @model_validator(mode="before")
     @classmethod

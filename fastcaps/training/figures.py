@@ -37,8 +37,7 @@ class Trained:
 
     def images(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the first test images ``[count, channels, H, W]``, and their labels ``[count]``."""
-        images, labels = self.splits.test.batch(slice(0, count))
-        return images, labels
+        return self.splits.test.batch(slice(0, count))
 
 
 def load(config: TrainConfig, label: str = "") -> Trained:

@@ -12,12 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, shape_text
 from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss
-from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Settings, Share
+from fastcaps.training.fields import CHOICE, SHORT, Flag, NotNegative, Number, Settings, Share
 
 
 class Batch(NamedTuple):
@@ -65,7 +64,6 @@ def _require_labels(what: str, target: Tensor) -> None:
         raise ValueError(f"{what} needs one class per sample, got {target.dtype} targets {shape_text(target)}")
 
 
-@dataclass(frozen=True, config=STRICT)
 class CrossEntropy(Loss):
     """Softmax and cross-entropy, of labels or class probabilities."""
 
@@ -83,7 +81,6 @@ class CrossEntropy(Loss):
         return logits.softmax(-1).mean(1).log()
 
 
-@dataclass(frozen=True, config=STRICT)
 class BinaryCrossEntropy(Loss):
     """Binary cross-entropy of each class, averaged over samples and classes."""
 
@@ -106,7 +103,6 @@ class BinaryCrossEntropy(Loss):
         return logits.mean(1) if self.probabilities else logits.sigmoid().mean(1).logit()
 
 
-@dataclass(frozen=True, config=STRICT)
 class Margin(Loss):
     """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and reconstruction loss.
 
@@ -155,7 +151,6 @@ class Margin(Loss):
         return logits, missed
 
 
-@dataclass(frozen=True, config=STRICT)
 class Spread(Loss):
     """Spread loss (Hinton et al. 2018) of the class capsules' activations, with a linearly growing margin."""
 
@@ -165,16 +160,11 @@ class Spread(Loss):
     name: Literal["spread"] = "spread"
     threshold: ClassVar[float] = 0.5
 
-    def margin(self, done: float) -> float:
-        """Return the margin when this fraction of the run is done."""
-        return self.start + min(done / self.over, 1.0) * (self.end - self.start)
-
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         _require_labels("loss: spread", target)
-        return spread_loss(logits, target, self.margin(done))
+        return spread_loss(logits, target, self.start + min(done / self.over, 1.0) * (self.end - self.start))
 
 
-@dataclass(frozen=True, config=STRICT)
 class Feedback(Loss):
     """The loss of a network with feedback units (Li et al. 2018): a base loss, and the divergences between layers."""
 

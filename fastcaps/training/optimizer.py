@@ -13,10 +13,9 @@ from dataclasses import asdict
 from typing import Annotated, Literal
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import nn
 
-from fastcaps.training.fields import CHOICE, SHORT, STRICT, Count, Flag, NotNegative, Positive, Settings, Share
+from fastcaps.training.fields import CHOICE, SHORT, Count, Flag, NotNegative, Positive, Settings, Share
 
 TORCH = {
     "adam": torch.optim.Adam,
@@ -36,7 +35,6 @@ class Optimizer(Settings):
         return TORCH[settings.pop("name")](parameters, **settings)
 
 
-@dataclass(frozen=True, config=STRICT)
 class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015), AdamW and RAdam (Liu et al. 2019)."""
 
@@ -47,7 +45,6 @@ class Adam(Optimizer):
     name: Literal["adam", "adamw", "radam"] = "adam"
 
 
-@dataclass(frozen=True, config=STRICT)
 class RMSProp(Optimizer):
     """RMSProp."""
 
@@ -59,7 +56,6 @@ class RMSProp(Optimizer):
     name: Literal["rmsprop"] = "rmsprop"
 
 
-@dataclass(frozen=True, config=STRICT)
 class SGD(Optimizer):
     """Stochastic gradient descent."""
 
@@ -77,7 +73,6 @@ class SGD(Optimizer):
 AnyOptimizer = Annotated[Adam | RMSProp | SGD, CHOICE, SHORT]
 
 
-@dataclass(frozen=True, config=STRICT)
 class Schedule(Settings):
     """The base of schedules."""
 
@@ -99,14 +94,12 @@ class Schedule(Settings):
         return self.after_warmup(done, step)
 
 
-@dataclass(frozen=True, config=STRICT)
 class Constant(Schedule):
     """The optimiser's rate, after the warm-up."""
 
     name: Literal["constant"] = "constant"
 
 
-@dataclass(frozen=True, config=STRICT)
 class Cosine(Schedule):
     """Half a cosine from the end of the warm-up down to ``end``, a fraction of the optimiser's rate."""
 
@@ -118,7 +111,6 @@ class Cosine(Schedule):
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-@dataclass(frozen=True, config=STRICT)
 class OneCycle(Cosine):
     """A cosine after a warm-up of a fifth of the run."""
 
@@ -127,7 +119,6 @@ class OneCycle(Cosine):
     name: Literal["one-cycle"] = "one-cycle"  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, config=STRICT)
 class Milestones(Schedule):
     """A factor ``gamma`` at each milestone, a fraction of the run; by default Tsai et al.'s, 150 and 250 of 350."""
 
@@ -139,7 +130,6 @@ class Milestones(Schedule):
         return self.gamma ** sum(done >= share for share in self.at)
 
 
-@dataclass(frozen=True, config=STRICT)
 class Exponential(Schedule):
     """A factor ``gamma`` after every ``every`` steps; without ``stairs`` the rate falls smoothly."""
 

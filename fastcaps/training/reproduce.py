@@ -136,12 +136,10 @@ def short_settings(table: Table, lines: Sequence[Line]) -> dict[str, tuple[Any, 
     value is None if rows differ in it.
     """
     named = [path for line in lines for path in {**table.short, **line.row.short}]
-    full = {line.name: line.config for line in table.lines(Path())}
     found: dict[str, list[tuple[Any, Any]]] = {path: [] for path in named}
-    for line in lines:
-        whole = full[line.name]
-        both = flat(as_data(whole)).keys() & flat(as_data(line.config)).keys()  # names imply fields that one has
-        for path, values in differences(whole, line.config).items():
+    for whole, line in zip(table.lines(Path()), lines, strict=True):
+        both = flat(as_data(whole.config)).keys() & flat(as_data(line.config)).keys()  # names imply fields of one alone
+        for path, values in differences(whole.config, line.config).items():
             if path in named or path in both:
                 found.setdefault(path, []).append(values)
     return {

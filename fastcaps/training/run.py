@@ -182,11 +182,8 @@ def train(
         network = module.network.cpu()
         epoch = len(history) if data.validation is None else load_weights(network, out)
         result = _result(config, network, history, epoch, is_main)
-        best: dict[str, Any] = {}
-        if result.best_epoch is not None:
-            accuracy = history[result.best_epoch - 1]["validation_accuracy"]
-            best = {"best_epoch": result.best_epoch, "validation_accuracy": accuracy}
         if is_main:
+            accuracy = history[epoch - 1].get("validation_accuracy")  # if images were held out
             _write_result(
                 config,
                 test_accuracy=result.test_accuracy,
@@ -195,7 +192,7 @@ def train(
                 seconds_this_call=time.perf_counter() - began,
                 parameters=sum(p.numel() for p in network.parameters()),
                 seed=config.seed,
-                **best,
+                **({} if accuracy is None else {"best_epoch": epoch, "validation_accuracy": accuracy}),
             )
     return result
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic.dataclasses import dataclass
 
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import STRICT, SettingError, Settings, read
+from fastcaps.training.fields import SettingError, Settings, read
 from fastcaps.training.files import TOLD, Shelf
 
 SHELF = Shelf(Path(__file__).parent, "recipe", "recipes")
 
 
-@dataclass(frozen=True, config=STRICT)
 class Source(Settings):
     """The source of an experiment."""
 
@@ -34,7 +32,6 @@ class Source(Settings):
         return ", ".join(filter(None, (self.paper, f"section {self.section}" if self.section else "", self.table)))
 
 
-@dataclass(frozen=True, config=STRICT)
 class Recipe(Settings):
     """An experiment of a paper."""
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
-from pydantic.dataclasses import dataclass
 
 from fastcaps.training import recipes
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import STRICT, Flag, Number, SettingError, Settings, read, wrong
+from fastcaps.training.fields import Flag, Number, SettingError, Settings, read, wrong
 from fastcaps.training.files import Shelf
 from fastcaps.training.recipes import Source
 
@@ -27,7 +26,6 @@ COSTS = ("memory", "time")
 """Measures of a training step, which need no training."""
 
 
-@dataclass(frozen=True, config=STRICT)
 class Over(Settings):
     """The setting that a figure varies: each row has a run for each of its values."""
 
@@ -39,7 +37,6 @@ class Over(Settings):
 Numbers = Annotated[tuple[Number, ...], BeforeValidator(lambda got: got if isinstance(got, list | tuple) else (got,))]
 
 
-@dataclass(frozen=True, config=STRICT)
 class Row(Settings):
     """A row of a table, or a line of a figure."""
 
@@ -54,7 +51,6 @@ class Row(Settings):
     eager: Flag = False  # whether memory and time are measured in plain PyTorch, whose autograd stores the votes
 
 
-@dataclass(frozen=True, config=STRICT)
 class Line(Settings):
     """A line of a table: a row, at one value of a varied setting."""
 
@@ -91,7 +87,6 @@ class Line(Settings):
         return None if self.mean is None or self.paper is None else self.mean - self.paper
 
 
-@dataclass(frozen=True, config=STRICT)
 class Table(Settings):
     """A table or a figure of a paper.
 
