@@ -27,7 +27,7 @@ def at_places(x: Tensor, places: tuple[int, ...], of_children: bool) -> Tensor:
 @pytest.mark.parametrize("block", [1, 2, None])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_verbs_of_made_votes(places: tuple[int, ...], block: int | None) -> None:
-    case = Case(batch=4, types=5, groups=5, bias="IM")
+    case = Case(batch=4, types=5, bias="IM")
     given = {k: at_places(x, places, k == "r") if k in ("parents", "p", "r") else x for k, x in case.leaves().items()}
     votes = made(given, places, block)
     assert votes.coefficients_shape == given["r"].shape and votes.parents_shape == given["parents"].shape
@@ -61,7 +61,7 @@ def test_routings_of_made_votes(routing: Routing, places: tuple[int, ...], block
 
 def test_random_votes_are_the_same_in_every_verb() -> None:
     """On the way back too; and the generator moves on once, by what the blocks draw."""
-    given = {k: x.requires_grad_() for k, x in Case(types=5, groups=5, batch=4).leaves().items()}
+    given = {k: x.requires_grad_() for k, x in Case(types=5, batch=4).leaves().items()}
     kept: dict[Any, list[Tensor]] = {}
 
     def dropped(x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def test_a_convolution_makes_votes_of_an_empty_batch() -> None:
 @pytest.mark.parametrize("verb", ["agreement", "distance", "sum", "square_sum"])
 def test_a_change_in_place_is_found_by_autograd(verb: str) -> None:
     """Of what a verb used beside the votes, which are made again on the way back."""
-    given = {k: x.requires_grad_() for k, x in Case(types=5, groups=5).leaves().items()}
+    given = {k: x.requires_grad_() for k, x in Case(types=5).leaves().items()}
     x = 1 * given["r" if "sum" in verb else "parents"]
     found = getattr(made(given, (2,), 2), verb)(x, *[0.0] * (verb == "square_sum"))
     with torch.no_grad():

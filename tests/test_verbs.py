@@ -129,7 +129,7 @@ def test_the_sizes_of_votes() -> None:
     told = "coefficients=[2, 3, 5, 12, 3], parents=[2, 3, 3, 5, 2, 2], dtype=torch.float64, device=cpu"
     assert repr(votes) == f"Votes({told})"
     assert (votes.dtype, votes.device) == (torch.float64, torch.device("cpu"))
-    assert torch.equal(votes.present.expand(2, -1, -1, -1), case.votes(Stored, given).there[..., 0] > 0)
+    assert torch.equal(votes.present.expand(2, -1, -1, -1), ~case.votes(Stored, given).absent[..., 0])
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
     assert own.present.all() and own.present.shape == (1, 3)
 
@@ -160,11 +160,11 @@ def test_fold_is_the_adjoint_of_unfold(more: tuple[int, ...]) -> None:
 
 LARGE: dict[str, Any] = {"types": 8, "grid": (9, 9), "window": Window(3, 2), "parents": 12, "pose": (4, 4, 4)}
 MANY = {
-    "own": Case(types=96, groups=96, parents=24, pose=(4, 4, 4)),
+    "own": Case(types=96, parents=24, pose=(4, 4, 4)),
     "two-for-each-matrix": Case(types=96, groups=48, parents=24, pose=(4, 4, 4)),
     "no-matrix": Case(types=96, groups=0, parents=24, pose=(4, 4, 4), bias="1M"),
     "one-matrix": Case(types=96, groups=1, parents=24, pose=(4, 4, 4), expanded=True),
-    "grid": Case(**LARGE, groups=72, batch=4),
+    "grid": Case(**LARGE, batch=4),
     "patches": Case(**{**LARGE, "window": Window(3, 3)}, groups=8, batch=8),
 }
 
