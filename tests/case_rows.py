@@ -184,6 +184,9 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
             make("rows", batch=17, types=2, parents=5, pose=(1, 64, 64), gate="some"),
             # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
+            # two groups of 45 positions: the last lanes of the first are nobody's, not the second's
+            make("groups-of-samples", batch=10, grid=(5, 5), types=1, parents=8, pose=(4, 4, 4), start=False,
+                 window=(3, 3, 1, 1, 0, 0, 1, 1)),
         ),
         # too many children to stay: every range waits for the iteration before, and reads its parents
         make("ranges-of-iterations", batch=2, types=300, parents=8, pose=(4, 4, 4), iterations=3),
@@ -251,6 +254,9 @@ _ATTENTION = (
 _ATTENTION_LANES = (
     *_lanes(_norm),
     *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
+    # a gradient that hundreds of children share: added child by child it would err by several times the limit
+    _norm("shared-bias", batch=1, types=800, pose=(4, 4, 4), bias="11", start=False),
+    _norm("shared-bias-M", batch=1, types=800, bias="1M", start=False),
     # weights that act on the parents instead of on the children
     _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", iterations=3),
     _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", iterations=2, gate="some"),
@@ -307,6 +313,7 @@ _GAUSSIAN_LANES = (
     *_lanes(_heinsen),
     _heinsen("1x64-1x2", batch=17, types=3, parents=17, pose=(1, 64, 2), groups="one", iterations=2),
     _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), iterations=2),
+    _heinsen("shared-betas", batch=7, types=500, parents=5, pose=(1, 2, 2), groups="one"),
 )
 
 ATTENTION = Table(

@@ -208,9 +208,14 @@ def number(results: Mapping[str, Tensor]) -> Tensor:
     return total
 
 
-def training(routing: Routing, leaves: Leaves, window: Window | None = None) -> Leaves:
-    """Return results, and the gradients of :func:`number` of them, by name."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
-    found = routing.ours(leaves, window)
-    gradients = torch.autograd.grad(number(found), list(leaves.values()), materialize_grads=True, allow_unused=True)
+def with_gradients(found: Leaves, leaves: Leaves, **options: bool) -> Leaves:
+    """Return results and the gradients of :func:`number` of them, by name."""
+    given = list(leaves.values())
+    gradients = torch.autograd.grad(number(found), given, materialize_grads=True, allow_unused=True, **options)
     return found | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def training(routing: Routing, leaves: Leaves, window: Window | None = None) -> Leaves:
+    """Return a routing's results and gradients by name."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
+    return with_gradients(routing.ours(leaves, window), leaves)

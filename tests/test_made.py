@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from features import ROUTINGS, Leaves, Routing, close, number, training
+from features import ROUTINGS, Leaves, Routing, close, number, training, with_gradients
 from stored_votes import Case, Stored, derivatives, made, verbs
 from torch import Tensor
 
@@ -54,9 +54,7 @@ def test_routings_of_made_votes(routing: Routing, places: tuple[int, ...], block
     result = routing.function(made(leaves, places, block), **placed, **routing.settings, return_coefficients=True)
     close({"r": result.coefficients.flatten(0, flat)}, {"r": routing.ours(given, coefficients=True)["coefficients"]})
     found = {name: getattr(result, name).movedim(1, flat + 1).flatten(0, flat) for name in routing.results}
-    every = list(leaves.values())
-    gradients = torch.autograd.grad(number(found), every, materialize_grads=True, allow_unused=True)
-    close(found | {f"d{k}": x for k, x in zip(leaves, gradients, strict=True)}, training(routing, given))
+    close(with_gradients(found, leaves), training(routing, given))
 
 
 def test_random_votes_are_the_same_in_every_verb() -> None:

@@ -12,7 +12,7 @@ from cases import apart, on_device
 from features import Leaves
 from stored_votes import OPS, PADDED, PULLS, Case, Tensors, op_formulas, op_results
 from torch import Tensor
-from triton_cases import DEVICE, TINY, WIDE, compiled_here, hold_compiled, interpret, launches
+from triton_cases import DEVICE, FAR, TINY, WIDE, compiled_here, hold_compiled, interpret, launches
 
 from fastcaps import Window
 from fastcaps._testing.judge import Bar
@@ -102,9 +102,6 @@ def test_nan_stays_where_it_went_in() -> None:
     tensors[0][0, 1, 1, 0, 0, 0] = torch.nan
     tensors[3][1, 0, 1, 2, 1] = torch.nan
     hold(case, tensors)
-
-
-FAR = 1 << 30
 
 
 def near_and_far() -> list[list[Tensor]]:
