@@ -20,10 +20,10 @@ Row = dict[str, Any]
 Item = tuple[str, Any]
 
 
-def pairs_of(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> dict[tuple[Item, Item], None]:
+def pairs_of(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> dict[frozenset[Item], None]:
     """Return all pairs of values of two factors that may stand in one row, in order."""
     return {
-        ((first, one), (second, other)): None
+        frozenset(((first, one), (second, other))): None
         for first, second in combinations(factors, 2)
         for one in factors[first]
         for other in factors[second]
@@ -50,20 +50,16 @@ def rows_covering(
     draw = random.Random(seed)
     possible = pairs_of(factors, allowed)
     missing = dict(possible)
-    order = {name: k for k, name in enumerate(factors)}
     rows: list[Row] = []
 
-    def pair(one: Item, other: Item) -> tuple[Item, Item]:
-        return (one, other) if order[one[0]] < order[other[0]] else (other, one)
-
-    def attempt(start: tuple[Item, Item]) -> tuple[int, Row] | None:
+    def attempt(start: frozenset[Item]) -> tuple[int, Row] | None:
         row, score = dict(start), 1
         rest = [name for name in factors if name not in row]
         draw.shuffle(rest)
         for name in rest:
             best, value = -1, None
             for candidate in draw.sample(factors[name], len(factors[name])):
-                met = [pair((name, candidate), item) for item in row.items()]
+                met = [frozenset(((name, candidate), item)) for item in row.items()]
                 if all(one in possible for one in met):
                     best, value = max(
                         (best, value), (sum(one in missing for one in met), candidate), key=lambda p: p[0]
@@ -81,7 +77,7 @@ def rows_covering(
         row = max(made, key=lambda found: found[0])[1]
         rows.append({name: row[name] for name in factors})
         for one in combinations(rows[-1].items(), 2):
-            missing.pop(one, None)
+            missing.pop(frozenset(one), None)
     return rows
 
 

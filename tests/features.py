@@ -23,34 +23,6 @@ Leaves = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """B, the children's types of a set or of each position of a grid, its height and width, M, C, D and E."""
-
-    batch: int = 3
-    types: int = 5
-    grid: tuple[int, ...] = ()
-    parents: int = 3
-    pose: tuple[int, int, int] = (2, 3, 5)
-
-    def shapes(self, window: Window | None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that a routing function can be given."""
-        rows, depth, columns = self.pose
-        count = self.types * (1 if window is None else window.positions)
-        size = () if window is None else window.output_size(*self.grid)
-        table = (count, self.parents)
-        return {
-            "children": (self.batch, self.types, *self.grid, rows, depth),
-            "weight": (*table, depth, columns),
-            "bias": (*table, rows, columns),
-            **dict.fromkeys(("gate", "activations", "scores"), (self.batch, self.types, *self.grid)),
-            "parents": (self.batch, self.parents, *size, rows, columns),
-            **dict.fromkeys(("norm_weight", "norm_bias"), (rows * columns,)),
-            **dict.fromkeys(("beta_u", "beta_a"), (self.parents,)),
-            **dict.fromkeys(("beta_use", "beta_ignore", "prior"), table),
-        }
-
-
-@dataclass(frozen=True)
 class Routing:
     """A public function with some settings.
 
@@ -87,14 +59,26 @@ class Routing:
         dtype: torch.dtype = torch.float64,
         batch: int = 3,
         seed: int = 7,
-        **sizes: Any,
+        types: int | None = None,
+        grid: tuple[int, ...] = (4, 5),
+        parents: int = 3,
+        pose: tuple[int, int, int] = (2, 3, 5),
     ) -> Leaves:
-        """Return its tensors, drawn anew but always the same."""
-        some = {"types": 2, "grid": (4, 5), **sizes} if window is not None else {**sizes, "grid": ()}
-        if "weight" not in self.leaves:
-            rows, depth, _ = some.get("pose", (2, 3, 3))
-            some["pose"] = rows, depth, depth
-        shapes = Sizes(batch, **some).shapes(window)
+        """Return its tensors, drawn anew but always the same; ``grid`` counts with a window alone."""
+        types = types or (5 if window is None else 2)
+        rows, depth, columns = pose if "weight" in self.leaves else (*pose[:2], pose[1])
+        places = () if window is None else grid
+        table = (types * (1 if window is None else window.positions), parents)
+        shapes = {
+            "children": (batch, types, *places, rows, depth),
+            "weight": (*table, depth, columns),
+            "bias": (*table, rows, columns),
+            **dict.fromkeys(("gate", "activations", "scores"), (batch, types, *places)),
+            "parents": (batch, parents, *(window.output_size(*grid) if window else ()), rows, columns),
+            **dict.fromkeys(("norm_weight", "norm_bias"), (rows * columns,)),
+            **dict.fromkeys(("beta_u", "beta_a"), (parents,)),
+            **dict.fromkeys(("beta_use", "beta_ignore", "prior"), table),
+        }
         draw = torch.Generator().manual_seed(seed)
         given = {name: torch.randn(shapes[name], generator=draw, dtype=torch.float64) for name in self.leaves}
         if self.child in given and self.child != "scores":  # which are logits
