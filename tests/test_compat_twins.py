@@ -32,7 +32,8 @@ FOUR = ("in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules")
 MATRIX = {**dict(zip(FOUR, (12, 9, 5, 9), strict=True)), "matrix_pose": True, "dp": 0}
 VECTOR = {**MATRIX, "in_d_capsules": 3, "out_d_capsules": 4, "matrix_pose": False}
 WINDOW = {"in_n_capsules": 3, "kernel_size": 3, "stride": 2}
-GRAM_AI = {"num_capsules": 5, "num_route_nodes": 12, "in_channels": 3, "out_channels": 4}
+DIGITS = {"num_capsules": 5, "in_channels": 3, "out_channels": 4}
+GRAM_AI = {"num_route_nodes": 12, **DIGITS}
 BIELSKI = {"input_caps": 12, "input_dim": 3, "output_caps": 5, "output_dim": 4}
 SHARED = {"B": 3, "C": 4, "K": 1, "P": 2, "stride": 1, "w_shared": True}
 HEINSEN = {"n_inp": 6, "n_out": 3, "d_cov": 2, "d_inp": 3, "d_out": 4}
@@ -56,8 +57,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
     "dense": (DenseCapsule, dict(zip(DenseCapsule._known_by, (6, 3, 4, 5, 3), strict=True)), [(3, 6, 3)]),
     "dense-one-parent": (DenseCapsule, dict(zip(DenseCapsule._known_by, (5, 4, 1, 1, 1), strict=True)), [(3, 5, 4)]),
     "havir": (compat.RoutingCapsules, HAVIR, [(2, 12, 3)]),
-    "cezannec": (compat.DigitCaps, dict(zip(("num_capsules", "previous_layer_nodes", "in_channels", "out_channels"),
-                                            (5, 12, 3, 4), strict=True)), [(2, 12, 3)]),
+    "cezannec": (compat.DigitCaps, {"previous_layer_nodes": 12, **DIGITS}, [(2, 12, 3)]),
     "gram-ai": (CapsuleLayer, {**GRAM_AI, "num_iterations": 2}, [(2, 12, 3)]),
     "gram-ai-learned": (CapsuleLayer, {**GRAM_AI, "learned_logits": True}, [(2, 12, 3)]),
     "bielski": (CapsLayer, {**BIELSKI, "routing_module": (12, 5, 2)}, [(2, 12, 3)]),
@@ -66,11 +66,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
     "heinsen": (GenerativeMatrixRouting, {**HEINSEN, "eps": 1e-2, "n_iters": 4, "return_dict": True}, POSES),
     "heinsen-variable": (GenerativeMatrixRouting, {**HEINSEN, "n_inp": -1}, [(2, 3, 6), (2, 3, 6, 2, 3)]),
     "heinsen-skm": (GenerativeMatrixRouting, {**HEINSEN, "p_model": "skm", "return_dict": True}, POSES),
-    "higgsfield": (batch_averaged.DigitCaps, dict(zip(("num_capsules", "num_routes", "in_channels", "out_channels"),
-                                                      (5, 12, 3, 4), strict=True)), [(3, 12, 3)]),
-    "timomernick": (batch_averaged.CapsuleLayer, dict(zip(("in_units", "in_channels", "num_units", "unit_size",
-                                                           "use_routing"), (3, 12, 5, 4, True), strict=True)),
-                       [(3, 3, 12)]),
+    "higgsfield": (batch_averaged.DigitCaps, {"num_routes": 12, **DIGITS}, [(3, 12, 3)]),
+    "timomernick": (batch_averaged.CapsuleLayer, {"in_units": 3, "in_channels": 12, "num_units": 5, "unit_size": 4,
+                                                  "use_routing": True}, [(3, 3, 12)]),
     "cedrickchee": (batch_averaged.RoutedCapsuleLayer, {**AVERAGED, "num_routing": 2, "cuda_enabled": False},
                     [(3, 3, 12)]),
     "slim2": (compat.ConvSlimCapsule2D, SLIM, [(2, 3, 5, 7, 6)]),

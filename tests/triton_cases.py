@@ -107,12 +107,6 @@ def kernels(name: str, **limits: Any) -> Callable[..., Any]:
     return run
 
 
-def forward_of(routing: Routing, case: Case, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
-    """Return the results of one iteration by name."""
-    call = routing.call(replace(case, iterations=1))
-    return call.forward(kernels(routing.name, **limits), options)
-
-
 def backward_of(routing: Routing, back: BackwardCall, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of a call by name."""
     return back.results(kernels(f"{routing.name}_backward", **limits), options)
@@ -122,9 +116,9 @@ def check(routing: Routing, case: Case, options: int = 0, **limits: Any) -> None
     """Hold one iteration's results, and the gradients of all iterations, to the bar."""
     # the interpreter multiplies in float32, and three products keep its rule
     tf32 = options & 6 == 2 and DEVICE == "cuda" and case.dtype == torch.float32
-    routing.bar(replace(case, iterations=1), tf32=tf32, training=False).hold(
-        forward_of(routing, case, options, **limits)
-    )
+    one = replace(case, iterations=1)
+    found = routing.call(one).forward(kernels(routing.name, **limits), options)
+    routing.bar(one, tf32=tf32, training=False).hold(found)
     routing.backward_bar(case, tf32=tf32).hold(backward_of(routing, routing.backward_call(case), options, **limits))
 
 
