@@ -37,15 +37,8 @@ def rows_covering(
     """Return rows in which every allowed pair of values occurs, few of them, always the same.
 
     Greedy: a row begins with a pair that no row has yet, and takes for one factor after the other, in random order,
-    the value that meets the most such pairs; of a few rows made so the best is kept.
-
-    Parameters
-    ----------
-    factors : mapping
-        The values of every factor.
-    allowed : callable
-        Whether some values, by factor, may stand in one row. It must be a rule of pairs: a row of which every pair is
-        allowed is allowed.
+    the value that meets the most such pairs; of a few rows made so the best is kept. ``allowed`` says whether some
+    values, by factor, may be in one row. It must be a rule of pairs: a row of which every pair is allowed is allowed.
     """
     draw = random.Random(seed)
     possible = pairs_of(factors, allowed)
@@ -109,28 +102,14 @@ def allowed(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The cases of a routing.
+    """The cases of a routing."""
 
-    Attributes
-    ----------
-    rules
-        Fields of a case, by a name for them: which rule, and what goes with it.
-    factors
-        The values of each factor, that of ``how``, a name of ``rules``, among them.
-    seed
-        Of the covering array.
-    make
-        Returns a case of the rule that most rows have, by its name and fields.
-    named, lanes
-        Rows for the paths of all schedules, and for what hurt once; rows for paths that the CPU's schedule alone has.
-    """
-
-    rules: dict[str, dict[str, Any]]
-    factors: dict[str, list[Any]]
-    seed: int
-    make: Callable[..., Case]
-    named: tuple[Case, ...]
-    lanes: tuple[Case, ...]
+    rules: dict[str, dict[str, Any]]  # fields of a case, by a name for them: which rule, and what goes with it
+    factors: dict[str, list[Any]]  # the values of each factor; those of ``how`` are the names of ``rules``
+    seed: int  # of the covering array
+    make: Callable[..., Case]  # makes a case of the rule that most rows have, by its name and fields
+    named: tuple[Case, ...]  # rows for the paths of all schedules, and for what hurt once
+    lanes: tuple[Case, ...]  # rows for paths that the CPU's schedule alone has
 
     def __post_init__(self) -> None:
         self.factors["how"] = list(self.rules)

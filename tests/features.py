@@ -24,25 +24,19 @@ Leaves = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Routing:
-    """A public function with some settings.
-
-    ``leaves``: the tensors that it is given, of which ``child`` has a number for each child. ``results``: the parts of
-    what it returns. ``iterations``: how often its votes are read; ``first``: whether the first has no query and no
-    state; ``moments``: the sums over the votes of an iteration. ``library``: whether the library may run the first
-    iteration; ``ops``: the calls of an op.
-    """
+    """A public function with some settings."""
 
     name: str
     function: Callable[..., Any]
-    leaves: tuple[str, ...]
+    leaves: tuple[str, ...]  # the tensors that it is given
     settings: Mapping[str, Any]
-    child: str = "gate"
-    results: tuple[str, ...] = ("poses",)
-    iterations: int = 3
-    first: bool = True
-    moments: int = 1
-    library: bool = False
-    ops: int = 1
+    child: str = "gate"  # the leaf that has a number for each child
+    results: tuple[str, ...] = ("poses",)  # the parts of what it returns
+    iterations: int = 3  # how often its votes are read
+    first: bool = True  # whether the first iteration has no query and no state
+    moments: int = 1  # the sums over the votes of an iteration
+    library: bool = False  # whether the library may run the first iteration
+    ops: int = 1  # the calls of an op
 
     def __str__(self) -> str:
         return self.name

@@ -106,34 +106,17 @@ def _gaussian_next(given: Given, results: Given, state: Given) -> Given:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One routing op and its backward: what the border (:class:`fastcaps.ops.Routing`) does not say of them itself.
+    """One routing op and its backward: what the border (:class:`fastcaps.ops.Routing`) does not say of them itself."""
 
-    Attributes
-    ----------
-    border
-        What the functions call, which defines the op and its backward.
-    table
-        Its cases.
-    rest, following, loop
-        The arguments beside the votes; the next iteration's state, from the results and the state of one; all
-        iterations of one position over its stored votes.
-    folds, rounds
-        Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
-    rounded
-        The history that has the dtype of the children.
-    absent
-        What a backward is not given, by rule.
-    """
-
-    border: ops.Routing
-    table: case_rows.Table
-    rest: Callable[[Case, int], Given]
-    following: Callable[[Given, Given, Given], Given]
-    loop: Callable[..., Given]
-    folds: bool = False
-    rounds: bool = False
-    rounded: tuple[str, ...] = ()
-    absent: Mapping[Rule, tuple[str, ...]] = field(default_factory=dict)
+    border: ops.Routing  # what the functions call, which defines the op and its backward
+    table: case_rows.Table  # its cases
+    rest: Callable[[Case, int], Given]  # the arguments beside the votes
+    following: Callable[[Given, Given, Given], Given]  # the next iteration's state, from the results and state of one
+    loop: Callable[..., Given]  # all iterations of one position over its stored votes
+    folds: bool = False  # whether matrices may act on the parents, on the CPU
+    rounds: bool = False  # whether there are kernels for tensor cores, on a GPU
+    rounded: tuple[str, ...] = ()  # the history that has the dtype of the children
+    absent: Mapping[Rule, tuple[str, ...]] = field(default_factory=dict)  # what a backward is not given, by rule
 
     def __str__(self) -> str:
         return self.stem
