@@ -121,30 +121,15 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def seen(self) -> int:
-        """I."""
-        return self.window[0] * self.window[1] * self.types
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The shape of a number for every parent, ``[B, Ho, Wo, M]``."""
-        return (self.batch, *output_size(self.window, *self.grid), self.parents)
-
-    @property
-    def poses(self) -> tuple[int, ...]:
-        """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]``."""
-        return (*self.numbers, self.pose[0], self.pose[2])
-
-    @property
-    def products(self) -> int:
-        """The multiply-adds of the votes of all iterations."""
-        return math.prod((*self.numbers, self.seen, *self.pose, self.iterations))
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The accumulation dtype."""
-        return torch.promote_types(self.dtype, torch.float32)
+    seen = property(lambda self: self.window[0] * self.window[1] * self.types)  # I
+    # the shapes of a number for every parent, [B, Ho, Wo, M], and of the parents' poses, [B, Ho, Wo, M, C, E]
+    numbers = property(lambda self: (self.batch, *output_size(self.window, *self.grid), self.parents))
+    poses = property(lambda self: (*self.numbers, self.pose[0], self.pose[2]))
+    # the multiply-adds of the votes of all iterations
+    products = property(lambda self: math.prod((*self.numbers, self.seen, *self.pose, self.iterations)))
+    wide = property(lambda self: torch.promote_types(self.dtype, torch.float32))  # the accumulation dtype
+    # the scale of the logits
+    factor = property(lambda self: (self.pose[0] * self.pose[2]) ** -0.5 if self.scale is None else self.scale)
 
     def generator(self, seed: int) -> Callable[..., Tensor]:
         """Return a function that draws tensors of the call's dtype (or ``dtype``) one after the other.
@@ -189,11 +174,6 @@ class Case:
             "parents": self.parents,
             "window": list(self.window),
         }
-
-    @property
-    def factor(self) -> float:
-        """The scale of the logits."""
-        return (self.pose[0] * self.pose[2]) ** -0.5 if self.scale is None else self.scale
 
     def arranged(self, tensor: Tensor | None) -> Tensor | None:
         """Return a tensor as it lies in memory in this call."""
