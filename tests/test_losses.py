@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from suite import refusals
 
 from fastcaps.losses import ReconstructionDecoder, length, margin_loss, reconstruction_loss, spread_loss, spread_margin
 from fastcaps.vectors import squash, unit
@@ -140,23 +141,20 @@ def test_unit_vectors_of_every_length(dtype: torch.dtype) -> None:
         torch.testing.assert_close(unit(vectors), torch.full((2, 16), 0.25, dtype=dtype))
 
 
-def test_errors_name_the_argument() -> None:
-    decoder = ReconstructionDecoder(3, 4, (5,))
-    for error, named, call in (
-        (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
-        (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
-        (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
-        (ValueError, r"target must be \[2, 3\] to fit the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
-        (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
-        (ValueError, "target must hold classes from 0 to 2, got 3", lambda: margin_loss(LENGTHS, LABELS + 1)),
-        (ValueError, "target must hold classes from 0 to 2, got -1", lambda: spread_loss(LENGTHS, LABELS - 1, 0.2)),
-        (ValueError, "target must hold classes from 0 to 2, got 3", lambda: decoder(torch.ones(2, 3, 4), LABELS + 3)),
-        (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
-        (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
-        (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
-        (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
-        (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
-        (ValueError, r"capsules must be \[B, 3, 4\]", lambda: decoder(torch.ones(2, 4, 3))),
-    ):
-        with pytest.raises(error, match=named):
-            call()
+DECODER = ReconstructionDecoder(3, 4, (5,))
+test_errors_name_the_argument = refusals(
+    (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
+    (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
+    (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
+    (ValueError, r"target must be \[2, 3\] to fit the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
+    (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
+    (ValueError, "target must hold classes from 0 to 2, got 3", lambda: margin_loss(LENGTHS, LABELS + 1)),
+    (ValueError, "target must hold classes from 0 to 2, got -1", lambda: spread_loss(LENGTHS, LABELS - 1, 0.2)),
+    (ValueError, "target must hold classes from 0 to 2, got 3", lambda: DECODER(torch.ones(2, 3, 4), LABELS + 3)),
+    (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
+    (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
+    (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
+    (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
+    (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
+    (ValueError, r"capsules must be \[B, 3, 4\]", lambda: DECODER(torch.ones(2, 4, 3))),
+)
