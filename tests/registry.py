@@ -235,15 +235,9 @@ class Call:
     grads: dict[str, Tensor]
     detach: bool = False
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the tensors that are given."""
-        return [name for name, value in self.given.items() if isinstance(value, Tensor)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that the results and gradients depend on."""
-        return [*(self.given[name] for name in self.names), *self.grads.values()]
+    # the names of the tensors that are given, and all tensors that the results and gradients depend on
+    names = property(lambda self: [name for name, value in self.given.items() if isinstance(value, Tensor)])
+    tensors = property(lambda self: [*(self.given[name] for name in self.names), *self.grads.values()])
 
     @property
     def iterations(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ def info(native_library: Path) -> dict[str, Any]:
 
 def tool(name: str, *arguments: str | Path) -> str:
     """Output of a program of binutils or of the toolkit."""
-    program = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+    program = static_report.tool(name)
     if sys.platform != "linux" or program is None:
         pytest.skip(f"needs {name}")
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
