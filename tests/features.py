@@ -201,10 +201,10 @@ _PRODUCTS = {
 }
 
 
-def number(results: Mapping[str, Tensor]) -> Tensor:
+def number(results: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
     """Return one number that depends on all results, in different ways."""
     total = torch.zeros((), dtype=torch.float64)
-    for tensor in results.values():
+    for tensor in results.values() if isinstance(results, Mapping) else results:
         slope = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).view(tensor.shape)
         total = total + (tensor.double() * slope).sum()
     return total

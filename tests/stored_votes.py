@@ -193,7 +193,7 @@ def derivatives(run: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
     first = torch.autograd.grad(number(found), every, create_graph=True)
     found |= {f"d{name}": x for name, x in zip(leaves, first, strict=True)}
     found |= {f"d{name} without a graph": x for name, x in zip(leaves, alone, strict=True)}
-    second = torch.autograd.grad(number({str(k): x for k, x in enumerate(first)}), every)
+    second = torch.autograd.grad(number(first), every)
     return found | {f"dd{name}": x for name, x in zip(leaves, second, strict=True)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import nn_plain
 import pytest
 import torch
-from features import Largest
+from features import Largest, number
 from suite import refusals
 from torch import Tensor, nn
 
@@ -145,11 +145,6 @@ def results(layer: Any, given: Sequence[Tensor]) -> list[Tensor]:
     return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
-def weighted(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a sum that tells all numbers apart."""
-    return sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in tensors)  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize("name", [*CASES, "routing"])
 def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: str) -> None:
     make = (lambda: AgreementRouting(6, 3, 2)) if name == "routing" else (lambda: build(name))
@@ -235,7 +230,7 @@ def test_a_slab_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slim_capsules, "SLAB", size)
         given = draw(name)[0].requires_grad_()
         made = layer(given)
-        found.append([made, *torch.autograd.grad(weighted([made]), [given, *layer.parameters()])])
+        found.append([made, *torch.autograd.grad(number([made]), [given, *layer.parameters()])])
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
     assert layer(given[:0]).shape == (0, *made.shape[1:])
 
@@ -311,7 +306,7 @@ def test_results_gradients_and_conversion(name: str) -> None:
     for layer in (plain, ours, converted):
         given = [tensor.requires_grad_() for tensor in draw(name)]
         made = results(layer, given)
-        gradients = torch.autograd.grad(weighted(made), [*given, *layer.parameters()], allow_unused=True)
+        gradients = torch.autograd.grad(number(made), [*given, *layer.parameters()], allow_unused=True)
         found.append([*made, *(torch.zeros(()) if one is None else one for one in gradients)])
     for want, *gots in zip(*found, strict=True):  # their 1e-8 and 1e-10 move results by as much
         for got in gots:
