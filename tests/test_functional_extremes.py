@@ -63,16 +63,14 @@ def test_no_vote_outlives_a_call(routing: Routing) -> None:
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         found = routing.ours(leaves)
-    pairs = leaves["children"].shape[:2].numel() * found["poses"].shape[1]
-    assert max(kept) < pairs * found["poses"].shape[-2:].numel()
+    assert max(kept) < 3 * 5 * 3 * (2 * 5)  # samples, children, parents, values of a vote
 
 
-@every_backend
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, 1.7e308])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @every_window
 @every_routing
-def test_a_gate_of_0_hides_what_is_behind(routing: Routing, window: Window | None, number: float, name: str) -> None:
-    """The child, of which only the votes may overflow, and its gate get no gradient; nobody else sees a difference."""
+def test_a_gate_of_0_hides_whatever_is_behind(routing: Routing, window: Window | None, number: float) -> None:
+    """The child gets no gradient, its gate gets none where the child is broken, and nobody else sees a difference."""
     given = routing.tensors(window, types=8)
     shut = torch.zeros_like(given[routing.child], dtype=torch.bool)
     shut[:, 5] = shut[1, 7] = True
@@ -81,14 +79,13 @@ def test_a_gate_of_0_hides_what_is_behind(routing: Routing, window: Window | Non
     for behind in (number, 0.0):
         children = given["children"].clone()
         children[..., 0, 1][shut] = behind  # one number of a pose is enough
-        with backend(name):
-            found.append(training(routing, {**given, "children": children}, window))
+        found.append(training(routing, {**given, "children": children}, window))
     broken, clean = found
     own = f"d{routing.child}"
     assert not broken["dchildren"][shut].any() and not broken[own][shut].any()
-    for key, value in clean.items():
-        there = ~shut if key == own else ...
-        torch.testing.assert_close(broken[key][there], value[there], rtol=1e-8, atol=1e-9, msg=key)
+    for name, value in clean.items():
+        there = ~shut if name == own else ...
+        torch.testing.assert_close(broken[name][there], value[there], rtol=1e-8, atol=1e-9, msg=name)
 
 
 # ---- numbers that are not finite, and half precision -----------------------------------------------------------------

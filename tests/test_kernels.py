@@ -160,6 +160,28 @@ def test_a_backward_takes_its_iterations_as_they_lie(routing: Routing) -> None:
         other.bar().hold(other.results(routing.backward_op))
 
 
+@every_backend
+@pytest.mark.parametrize("trash", [torch.inf, 3e38])
+@cases_named(["primes", "padded", "sharing-float32", "children-float32"])
+def test_a_gate_of_0_leaves_no_trace(routing: Routing, case: Case, trash: float, name: str, chosen: None) -> None:
+    """Whatever the child's numbers are: NaN in the cases that are broken; votes of 3e38 overflow, by large matrices."""
+    call = routing.call(replace(case, iterations=2))
+    if trash == 3e38 and call.given["weight"] is not None:
+        call = replace(call, given={**call.given, "weight": 8 * call.given["weight"]})
+    silent = torch.arange(call.given["gate"].shape[-1]) % 3 == 1
+    gate = call.given["gate"].masked_fill(silent, 0.0)
+    clean, spoilt = (
+        replace(call, given={**call.given, "gate": gate, "children": call.given["children"].masked_fill(there, number)})
+        for there, number in ((silent[:, None, None], 0.0), (silent[:, None, None], trash))
+    )
+    found, wanted = spoilt.training(by_op), clean.training(by_op)
+    assert (found["dchildren"][..., silent, :, :] == 0).all() and (found["dgate"][..., silent] == 0).all()
+    for each in (found, wanted):
+        each |= {"dchildren": each["dchildren"][..., ~silent, :, :], "dgate": each["dgate"][..., ~silent]}
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * value.abs().max().item(), msg=name)
+
+
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
