@@ -20,10 +20,10 @@ Row = dict[str, Any]
 Item = tuple[str, Any]
 
 
-def pairs_of(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> dict[tuple[Item, Item], None]:
+def pairs_of(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> dict[frozenset[Item], None]:
     """Return all pairs of values of two factors that may stand in one row, in order."""
     return {
-        ((first, one), (second, other)): None
+        frozenset(((first, one), (second, other))): None
         for first, second in combinations(factors, 2)
         for one in factors[first]
         for other in factors[second]
@@ -37,33 +37,22 @@ def rows_covering(
     """Return rows in which every allowed pair of values occurs, few of them, always the same.
 
     Greedy: a row begins with a pair that no row has yet, and takes for one factor after the other, in random order,
-    the value that meets the most such pairs; of a few rows made so the best is kept.
-
-    Parameters
-    ----------
-    factors : mapping
-        The values of every factor.
-    allowed : callable
-        Whether some values, by factor, may stand in one row. It must be a rule of pairs: a row of which every pair is
-        allowed is allowed.
+    the value that meets the most such pairs; of a few rows made so the best is kept. ``allowed`` says whether some
+    values, by factor, may be in one row. It must be a rule of pairs: a row of which every pair is allowed is allowed.
     """
     draw = random.Random(seed)
     possible = pairs_of(factors, allowed)
     missing = dict(possible)
-    order = {name: k for k, name in enumerate(factors)}
     rows: list[Row] = []
 
-    def pair(one: Item, other: Item) -> tuple[Item, Item]:
-        return (one, other) if order[one[0]] < order[other[0]] else (other, one)
-
-    def attempt(start: tuple[Item, Item]) -> tuple[int, Row] | None:
+    def attempt(start: frozenset[Item]) -> tuple[int, Row] | None:
         row, score = dict(start), 1
         rest = [name for name in factors if name not in row]
         draw.shuffle(rest)
         for name in rest:
             best, value = -1, None
             for candidate in draw.sample(factors[name], len(factors[name])):
-                met = [pair((name, candidate), item) for item in row.items()]
+                met = [frozenset(((name, candidate), item)) for item in row.items()]
                 if all(one in possible for one in met):
                     best, value = max(
                         (best, value), (sum(one in missing for one in met), candidate), key=lambda p: p[0]
@@ -81,7 +70,7 @@ def rows_covering(
         row = max(made, key=lambda found: found[0])[1]
         rows.append({name: row[name] for name in factors})
         for one in combinations(rows[-1].items(), 2):
-            missing.pop(one, None)
+            missing.pop(frozenset(one), None)
     return rows
 
 
@@ -113,28 +102,14 @@ def allowed(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The cases of a routing.
+    """The cases of a routing."""
 
-    Attributes
-    ----------
-    rules
-        Fields of a case, by a name for them: which rule, and what goes with it.
-    factors
-        The values of each factor, that of ``how``, a name of ``rules``, among them.
-    seed
-        Of the covering array.
-    make
-        Returns a case of the rule that most rows have, by its name and fields.
-    named, lanes
-        Rows for the paths of all schedules, and for what hurt once; rows for paths that the CPU's schedule alone has.
-    """
-
-    rules: dict[str, dict[str, Any]]
-    factors: dict[str, list[Any]]
-    seed: int
-    make: Callable[..., Case]
-    named: tuple[Case, ...]
-    lanes: tuple[Case, ...]
+    rules: dict[str, dict[str, Any]]  # fields of a case, by a name for them: which rule, and what goes with it
+    factors: dict[str, list[Any]]  # the values of each factor; those of ``how`` are the names of ``rules``
+    seed: int  # of the covering array
+    make: Callable[..., Case]  # makes a case of the rule that most rows have, by its name and fields
+    named: tuple[Case, ...]  # rows for the paths of all schedules, and for what hurt once
+    lanes: tuple[Case, ...]  # rows for paths that the CPU's schedule alone has
 
     def __post_init__(self) -> None:
         self.factors["how"] = list(self.rules)
@@ -184,6 +159,9 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
             make("rows", batch=17, types=2, parents=5, pose=(1, 64, 64), gate="some"),
             # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
+            # two groups of 45 positions: the last lanes of the first are nobody's, not the second's
+            make("groups-of-samples", batch=10, grid=(5, 5), types=1, parents=8, pose=(4, 4, 4), start=False,
+                 window=(3, 3, 1, 1, 0, 0, 1, 1)),
         ),
         # too many children to stay: every range waits for the iteration before, and reads its parents
         make("ranges-of-iterations", batch=2, types=300, parents=8, pose=(4, 4, 4), iterations=3),
@@ -251,6 +229,9 @@ _ATTENTION = (
 _ATTENTION_LANES = (
     *_lanes(_norm),
     *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
+    # a gradient that hundreds of children share: added child by child it would err by several times the limit
+    _norm("shared-bias", batch=1, types=800, pose=(4, 4, 4), bias="11", start=False),
+    _norm("shared-bias-M", batch=1, types=800, bias="1M", start=False),
     # weights that act on the parents instead of on the children
     _squash("folded-4x4", batch=20, types=9, parents=7, pose=(4, 4, 4), groups="one", iterations=3),
     _squash("folded-1x8", batch=20, types=9, parents=10, pose=(1, 8, 16), groups="one", iterations=2, gate="some"),
@@ -307,6 +288,7 @@ _GAUSSIAN_LANES = (
     *_lanes(_heinsen),
     _heinsen("1x64-1x2", batch=17, types=3, parents=17, pose=(1, 64, 2), groups="one", iterations=2),
     _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), iterations=2),
+    _heinsen("shared-betas", batch=7, types=500, parents=5, pose=(1, 2, 2), groups="one"),
 )
 
 ATTENTION = Table(

@@ -70,13 +70,8 @@ def alike(tensor: Tensor) -> Tensor:
 
 
 def apart(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """Same numbers with those strides, in address space that the system commits only where it is written.
-
-    Raises
-    ------
-    OSError
-        If there is not so much.
-    """
+    """Same numbers with those strides, in address space that the system commits only where it is written; OSError if
+    there is not so much."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.12 on
     memory = mmap.mmap(-1, extent * tensor.dtype.itemsize, flags=flags)
@@ -96,22 +91,7 @@ def on_device(tensor: Tensor | None, device: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a routing op; what an op does not have is not looked at.
-
-    Attributes
-    ----------
-    groups
-        ``"own"`` matrices for every child, some for all ``"types"``, ``"one"`` for all, ``"none"``, or a number.
-    bias, betas
-        Two letters of I and M, ``"1"`` for broadcast, or None. Betas of EM are always ``[M]``.
-    gate
-        ``"some"`` gates; ``"silent"``: a third of them is 0; ``"broken"``: and what lies behind it is NaN; ``"shut"``:
-        all of the first sample are 0.
-    start
-        Whether the first iteration is given parents.
-    affine, normalize, log_weight, detach
-        Whether LayerNorm has parameters; keys are unit vectors; parents have a log-weight; coefficients are constants.
-    """
+    """One call of a routing op; what an op does not have is not looked at."""
 
     name: str
     rule: Rule
@@ -121,48 +101,35 @@ class Case:
     parents: int = 3
     pose: tuple[int, int, int] = (2, 3, 2)  # C, D, E
     window: tuple[int, ...] = SET_WINDOW
-    groups: int | str = "own"
-    bias: str | None = None
+    groups: int | str = "own"  # matrices for every child; some for all "types", "one" for all, "none", or a number
+    bias: str | None = None  # two letters of I and M, "1" for broadcast
+    # "some" gates; "silent": a third of them is 0; "broken": and what lies behind it is NaN; "shut": all of the first
+    # sample are 0
     gate: str | None = None
-    start: bool = True
+    start: bool = True  # whether the first iteration is given parents
     iterations: int = 1
     dtype: torch.dtype = torch.float32
     layout: str = "plain"
     scale: float | None = None
     eps: float = 1e-5
-    affine: bool = True
-    normalize: bool = False
-    log_weight: bool = True
-    betas: str = "IM"
-    detach: bool = False
+    affine: bool = True  # whether LayerNorm has parameters
+    normalize: bool = False  # whether keys are unit vectors
+    log_weight: bool = True  # whether parents have one
+    betas: str = "IM"  # as ``bias``; those of EM are always [M]
+    detach: bool = False  # whether coefficients are constants
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def seen(self) -> int:
-        """I."""
-        return self.window[0] * self.window[1] * self.types
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The shape of a number for every parent, ``[B, Ho, Wo, M]``."""
-        return (self.batch, *output_size(self.window, *self.grid), self.parents)
-
-    @property
-    def poses(self) -> tuple[int, ...]:
-        """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]``."""
-        return (*self.numbers, self.pose[0], self.pose[2])
-
-    @property
-    def products(self) -> int:
-        """The multiply-adds of the votes of all iterations."""
-        return math.prod((*self.numbers, self.seen, *self.pose, self.iterations))
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The accumulation dtype."""
-        return torch.promote_types(self.dtype, torch.float32)
+    seen = property(lambda self: self.window[0] * self.window[1] * self.types)  # I
+    # the shapes of a number for every parent, [B, Ho, Wo, M], and of the parents' poses, [B, Ho, Wo, M, C, E]
+    numbers = property(lambda self: (self.batch, *output_size(self.window, *self.grid), self.parents))
+    poses = property(lambda self: (*self.numbers, self.pose[0], self.pose[2]))
+    # the multiply-adds of the votes of all iterations
+    products = property(lambda self: math.prod((*self.numbers, self.seen, *self.pose, self.iterations)))
+    wide = property(lambda self: torch.promote_types(self.dtype, torch.float32))  # the accumulation dtype
+    # the scale of the logits
+    factor = property(lambda self: (self.pose[0] * self.pose[2]) ** -0.5 if self.scale is None else self.scale)
 
     def generator(self, seed: int) -> Callable[..., Tensor]:
         """Return a function that draws tensors of the call's dtype (or ``dtype``) one after the other.
@@ -207,11 +174,6 @@ class Case:
             "parents": self.parents,
             "window": list(self.window),
         }
-
-    @property
-    def factor(self) -> float:
-        """The scale of the logits."""
-        return (self.pose[0] * self.pose[2]) ** -0.5 if self.scale is None else self.scale
 
     def arranged(self, tensor: Tensor | None) -> Tensor | None:
         """Return a tensor as it lies in memory in this call."""

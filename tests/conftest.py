@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import fastcaps
+from tools import static_report
 
 # Random cases are drawn anew by every run, and a failing one is printed and kept; only in CI they are always the same.
 settings.register_profile("drawn", deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
@@ -65,9 +65,7 @@ def cuda_library() -> Path:
 @pytest.fixture(scope="session")
 def nvcc() -> Path:
     """The CUDA compiler."""
-    folders = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    path = os.pathsep.join([*folders, "/usr/local/cuda/bin", os.environ.get("PATH", "")])
-    found = shutil.which("nvcc", path=path)
+    found = static_report.tool("nvcc")
     return Path(found) if found else pytest.skip("needs nvcc, which is not in CUDA_HOME, /usr/local/cuda or PATH")
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import Case, on_device
 from cuda_on_cpu import build
-from registry import ROUTINGS, BackwardCall, Call, Routing
+from registry import ROUTINGS, BackwardCall, Call, Routing, votes_of
 from torch import Tensor
 
 import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
@@ -60,20 +60,9 @@ def question(
     routing: Routing, case: Case, option: str = "fast", backward: bool = False, machine: tuple[int, int] = MACHINE
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return a call as the library is asked about it."""
-    given = routing.call(case).given
-    sizes = [*given["children"].shape, *case.numbers[1:], case.pose[2]]
-    sizes += [0 if given["weight"] is None else given["weight"].shape[0], *case.window]
     bias = 0 if case.bias is None else 1 if case.bias[0] == "1" else 2
-    facts = (
-        int(backward),
-        _ELEMENTS.index(case.dtype),
-        bias,
-        int(case.start),
-        case.iterations,
-        OPTIONS[option],
-        *machine,
-    )
-    return routing.stem, tuple(sizes), facts
+    facts = (int(backward), _ELEMENTS.index(case.dtype), bias, int(case.start), case.iterations, OPTIONS[option])
+    return routing.stem, votes_of(routing.call(case).given).sizes, (*facts, *machine)
 
 
 def taken(routing: Routing, case: Case, option: str = "fast") -> Case:

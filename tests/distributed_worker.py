@@ -87,18 +87,16 @@ def _placement(case: Case, name: str, tensor: Tensor, cut: str) -> Placement:
     return Shard(0) if name in ("beta_u", "beta_a") else Shard(1)
 
 
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def _run(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     """Results and gradients by name, as whole tensors."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    results = case.row.ours(leaves, case.window, case.coefficients, **case.options)
-    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
-    draw = torch.Generator().manual_seed(8)
-    loss = sum((x * torch.randn(x.shape, generator=draw).to(x.dtype)).sum() for x in whole.values() if x.requires_grad)
-    loss.backward()  # type: ignore[union-attr]
-    for name, leaf in leaves.items():
-        if leaf.grad is not None:
-            whole[f"d{name}"] = leaf.grad.full_tensor() if isinstance(leaf.grad, DTensor) else leaf.grad
-    return {name: x.detach() for name, x in whole.items()}
+    results = {n: _whole(x) for n, x in case.row.ours(leaves, case.window, case.coefficients, **case.options).items()}
+    found = features.with_gradients({n: x for n, x in results.items() if x.requires_grad}, leaves)
+    return {name: _whole(x).detach() for name, x in (results | found).items()}
 
 
 def check_case(case: Case, mesh: DeviceMesh) -> None:
@@ -191,7 +189,7 @@ def check_training(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], routing: 
 
     wrapped = wrap(network, mesh)
     _train(wrapped, *(x.chunk(mesh.size())[mesh.get_local_rank()] for x in data))
-    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in network.named_parameters()}
+    found = {name: _whole(x) for name, x in network.named_parameters()}
     assert any(not torch.equal(found[name], x) for name, x in start.items())
     Bar(alone, [*data, *start.values()]).hold({name: x.detach() for name, x in found.items()})
 

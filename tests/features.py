@@ -6,7 +6,7 @@ and of processes iterate it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,54 +23,20 @@ Leaves = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """B, the children's types of a set or of each position of a grid, its height and width, M, C, D and E."""
-
-    batch: int = 3
-    types: int = 5
-    grid: tuple[int, ...] = ()
-    parents: int = 3
-    pose: tuple[int, int, int] = (2, 3, 5)
-
-    def shapes(self, window: Window | None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that a routing function can be given."""
-        rows, depth, columns = self.pose
-        count = self.types * (1 if window is None else window.positions)
-        size = () if window is None else window.output_size(*self.grid)
-        table = (count, self.parents)
-        return {
-            "children": (self.batch, self.types, *self.grid, rows, depth),
-            "weight": (*table, depth, columns),
-            "bias": (*table, rows, columns),
-            **dict.fromkeys(("gate", "activations", "scores"), (self.batch, self.types, *self.grid)),
-            "parents": (self.batch, self.parents, *size, rows, columns),
-            **dict.fromkeys(("norm_weight", "norm_bias"), (rows * columns,)),
-            **dict.fromkeys(("beta_u", "beta_a"), (self.parents,)),
-            **dict.fromkeys(("beta_use", "beta_ignore", "prior"), table),
-        }
-
-
-@dataclass(frozen=True)
 class Routing:
-    """A public function with some settings.
-
-    ``leaves``: the tensors that it is given, of which ``child`` has a number for each child. ``results``: the parts of
-    what it returns. ``iterations``: how often its votes are read; ``first``: whether the first has no query and no
-    state; ``moments``: the sums over the votes of an iteration. ``library``: whether the library may run the first
-    iteration; ``ops``: the calls of an op.
-    """
+    """A public function with some settings."""
 
     name: str
     function: Callable[..., Any]
-    leaves: tuple[str, ...]
+    leaves: tuple[str, ...]  # the tensors that it is given
     settings: Mapping[str, Any]
-    child: str = "gate"
-    results: tuple[str, ...] = ("poses",)
-    iterations: int = 3
-    first: bool = True
-    moments: int = 1
-    library: bool = False
-    ops: int = 1
+    child: str = "gate"  # the leaf that has a number for each child
+    results: tuple[str, ...] = ("poses",)  # the parts of what it returns
+    iterations: int = 3  # how often its votes are read
+    first: bool = True  # whether the first iteration has no query and no state
+    moments: int = 1  # the sums over the votes of an iteration
+    library: bool = False  # whether the library may run the first iteration
+    ops: int = 1  # the calls of an op
 
     def __str__(self) -> str:
         return self.name
@@ -87,14 +53,26 @@ class Routing:
         dtype: torch.dtype = torch.float64,
         batch: int = 3,
         seed: int = 7,
-        **sizes: Any,
+        types: int | None = None,
+        grid: tuple[int, ...] = (4, 5),
+        parents: int = 3,
+        pose: tuple[int, int, int] = (2, 3, 5),
     ) -> Leaves:
-        """Return its tensors, drawn anew but always the same."""
-        some = {"types": 2, "grid": (4, 5), **sizes} if window is not None else {**sizes, "grid": ()}
-        if "weight" not in self.leaves:
-            rows, depth, _ = some.get("pose", (2, 3, 3))
-            some["pose"] = rows, depth, depth
-        shapes = Sizes(batch, **some).shapes(window)
+        """Return its tensors, drawn anew but always the same; ``grid`` counts with a window alone."""
+        types = types or (5 if window is None else 2)
+        rows, depth, columns = pose if "weight" in self.leaves else (*pose[:2], pose[1])
+        places = () if window is None else grid
+        table = (types * (1 if window is None else window.positions), parents)
+        shapes = {
+            "children": (batch, types, *places, rows, depth),
+            "weight": (*table, depth, columns),
+            "bias": (*table, rows, columns),
+            **dict.fromkeys(("gate", "activations", "scores"), (batch, types, *places)),
+            "parents": (batch, parents, *(window.output_size(*grid) if window else ()), rows, columns),
+            **dict.fromkeys(("norm_weight", "norm_bias"), (rows * columns,)),
+            **dict.fromkeys(("beta_u", "beta_a"), (parents,)),
+            **dict.fromkeys(("beta_use", "beta_ignore", "prior"), table),
+        }
         draw = torch.Generator().manual_seed(seed)
         given = {name: torch.randn(shapes[name], generator=draw, dtype=torch.float64) for name in self.leaves}
         if self.child in given and self.child != "scores":  # which are logits
@@ -165,6 +143,18 @@ def close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float
     torch.testing.assert_close(dict(found), dict(wanted), rtol=rtol, atol=atol)
 
 
+def squash_sum_step(function: Callable[..., Tensor], names: str, options: Any, tensors: Sequence[Any]) -> Leaves:
+    """Return what squash_sum, or its reference, returns of the tensors ``names``, and all their gradients, by name.
+
+    The last tensor is the gradient of the result.
+    """
+    *given, grad = [tensor.detach() for tensor in tensors]
+    leaves = {name: tensor.requires_grad_() for name, tensor in zip(names, given, strict=True)}
+    out = function(**{name: leaves.get(name) for name in "xayb"}, **options)
+    found = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {"result": out.detach(), **{f"d{name}": one for name, one in zip(names, found, strict=True)}}
+
+
 class Largest(TorchDispatchMode):
     """Sees how many numbers the largest tensor has that anything makes, or that autograd keeps."""
 
@@ -185,6 +175,18 @@ class Largest(TorchDispatchMode):
         return result
 
 
+class Called(TorchDispatchMode):
+    """Notes the name and the arguments of every op that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func.name(), args))
+        return func(*args, **(kwargs or {}))
+
+
 class NothingRuns(TorchDispatchMode):
     """Within it no routing and no product of the library may start: what is wrong must be said before."""
 
@@ -199,18 +201,23 @@ _PRODUCTS = {
 }
 
 
-def number(results: Mapping[str, Tensor]) -> Tensor:
+def number(results: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
     """Return one number that depends on all results, in different ways."""
     total = torch.zeros((), dtype=torch.float64)
-    for tensor in results.values():
+    for tensor in results.values() if isinstance(results, Mapping) else results:
         slope = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).view(tensor.shape)
         total = total + (tensor.double() * slope).sum()
     return total
 
 
-def training(routing: Routing, leaves: Leaves, window: Window | None = None) -> Leaves:
-    """Return results, and the gradients of :func:`number` of them, by name."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
-    found = routing.ours(leaves, window)
-    gradients = torch.autograd.grad(number(found), list(leaves.values()), materialize_grads=True, allow_unused=True)
+def with_gradients(found: Leaves, leaves: Leaves, **options: bool) -> Leaves:
+    """Return results and the gradients of :func:`number` of them, by name."""
+    given = list(leaves.values())
+    gradients = torch.autograd.grad(number(found), given, materialize_grads=True, allow_unused=True, **options)
     return found | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def training(routing: Routing, leaves: Leaves, window: Window | None = None) -> Leaves:
+    """Return a routing's results and gradients by name."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
+    return with_gradients(routing.ours(leaves, window), leaves)

@@ -12,6 +12,7 @@ from typing import Any
 
 import oracle_routings as loops
 import torch
+from features import number
 from oracle_routings import Seen, positions
 from torch import Tensor
 
@@ -65,38 +66,19 @@ def pool(layer: Any, seen: Seen, iterations: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One class of routing layers.
-
-    Attributes
-    ----------
-    name, kind
-        Of the class, and itself.
-    results
-        What it returns without and with coefficients.
-    loop
-        The paper's procedure at one position, of a layer, the children seen there and a number of iterations: the parts
-        of the result, then the coefficients.
-    std
-        The standard deviation of the matrices at the start, of M, D and I.
-    parameters
-        The names of all its parameters with a bias.
-    variants
-        Options of its own with which it must agree with the loop, by a name.
-    options
-        Further options of every layer that a suite makes, so that the loop is well conditioned.
-    positive
-        An option of its own that must be a finite number, at least 0.
-    """
+    """One class of routing layers."""
 
     name: str
-    kind: Any
-    results: tuple[type, type]
+    kind: Any  # the class
+    results: tuple[type, type]  # what it returns without and with coefficients
+    # the paper's procedure at one position, of a layer, the children seen there and a number of iterations: it returns
+    # the parts of the result, then the coefficients
     loop: Callable[[Any, Seen, int], tuple[Any, ...]]
-    std: Callable[[int, int, int], float]
-    parameters: set[str]
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    positive: str = "eps"
+    std: Callable[[int, int, int], float]  # the standard deviation of the matrices at the start, of M, D and I
+    parameters: set[str]  # the names of all its parameters with a bias
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # options of its own for which the loop holds
+    options: dict[str, Any] = field(default_factory=dict)  # of every layer here: they make the loop well conditioned
+    positive: str = "eps"  # an option of its own that must be a finite number, at least 0
 
     def __str__(self) -> str:
         return self.name
@@ -194,5 +176,4 @@ def at(result: Tensor, window: Window | None, place: tuple[int, int, int], coeff
 
 
 def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    loss = sum((r * draw(*r.shape, seed=k).to(r.dtype)).sum() for k, r in enumerate(results))
-    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(number(results), leaves, allow_unused=True, materialize_grads=True)

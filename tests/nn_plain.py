@@ -87,17 +87,20 @@ class CapsuleCONV(_Plain):
 
 
 def agree(
-    votes: Tensor, logits: Tensor, iterations: int, dim: int, eps: float = 1e-30, constant: Tensor | None = None
-) -> Tensor:
+    votes: Tensor, logits: Tensor, iterations: int, dim: int, eps: float = 1e-30, constant: Tensor | None = None,
+    vector: int | None = -1,
+) -> Tensor:  # fmt: skip
     """Dynamic routing of votes ``[b, i, j, d]`` from logits ``[b, i, j]``, whose softmax runs over ``dim``; all but the
-    last sum, and the agreement, are over ``constant`` where it is given."""
+    last sum, and the agreement, are over ``constant`` where it is given. Logits ``[1, i, j]`` get the batch's mean.
+    ``vector`` is the squash's dimension of ``[b, j, d]``, None: of every number by itself."""
     constant = votes if constant is None else constant
     for iteration in range(1, iterations + 1):
         given = votes if iteration == iterations else constant
         sums = (logits.softmax(dim)[..., None] * given).sum(1)
-        square = sums.square().sum(-1, keepdim=True)
+        square = sums.square() if vector is None else sums.square().sum(vector, keepdim=True)
         parents = sums * square / (1 + square) / (square.sqrt() + eps)
-        logits = logits + (constant * parents[:, None]).sum(-1)
+        agreement = (constant * parents[:, None]).sum(-1)
+        logits = logits + (agreement.mean(0, keepdim=True) if len(logits) == 1 else agreement)
     return parents
 
 
@@ -274,8 +277,7 @@ class CapsLayer(nn.Module):
 
 
 class _Averaged(nn.Module):
-    """Class capsules whose logits are averaged over the batch; ``side`` is the softmax's dimension of ``[1, i, j]``,
-    ``vector`` the squash's of ``[b, j, e]``, None: of every number by itself."""
+    """Class capsules whose logits are averaged over the batch; ``side`` is the softmax's dimension."""
 
     iterations: int = 3
     side, vector = 1, None
@@ -288,12 +290,7 @@ class _Averaged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         votes = torch.einsum("bid,ijed->bije", x.transpose(1, 2) if self.units else x, next(self.parameters())[0])
         logits = torch.zeros_like(votes[:1, ..., 0])
-        for _ in range(self.iterations):
-            sums = (logits.softmax(self.side)[..., None] * votes).sum(1)
-            square = sums.square() if self.vector is None else sums.square().sum(self.vector, keepdim=True)
-            parents = square / (1 + square) * sums / square.sqrt()
-            logits = logits + (votes * parents[:, None]).sum(-1).mean(0, keepdim=True)
-        return parents.unsqueeze(-1)
+        return agree(votes, logits, self.iterations, self.side, vector=self.vector).unsqueeze(-1)
 
 
 class AveragedDigits(_Averaged):

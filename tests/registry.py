@@ -106,34 +106,17 @@ def _gaussian_next(given: Given, results: Given, state: Given) -> Given:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One routing op and its backward: what the border (:class:`fastcaps.ops.Routing`) does not say of them itself.
+    """One routing op and its backward: what the border (:class:`fastcaps.ops.Routing`) does not say of them itself."""
 
-    Attributes
-    ----------
-    border
-        What the functions call, which defines the op and its backward.
-    table
-        Its cases.
-    rest, following, loop
-        The arguments beside the votes; the next iteration's state, from the results and the state of one; all
-        iterations of one position over its stored votes.
-    folds, rounds
-        Whether matrices may act on the parents, on the CPU; whether there are kernels for tensor cores, on a GPU.
-    rounded
-        The history that has the dtype of the children.
-    absent
-        What a backward is not given, by rule.
-    """
-
-    border: ops.Routing
-    table: case_rows.Table
-    rest: Callable[[Case, int], Given]
-    following: Callable[[Given, Given, Given], Given]
-    loop: Callable[..., Given]
-    folds: bool = False
-    rounds: bool = False
-    rounded: tuple[str, ...] = ()
-    absent: Mapping[Rule, tuple[str, ...]] = field(default_factory=dict)
+    border: ops.Routing  # what the functions call, which defines the op and its backward
+    table: case_rows.Table  # its cases
+    rest: Callable[[Case, int], Given]  # the arguments beside the votes
+    following: Callable[[Given, Given, Given], Given]  # the next iteration's state, from the results and state of one
+    loop: Callable[..., Given]  # all iterations of one position over its stored votes
+    folds: bool = False  # whether matrices may act on the parents, on the CPU
+    rounds: bool = False  # whether there are kernels for tensor cores, on a GPU
+    rounded: tuple[str, ...] = ()  # the history that has the dtype of the children
+    absent: Mapping[Rule, tuple[str, ...]] = field(default_factory=dict)  # what a backward is not given, by rule
 
     def __str__(self) -> str:
         return self.stem
@@ -142,57 +125,30 @@ class Routing:
         """Return what the border says: stem, name, op, backward_op, state, competing, wide."""
         return getattr(self.border, name)
 
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The results that have a gradient. All others are the history: iterations lead."""
-        return self.border.finals
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of all results that a backend makes, in order."""
-        return tuple(returned.name for returned in self.op._schema.returns)[:-1]  # coefficients come last
-
-    @property
-    def grads(self) -> tuple[str, ...]:
-        """The gradients that lead the arguments of the backward."""
-        return tuple(self.border.heads)
+    # the results that have a gradient; all others are the history: iterations lead
+    results = property(lambda self: self.border.finals)
+    # the names of all results that a backend makes, in order; coefficients come last
+    outputs = property(lambda self: tuple(returned.name for returned in self.op._schema.returns)[:-1])
+    # the gradients that lead the arguments of the backward, and the names of its results in the order of ``needs``
+    grads = property(lambda self: tuple(self.border.heads))
+    gradients = property(lambda self: tuple(returned.name for returned in self.backward_op._schema.returns))
+    # the op's arguments that the backward takes beside votes and state
+    fixed = property(lambda self: [n for n in self.border.Rest._fields if n not in (*self.state, *self.saved)])
+    # the arguments that act through the coefficients alone, and have no gradient where those are constants; none: they
+    # never are
+    by_shares = property(lambda self: self.border.constant)
+    # the calls that every backend must get right: a few in which each factor has each value, and named ones
+    cases = property(lambda self: (*self.table.covering[0], *self.table.named, *self.table.lanes))
+    # many more, in which all pairs of values occur: for tests that may take long
+    pairs = property(lambda self: self.table.covering[1])
+    # what may lie between two iterations
+    rules = property(lambda self: {fields["rule"] for fields in self.table.rules.values()})
 
     @property
     def saved(self) -> dict[str, str]:
         """Which of the history the backward takes, by the names of the results."""
         whole = {name: name for name in self.border.history} | {n.removeprefix("all_"): n for n in self.border.history}
         return {name: whole[name] for name in self.border.Rest._fields if name in whole}
-
-    @property
-    def fixed(self) -> list[str]:
-        """Which of the op's arguments the backward takes beside votes and state."""
-        return [name for name in self.border.Rest._fields if name not in (*self.state, *self.saved)]
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The names of the backward's results, in the order of their bits in ``needs``."""
-        return tuple(returned.name for returned in self.backward_op._schema.returns)
-
-    @property
-    def by_shares(self) -> frozenset[str]:
-        """The arguments that act through the coefficients alone, and have no gradient where those are constants; none:
-        they never are."""
-        return self.border.constant
-
-    @property
-    def cases(self) -> tuple[Case, ...]:
-        """The calls that every backend must get right: a few in which each factor has each value, and named ones."""
-        return (*self.table.covering[0], *self.table.named, *self.table.lanes)
-
-    @property
-    def pairs(self) -> tuple[Case, ...]:
-        """Many more, in which all pairs of values occur: for tests that may take long."""
-        return self.table.covering[1]
-
-    @property
-    def rules(self) -> set[Rule]:
-        """What may lie between two iterations."""
-        return {fields["rule"] for fields in self.table.rules.values()}
 
     def make(self, name: str, **fields: Any) -> Case:
         """Return a case of the rule that most have."""
@@ -279,15 +235,9 @@ class Call:
     grads: dict[str, Tensor]
     detach: bool = False
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the tensors that are given."""
-        return [name for name, value in self.given.items() if isinstance(value, Tensor)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that the results and gradients depend on."""
-        return [*(self.given[name] for name in self.names), *self.grads.values()]
+    # the names of the tensors that are given, and all tensors that the results and gradients depend on
+    names = property(lambda self: [name for name, value in self.given.items() if isinstance(value, Tensor)])
+    tensors = property(lambda self: [*(self.given[name] for name in self.names), *self.grads.values()])
 
     @property
     def iterations(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fastcaps import Votes, Window
 from fastcaps.checks import accumulation_dtype
-from fastcaps.votes import SET_WINDOW, VoteInputs, windows
+from fastcaps.votes import SET_WINDOW, VoteInputs
 
+Tensors = Any  # children, weight, bias, coefficients, targets, precisions, in op layout
 PADDED = Window((3, 2), (2, 1), (2, 1), (1, 2))  # dilated; some positions see padding alone
 APART = Window(2, 2)  # every child under one window at most: the library's products
 
@@ -27,21 +28,24 @@ class Stored:
         poses, there = children, children.new_ones(children.shape[:2])
         if window is not None:
             poses, there = seen(children, window), seen(children.new_ones(children.shape[:4]), window)
-        every = [parents * [pose] if weight is None else [pose @ w for w in weight[i % len(weight)]]
-                 for i, pose in enumerate(poses.unbind(-3))]  # fmt: skip
-        votes = torch.stack([torch.stack(each, -3) for each in every], -4)
-        self.there = there[..., None]
-        self.votes = (votes if bias is None else votes + bias) * self.there[..., None, None]
+        if weight is None:
+            votes = poses.unsqueeze(-3).expand(*poses.shape[:-2], parents, -1, -1)
+        else:
+            own = weight.repeat(poses.shape[-3] // len(weight), 1, 1, 1)
+            votes = torch.einsum("...icd,imde->...imce", poses, own)
+        self.absent = there[..., None] == 0
+        self.votes = (votes if bias is None else votes + bias).masked_fill(self.absent[..., None, None], 0.0)
         self.parents = votes.shape[-3]
 
     @classmethod
     def of(cls, votes: Tensor) -> Stored:
         stored = cls.__new__(cls)
-        stored.votes, stored.there, stored.parents = votes, torch.ones_like(votes[..., :1, 0, 0]), votes.shape[-3]
+        stored.votes, stored.parents = votes, votes.shape[-3]
+        stored.absent = torch.zeros_like(votes[..., :1, 0, 0], dtype=torch.bool)
         return stored
 
     def agreement(self, parents: Tensor) -> Tensor:
-        return (self.votes * parents.movedim(1, -3).unsqueeze(-4)).sum((-2, -1))
+        return (self.votes * parents.movedim(1, -3).unsqueeze(-4)).sum((-2, -1)).masked_fill(self.absent, 0.0)
 
     def offsets(self, means: Any) -> Tensor:
         return self.votes - (means.movedim(1, -3).unsqueeze(-4) if isinstance(means, Tensor) else means)
@@ -49,15 +53,15 @@ class Stored:
     def distance(self, means: Any, precisions: Tensor | None = None) -> Tensor:
         squares = self.offsets(means).square()
         p = 1 if precisions is None else precisions.movedim(1, -3).unsqueeze(-4)
-        return (p * squares).sum((-2, -1)) * self.there
+        return (p * squares).sum((-2, -1)).masked_fill(self.absent, 0.0)
 
-    def sum(self, coefficients: Any) -> Tensor:
+    def sum(self, coefficients: Any, means: Any = 0.0, power: int = 1) -> Tensor:
         r = torch.as_tensor(coefficients, dtype=self.votes.dtype).expand(self.votes.shape[:-2])
-        return (r[..., None, None] * self.votes).sum(-4).movedim(-3, 1)
+        r = r.masked_fill(self.absent, 0.0)[..., None, None]
+        return (r * self.offsets(means) ** power).sum(-4).movedim(-3, 1)
 
-    def square_sum(self, coefficients: Any, means: Tensor) -> Tensor:
-        r = (torch.as_tensor(coefficients) * self.there)[..., None, None]
-        return (r * self.offsets(means).square()).sum(-4).movedim(-3, 1)
+    def square_sum(self, coefficients: Any, means: Any) -> Tensor:
+        return self.sum(coefficients, means, 2)
 
 
 def seen(values: Tensor, window: Window) -> Tensor:
@@ -72,44 +76,60 @@ def seen(values: Tensor, window: Window) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and forms of the votes; ``groups``: 0 is no matrix, ``expanded`` one for all parents."""
+    """Sizes and forms of the votes, and how the tensors of a call lie.
 
-    batch: int = 2
+    ``groups``: 0 is no matrix, None own matrices for every child; ``expanded``: one for all parents; ``pairs``: the
+    layout of the coefficients, ``layout`` that of all other tensors; ``limits``, ``options``: of the Triton kernels.
+    """
+
+    pose: tuple[int, int, int] = (2, 3, 2)
+    parents: int = 3
     types: int = 3
+    batch: int = 2
     grid: tuple[int, ...] = ()
     window: Window | None = None
-    parents: int = 3
-    pose: tuple[int, int, int] = (2, 3, 2)
-    groups: int = 3
+    groups: int | None = None
     bias: str = ""
+    dtype: torch.dtype = torch.float32
+    pairs: str = "plain"
+    layout: str = "plain"
     expanded: bool = False
-    strided: bool = False
+    limits: dict[str, Any] | None = None
+    options: int = 0
+
+    def tensors(self, seed: int = 0) -> Tensors:
+        """Return the tensors of a raw call, always the same for a seed."""
+        draws, (rows, inner, columns) = torch.Generator().manual_seed(seed), self.pose
+        seen, wide = self.types * (self.window or Window(1)).positions, accumulation_dtype(self.dtype)
+
+        def draw(*shape: int, dtype: torch.dtype = self.dtype, layout: str = self.layout) -> Tensor:
+            lie = alike if layout == "alike" else LAYOUTS[layout]
+            return lie(torch.randn(*shape, generator=draws).to(dtype))
+
+        children, weight, bias = draw(self.batch, *self.grid, self.types, rows, inner), None, None
+        if self.groups != 0:
+            shape = self.groups or seen, 1 if self.expanded else self.parents, inner, columns
+            weight = LAYOUTS[self.layout](draw(*shape, layout="plain") / inner**0.5)
+        if self.bias:
+            bias = draw(seen if self.bias[0] == "I" else 1, self.parents if self.bias[1] == "M" else 1, rows, columns)
+        votes = self.inputs((children, weight, bias))
+        pairs = draw(*votes.coefficients_shape, dtype=wide, layout=self.pairs)
+        targets, precisions = (draw(*votes.poses, dtype=wide) for _ in range(2))
+        return [children, weight, bias, pairs, targets, LAYOUTS[self.layout](precisions.abs())]
+
+    def inputs(self, tensors: Tensors) -> VoteInputs:
+        """Return the votes of a raw call."""
+        return VoteInputs(*tensors[:3], None, self.parents, SET_WINDOW if self.window is None else self.window.spec)
 
     def leaves(self, dtype: torch.dtype = torch.float64) -> Leaves:
-        """Return children, weight and bias, parents, precisions and coefficients."""
-        rows, depth, columns = self.pose
-        seen = self.types * (1 if self.window is None else self.window.positions)
-        places = () if self.window is None else self.window.output_size(*self.grid)
-        poses = (self.batch, self.parents, *places, rows, columns if self.groups else depth)
-        shapes = {"children": (self.batch, self.types, *self.grid, rows, depth)}
-        if self.groups:
-            shapes["weight"] = (self.groups, 1 if self.expanded else self.parents, depth, columns)
-        if self.bias:
-            lead = (seen if self.bias[0] == "I" else 1, self.parents if self.bias[1] == "M" else 1)
-            shapes["bias"] = (*lead, *poses[-2:])
-        shapes |= {"parents": poses, "p": poses, "r": (self.batch, *places, seen, self.parents)}
-        draw = torch.Generator().manual_seed(7)
-        given = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
-        wide = torch.promote_types(dtype, torch.float32)
-        given = {name: x.to(wide if name in ("parents", "p", "r") else dtype) for name, x in given.items()}
-        if self.strided:  # the dimensions in reverse order, every stride doubled
-            for name, x in given.items():
-                room = x.new_full([2 * size for size in reversed(x.shape)], torch.nan)
-                view = room[(slice(None, None, 2),) * x.dim()].permute(*reversed(range(x.dim())))
-                given[name] = view.copy_(x)
-        return given
+        """Return the tensors in public layout: children, weight and bias, coefficients, parents and precisions."""
+        names = ("children", "weight", "bias", "r", "parents", "p")
+        given = zip(names, replace(self, dtype=dtype).tensors(), strict=True)
+        moved = ("children", "parents", "p")
+        return {name: x.movedim(-3, 1) if name in moved else x for name, x in given if x is not None}
 
     def votes(self, kind: Any, given: Leaves) -> Any:
+        """Return :class:`fastcaps.Votes` or :class:`Stored` of tensors in public layout."""
         weight = given.get("weight")
         if weight is not None and self.expanded:
             weight = weight.expand(-1, self.parents, -1, -1)
@@ -125,21 +145,21 @@ CASES = {
     "no-matrix": Case(groups=0, types=5, bias="11", pose=(2, 3, 3)),
     "no-matrix-own-bias": Case(groups=0, types=5, bias="IM", pose=(2, 3, 3)),
     "one-matrix": Case(groups=1, types=5, expanded=True, bias="IM"),
-    "own-matrix-for-all-parents": Case(groups=3, expanded=True),
+    "own-matrix-for-all-parents": Case(expanded=True),
     "one-parent": Case(parents=1, bias="I1"),
     "one-child": Case(types=1, groups=1, parents=5),
     "single": Case(batch=1, types=1, groups=1, parents=1, pose=(1, 1, 1)),
-    "primes": Case(batch=3, types=11, groups=11, parents=7, pose=(5, 3, 7)),
+    "primes": Case(batch=3, types=11, parents=7, pose=(5, 3, 7)),
     "empty": Case(batch=0, bias="IM"),
     "empty-grid": Case(**GRID, batch=0, groups=2),
-    "strided": Case(strided=True, bias="IM"),
-    "grid": Case(**GRID, groups=12, bias="IM"),
+    "strided": Case(layout="interleaved", pairs="interleaved", bias="IM"),
+    "grid": Case(**GRID, bias="IM"),
     "grid-shared-over-space": Case(**GRID, groups=2, bias="1M"),
     "grid-one-group": Case(**GRID, groups=1, bias="I1", parents=2),
     "grid-no-matrix": Case(**GRID, groups=0, pose=(1, 2, 2), bias="11"),
     "grid-bare": Case(**GRID, groups=0, pose=(1, 2, 2)),
     "grid-one-matrix": Case(**GRID, groups=2, expanded=True, bias="1M"),
-    "grid-strided": Case(**GRID, groups=12, strided=True),
+    "grid-strided": Case(**GRID, layout="transposed", pairs="transposed"),
     "patches": Case(**PATCHES, groups=2, bias="IM"),
     "patches-no-matrix": Case(**PATCHES, groups=0, pose=(1, 2, 2), bias="1M"),
 }
@@ -173,7 +193,7 @@ def derivatives(run: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
     first = torch.autograd.grad(number(found), every, create_graph=True)
     found |= {f"d{name}": x for name, x in zip(leaves, first, strict=True)}
     found |= {f"d{name} without a graph": x for name, x in zip(leaves, alone, strict=True)}
-    second = torch.autograd.grad(number({str(k): x for k, x in enumerate(first)}), every)
+    second = torch.autograd.grad(number(first), every)
     return found | {f"dd{name}": x for name, x in zip(leaves, second, strict=True)}
 
 
@@ -200,56 +220,6 @@ def rout(votes: Any, iterations: int = 2) -> Tensor:
 
 # ---- raw calls of the ops --------------------------------------------------------------------------------------------
 
-Tensors = Any  # children, weight, bias, coefficients, targets, precisions, in op layout
-
-
-@dataclass(frozen=True)
-class OpCase:
-    """One raw call: sizes and forms of the votes, and how its tensors lie.
-
-    ``grid``: () is a set without positions; ``groups``: None is matrices of every child, 0 is none; ``pairs``: the
-    layout of the coefficients, ``layout`` that of all other tensors; ``limits``, ``options``: of the Triton kernels.
-    """
-
-    pose: tuple[int, int, int] = (2, 3, 2)
-    parents: int = 3
-    types: int = 2
-    batch: int = 2
-    grid: tuple[int, ...] = (3, 4)
-    window: tuple[int, ...] = PADDED.spec
-    groups: int | None = None
-    bias: str = ""
-    dtype: torch.dtype = torch.float32
-    pairs: str = "plain"
-    layout: str = "plain"
-    limits: dict[str, Any] | None = None
-    options: int = 0
-
-    def tensors(self, seed: int = 0) -> Tensors:
-        """Return the tensors of the call, always the same for a seed."""
-        draws, (rows, inner, columns) = torch.Generator().manual_seed(seed), self.pose
-        seen, wide = self.window[0] * self.window[1] * self.types, accumulation_dtype(self.dtype)
-
-        def draw(*shape: int, dtype: torch.dtype = self.dtype, layout: str = self.layout) -> Tensor:
-            lie = alike if layout == "alike" else LAYOUTS[layout]
-            return lie(torch.randn(*shape, generator=draws).to(dtype))
-
-        children, weight, bias = draw(self.batch, *self.grid, self.types, rows, inner), None, None
-        if self.groups != 0:
-            shape = self.groups or seen, self.parents, inner, columns
-            weight = LAYOUTS[self.layout](draw(*shape, layout="plain") / inner**0.5)
-        if self.bias:
-            bias = draw(seen if self.bias[0] == "I" else 1, self.parents if self.bias[1] == "M" else 1, rows, columns)
-        votes = self.votes((children, weight, bias))
-        pairs = draw(*votes.coefficients_shape, dtype=wide, layout=self.pairs)
-        targets, precisions = (draw(*votes.poses, dtype=wide) for _ in range(2))
-        return [children, weight, bias, pairs, targets, LAYOUTS[self.layout](precisions.abs())]
-
-    def votes(self, tensors: Tensors) -> VoteInputs:
-        return VoteInputs(*tensors[:3], None, self.parents, self.window)
-
-
-ON_SET: dict[str, Any] = {"grid": (1, 1), "window": SET_WINDOW}
 OPS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
     "dots": ("vote_scores", lambda r, y, p, needs: (y, None, False)),
     "distances": ("vote_scores", lambda r, y, p, needs: (y, None, True)),
@@ -288,45 +258,25 @@ def op_results(call: Callable[..., Any], tensors: Tensors, needs: int = 7, only:
     return found
 
 
-def op_formulas(
-    tensors: Tensors, parents: int, window: tuple[int, ...], needs: int = 7, only: Iterable[str] = OPS
-) -> Leaves:
+def op_formulas(case: Case, tensors: Tensors, needs: int = 7, only: Iterable[str] = OPS) -> Leaves:
     """Return the same from stored votes, by autograd."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors[:3]]
     wide = accumulation_dtype(leaves[0].dtype)
-    poses, weight, bias = (None if x is None else x.to(wide) for x in leaves)
-    there = torch.ones_like(poses[:1, ..., 0, 0])
-    if poses.dim() == 6:
-        poses, there = windows(poses, window), windows(there, window)
-    there = there[..., None] > 0
-    if weight is None:
-        votes = poses.unsqueeze(-3).expand(*poses.shape[:-2], parents, *poses.shape[-2:])
-    else:
-        own = weight.repeat(poses.shape[-3] // len(weight), 1, 1, 1)
-        votes = torch.einsum("...icd,imde->...imce", poses, own)
-    votes = votes if bias is None else votes + bias
-    votes = votes.masked_fill(~there[..., None, None], 0.0)
-    r, y, p = tensors[3:]
-    r, y, p = r.masked_fill(~there, 0.0)[..., None, None], y.unsqueeze(-4), p.unsqueeze(-4)
-    squares = (votes - y).square()
-    every = {
-        "dots": votes * y, "distances": squares, "distances p": squares * p,
-        "sums": r * votes, "sums about": r * (votes - y), "squares": r * votes.square(), "squares about": r * squares,
-        "pull": r * votes * y, "stretch": r * squares, "stretch p": r * squares * p,
-    }  # fmt: skip
+    given = {n: x.to(wide) for n, x in zip(("children", "weight", "bias"), leaves, strict=True) if x is not None}
+    votes = case.votes(Stored, given | {"children": given["children"].movedim(-3, 1)})
+    r, (y, p) = tensors[3].masked_fill(votes.absent, 0.0), (x.movedim(-3, 1) for x in tensors[4:])
+    every = {"dots": votes.agreement(y), "distances": votes.distance(y), "distances p": votes.distance(y, p)}
+    for name, *about in (("sums", 0.0), ("sums about", y), ("squares", 0.0, 2), ("squares about", y, 2)):
+        every[name] = votes.sum(r, *about).movedim(1, -3)
     found = {}
-
-    def simple(name: str) -> Tensor:
-        pairs = name.startswith("d")
-        return every[name].sum((-2, -1)).masked_fill(~there, 0.0) if pairs else every[name].sum(-4)
-
     for name in only:
         if name not in PULLS:
-            found[name] = simple(name)
+            found[name] = every[name]
             continue
-        found |= {f"{name} {k}": simple(other) for k, other in enumerate(PULLS[name], 3) if needs >> k & 1}
+        found |= {f"{name} {k}": every[other] for k, other in enumerate(PULLS[name], 3) if needs >> k & 1}
         wanted = {k: x for k, x in enumerate(leaves) if x is not None and needs >> k & 1}
         if wanted:
-            gradients = torch.autograd.grad(every[name].sum(), [*wanted.values()], retain_graph=True)
+            total = (r * every[PULLS[name][0]]).sum()
+            gradients = torch.autograd.grad(total, [*wanted.values()], retain_graph=True)
             found |= {f"{name} {k}": x for k, x in zip(wanted, gradients, strict=True)}
     return {name: x.detach() for name, x in found.items()}

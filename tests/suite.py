@@ -44,6 +44,18 @@ def drawn(examples: int) -> Any:
     )
 
 
+def refusals(*rows: tuple[type[Exception], str, Callable[[], Any]]) -> Any:
+    """Return a test that each of some calls raises an error, whose one line matches a pattern."""
+
+    @pytest.mark.parametrize(("error", "says", "call"), rows)
+    def test(error: type[Exception], says: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(error, match=says) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+    return test
+
+
 def cases_where(keep: Callable[[Case], bool] = lambda case: True, pairs: bool = True) -> pytest.MarkDecorator:
     """Return the mark that gives a test the cases that one wants; slow ones: those of all ``pairs``."""
     cases = [pytest.param(*each, id="-".join(map(str, each))) for each in every_case(keep)]

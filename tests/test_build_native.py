@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from registry import ROUTINGS
 from suite import python
 
 import fastcaps
 from fastcaps import libraries
+from tools import static_report
 
+ROOT = Path(__file__).resolve().parents[1]
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = ["default", "avx2", "avx512"] if X86 else ["default"]
 EXPORTED = {
@@ -37,7 +39,7 @@ def info(native_library: Path) -> dict[str, Any]:
 
 def tool(name: str, *arguments: str | Path) -> str:
     """Output of a program of binutils or of the toolkit."""
-    program = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+    program = static_report.tool(name)
     if sys.platform != "linux" or program is None:
         pytest.skip(f"needs {name}")
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
@@ -161,3 +163,39 @@ def test_which_devices_code_serves(built: str, device: tuple[int, int], serves: 
     problem = libraries.architecture_problem(built, device)
     assert (problem == "") == serves
     assert serves or f"the device has {device[0]}.{device[1]}" in problem
+
+
+# ---- registers and memory, by tools/static_report.py -----------------------------------------------------------------
+
+LIBRARY = libraries.library_path("cuda")
+NO_TOOL = "" if static_report.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton"
+NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
+NO_TRITON = libraries.triton_kernels()[1] or NO_TOOL
+
+
+@pytest.mark.skipif(bool(NO_TOOL or NO_LIBRARY), reason=NO_TOOL or NO_LIBRARY)
+def test_no_specialised_kernel_of_the_library_spills() -> None:
+    found = static_report.collect([LIBRARY])
+    assert {"FixedPose<4, 4, 4", "FixedPose<8, 8, 8", "TensorPose1x64", "FreePose"} <= {
+        pose for one in found for pose in re.findall(r"FixedPose<\d+, \d+, \d+|TensorPose1x64|FreePose", one.name)
+    }
+    assert not static_report.spilled(found)
+
+
+def test_what_a_native_library_is_asked_it_answers() -> None:
+    """A name that it does not have would be answered by None, and nobody would notice."""
+    sources = "".join(path.read_text() for kind in ("*.cu", "*.cpp", "*.in") for path in (ROOT / "csrc").rglob(kind))
+    paths = [path for room in ("fastcaps", "tools", "bench") for path in (ROOT / room).rglob("*.py")]
+    asked = {name for path in paths for name in re.findall(r'\bask\(\s*f?"([^"]*)"', path.read_text())}
+    assert "fastcaps_cuda_schedule" in asked and not [name for name in asked if f" {name}(" not in sources]
+
+
+@pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)
+def test_the_compiler_of_triton_says_what_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("registry.ROUTINGS", ROUTINGS[:1])
+    monkeypatch.setattr(static_report, "LAYERS", ("pose-4x4-10",))
+    head, *lines = static_report.triton_table("sm_90")
+    assert [line[1] for line in lines] == ["attention_forward_kernel", "attention_backward_kernel"]
+    for line in lines:
+        said = dict(zip(head, line, strict=True))
+        assert 0 < int(said["registers"]) <= 255 and float(said["shared, KB"]) > 0 and not said["words spilled"]

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from features import Called
 from registry import ROUTINGS, BackwardCall, Call, Routing
 from suite import every_routing
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries
@@ -209,16 +209,6 @@ def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: 
     assert heard == [wanted] * 2
 
 
-class Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @needs_fake_gpu_tensors
 @pytest.mark.parametrize(
     ("sizes", "options"),
@@ -232,11 +222,11 @@ def test_a_product_that_would_round_against_the_users_word_is_left_to_our_kernel
     """A convolution to TF32 where matrix products may not; either to TF32 where three products of one are asked for."""
     for precision, three in (("highest", False), ("high", False), ("high", True)):
         torch.set_float32_matmul_precision(precision)
-        with FakeTensorMode(), backends.tf32x3(three), Recorder() as recorder:
+        with FakeTensorMode(), backends.tf32x3(three), Called() as seen:
             children, weight = (torch.empty(*size, device=GPU, dtype=dtype) for size in sizes)
             functional.inverted_attention_routing(children, weight, **options)
         ours = three or (precision == "highest" and "window" in options)
-        assert ("fastcaps.attention_routing.default" in recorder.names) == (ours and dtype == torch.float32)
+        assert ("fastcaps::attention_routing" in dict(seen.calls)) == (ours and dtype == torch.float32)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

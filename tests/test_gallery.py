@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle_routings import squash
 from stored_votes import Stored, seen
 from torch import Tensor
 from torch.nn import functional as F
@@ -73,11 +74,6 @@ class Scene:
             torch.nn.init.normal_(parameter)
         self.weight, self.leaves = layer.weight, [self.children, *layer.parameters()]
         return layer
-
-
-def squash(s: Tensor) -> Tensor:
-    squares = s.square().sum(-1, keepdim=True)
-    return squares / (1 + squares) * s / squares.sqrt()
 
 
 def total(r: Tensor, v: Tensor) -> Tensor:

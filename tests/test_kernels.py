@@ -6,15 +6,18 @@ rounding.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import WINDOWS, Case
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
+from registry import GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, votes_of
 from suite import (
     cases_named,
     cases_where,
@@ -27,7 +30,8 @@ from suite import (
 )
 from torch import Tensor
 
-from fastcaps import backends, ops
+import fastcaps
+from fastcaps import backends, libraries, ops
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs
 from tools.native import LEVELS
@@ -144,15 +148,6 @@ def test_only_the_gradients_asked_for(routing: Routing, case: Case, name: str, c
 
 
 @every_routing
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_groups_of_samples_that_end_within_a_vector(routing: Routing, dtype: torch.dtype) -> None:
-    """The backward of two groups of 45 positions: the last lanes of the first are nobody's, not the second's."""
-    case = replace(routing.case("stay-float32"), batch=10, grid=(5, 5), types=1, parents=8, iterations=1, dtype=dtype)
-    case = replace(case, window=(3, 3, 1, 1, 0, 0, 1, 1))
-    routing.backward_bar(case).hold(routing.backward_call(case).results(routing.backward_op))
-
-
-@every_routing
 def test_a_backward_takes_its_iterations_as_they_lie(routing: Routing) -> None:
     """Gradients that are one number, and stacks of which the iterations lie innermost."""
     call = routing.backward_call(replace(routing.case("padded"), iterations=3))
@@ -259,19 +254,6 @@ def test_variances_of_tight_clusters(start: bool) -> None:
     torch.testing.assert_close(call.by_op()["all_variances"].double(), exact, rtol=1e-3, atol=0)
 
 
-@native_only
-@pytest.mark.parametrize("case", [
-    Case("bias", Rule.LAYER_NORM, 1, types=800, pose=(4, 4, 4), bias="11", start=False),
-    Case("bias-M", Rule.LAYER_NORM, 1, types=800, bias="1M", start=False),
-    Case("betas", Rule.HEINSEN, 7, types=500, parents=5, pose=(1, 2, 2), groups="one", betas="1M"),
-], ids=str)  # fmt: skip
-def test_gradients_that_hundreds_of_children_share(case: Case) -> None:
-    """Added child by child they would err by several times the limit."""
-    routing = GAUSSIAN if case.rule == Rule.HEINSEN else ATTENTION
-    for seed in range(3):
-        held(routing.call(case, seed))
-
-
 LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children
     "one-child": (2, 1, 3, (4, 4, 4), "one"),
     "one-child-16": (16, 1, 3, (4, 4, 4), "one"),
@@ -341,3 +323,68 @@ def test_a_broken_gradient_of_gaussians_without_a_start_stays_with_its_number() 
     found = call.training(by_op)["dchildren"].isfinite()
     with backends.backend("reference"):
         assert torch.equal(found, call.training(by_op)["dchildren"].isfinite()) and not found.all()
+
+
+# ---- every path that a schedule can take has a case: kernel, lanes, folding, votes made twice, rows, ranges ----------
+
+KERNELS = Path(fastcaps.__file__).parents[1] / "csrc" / "cpu" / "kernels.h"
+SENTENCE = re.compile(
+    r"kernel (for any pose|\S+), (?P<width>\d+) (?P<lanes>\w+) a vector, (?P<rows>\d+) \w+ x \d+ .*?, \d+ items"
+    r"(?: \((?P<ranges>\d+) ranges of children\))?(?:, (?P<how>.*))?$"
+)
+
+
+def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, re.Match[str]]]:
+    """Return what the library says of every case, forward and backward."""
+    ask, found = libraries.library("cpu").ask, []
+    for case in routing.cases:
+        votes = votes_of(routing.call(case).given)
+        for backward in (False, True):
+            facts = backends.native_facts(
+                backends.Call.of(routing.stem, votes), votes, case.iterations, case.start, backward
+            )
+            told = ask("fastcaps_cpu_schedule", routing.stem, votes.sizes_in_c(), facts)
+            assert told is not None
+            match = SENTENCE.match(told)
+            assert match is not None, told
+            found.append((backward, case.dtype, "own" if case.groups == "own" else "shared", match))
+    return found
+
+
+@native_only
+@every_routing
+def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
+    met: dict[str, set[Any]] = defaultdict(set)
+    widest = 0
+    for backward, dtype, weights, how in schedules(routing):
+        widest = max(widest, int(how["width"]) * dtype.itemsize)
+        said = how["how"] or ""
+        one = backward, dtype == torch.float64, how["lanes"]
+        met["stay"] |= {one[::2]} if "stay" in said else set()
+        met["weights"].add((*one, weights))
+        met["votes"].add((*one, "folded" if "folded" in said else "twice" if "twice" in said else "kept"))
+        met["rows"].add((*one[:2], how["rows"] == "1"))
+        met["ranges"].add((backward, how["ranges"] is None))
+    both, lanes = (False, True), ("positions", "children")
+    assert met["stay"] == {*product([False], lanes)}
+    assert met["weights"] == {*product(both, both, lanes, ("own", "shared"))}
+    assert met["rows"] == {*product(both, both, both)} and met["ranges"] == {*product(both, both)}
+    wanted = {*product(both, both, lanes, ("kept", "twice"))}
+    if routing.folds:  # matrices of doubles never act on the parents
+        wanted |= {*product(both, [False], lanes, ["folded"])}
+    spared = {*product(both, both, ["children"], ["twice"])} if widest < 64 else set()
+    # bytes of a vector: the votes of so few children at once fit whatever the case
+    assert met["votes"] - spared == wanted - spared
+
+
+@native_only
+@pytest.mark.skipif(not KERNELS.is_file(), reason="the sources are not here")
+def test_every_pose_with_a_kernel_of_its_own_has_a_case() -> None:
+    """Whichever routing has one, in both directions, as the source of the kernels lists them."""
+    source = KERNELS.read_text()
+    compiled = {f"{c}x{d}->{c}x{e}" for c, d, e in re.findall(r"\bStaticPose<(\d+), (\d+), (\d+)>", source)}
+    compiled |= {f"{c}x{d}->" for c, d in re.findall(r"\bSameStaticPose<(\d+), (\d+)>", source)}
+    assert len(compiled) > 5
+    for backward in (False, True):
+        met = {how[1] for routing in ROUTINGS for back, _, _, how in schedules(routing) if back == backward}
+        assert not [pose for pose in compiled if not any(one.startswith(pose) for one in met)]

@@ -1,9 +1,10 @@
-"""Losses by values worked out by hand, their gradients, and their error messages."""
+"""Losses by values worked out by hand, and their error messages; squash and unit vectors of any length and dtype."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from suite import refusals
 
 from fastcaps.losses import ReconstructionDecoder, length, margin_loss, reconstruction_loss, spread_loss, spread_margin
 from fastcaps.vectors import squash, unit
@@ -107,23 +108,53 @@ def test_vectors_gradcheck(function: object) -> None:
         assert torch.autograd.grad(first.sum(), zero)[0].isfinite().all()
 
 
-def test_errors_name_the_argument() -> None:
-    decoder = ReconstructionDecoder(3, 4, (5,))
-    for error, named, call in (
-        (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
-        (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
-        (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
-        (ValueError, r"target must be \[2, 3\] to fit the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
-        (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
-        (ValueError, "target must hold classes from 0 to 2, got 3", lambda: margin_loss(LENGTHS, LABELS + 1)),
-        (ValueError, "target must hold classes from 0 to 2, got -1", lambda: spread_loss(LENGTHS, LABELS - 1, 0.2)),
-        (ValueError, "target must hold classes from 0 to 2, got 3", lambda: decoder(torch.ones(2, 3, 4), LABELS + 3)),
-        (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
-        (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
-        (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
-        (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
-        (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
-        (ValueError, r"capsules must be \[B, 3, 4\]", lambda: decoder(torch.ones(2, 4, 3))),
-    ):
-        with pytest.raises(error, match=named):
-            call()
+RANGES = {torch.float32: (-30, 30), torch.float16: (-7, 4.816), torch.bfloat16: (-37.9, 38.53)}
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("dtype", RANGES)
+def test_squash_of_every_length(dtype: torch.dtype, eps: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rounding, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    for exponent in torch.linspace(*RANGES[dtype], 150, dtype=torch.float64).tolist():
+        drawn = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+        drawn = drawn / drawn.abs().amax(-1, keepdim=True) * 10**exponent
+        vectors = drawn.to(dtype).requires_grad_()
+        exact = vectors.detach().double().requires_grad_()
+        assert exact.isfinite().all()
+        square = exact.square().sum(-1, keepdim=True)
+        wanted = square / (1 + square) * exact / (square + eps).sqrt()
+        found = squash(vectors, eps=eps)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, rtol=4 * rounding, atol=4 * least)
+        grad = torch.randn(8, 16, generator=generator, dtype=torch.float64).to(dtype)
+        (got,) = torch.autograd.grad(found, vectors, grad)
+        (want,) = torch.autograd.grad(wanted, exact, grad.double())
+        size = want.abs().amax(-1, keepdim=True)  # gradients below 1e-22 may vanish
+        assert ((got.double() - want).abs() <= 16 * rounding * size + max(least, 1e-22)).all(), exponent
+
+
+@pytest.mark.parametrize("dtype", RANGES)
+def test_unit_vectors_of_every_length(dtype: torch.dtype) -> None:
+    for exponent in torch.linspace(*RANGES[dtype], 50, dtype=torch.float64).tolist():
+        vectors = torch.full((2, 16), 10**exponent, dtype=dtype)
+        torch.testing.assert_close(unit(vectors), torch.full((2, 16), 0.25, dtype=dtype))
+
+
+DECODER = ReconstructionDecoder(3, 4, (5,))
+test_errors_name_the_argument = refusals(
+    (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
+    (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
+    (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
+    (ValueError, r"target must be \[2, 3\] to fit the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
+    (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
+    (ValueError, "target must hold classes from 0 to 2, got 3", lambda: margin_loss(LENGTHS, LABELS + 1)),
+    (ValueError, "target must hold classes from 0 to 2, got -1", lambda: spread_loss(LENGTHS, LABELS - 1, 0.2)),
+    (ValueError, "target must hold classes from 0 to 2, got 3", lambda: DECODER(torch.ones(2, 3, 4), LABELS + 3)),
+    (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
+    (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
+    (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
+    (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
+    (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
+    (ValueError, r"capsules must be \[B, 3, 4\]", lambda: DECODER(torch.ones(2, 4, 3))),
+)

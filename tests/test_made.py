@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from features import ROUTINGS, Leaves, Routing, close, number, training
+from features import ROUTINGS, Leaves, Routing, close, number, training, with_gradients
 from stored_votes import Case, Stored, derivatives, made, verbs
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def at_places(x: Tensor, places: tuple[int, ...], of_children: bool) -> Tensor:
 @pytest.mark.parametrize("block", [1, 2, None])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_verbs_of_made_votes(places: tuple[int, ...], block: int | None) -> None:
-    case = Case(batch=4, types=5, groups=5, bias="IM")
+    case = Case(batch=4, types=5, bias="IM")
     given = {k: at_places(x, places, k == "r") if k in ("parents", "p", "r") else x for k, x in case.leaves().items()}
     votes = made(given, places, block)
     assert votes.coefficients_shape == given["r"].shape and votes.parents_shape == given["parents"].shape
@@ -54,14 +54,12 @@ def test_routings_of_made_votes(routing: Routing, places: tuple[int, ...], block
     result = routing.function(made(leaves, places, block), **placed, **routing.settings, return_coefficients=True)
     close({"r": result.coefficients.flatten(0, flat)}, {"r": routing.ours(given, coefficients=True)["coefficients"]})
     found = {name: getattr(result, name).movedim(1, flat + 1).flatten(0, flat) for name in routing.results}
-    every = list(leaves.values())
-    gradients = torch.autograd.grad(number(found), every, materialize_grads=True, allow_unused=True)
-    close(found | {f"d{k}": x for k, x in zip(leaves, gradients, strict=True)}, training(routing, given))
+    close(with_gradients(found, leaves), training(routing, given))
 
 
 def test_random_votes_are_the_same_in_every_verb() -> None:
     """On the way back too; and the generator moves on once, by what the blocks draw."""
-    given = {k: x.requires_grad_() for k, x in Case(types=5, groups=5, batch=4).leaves().items()}
+    given = {k: x.requires_grad_() for k, x in Case(types=5, batch=4).leaves().items()}
     kept: dict[Any, list[Tensor]] = {}
 
     def dropped(x: Tensor) -> Tensor:
@@ -120,7 +118,7 @@ def test_a_convolution_makes_votes_of_an_empty_batch() -> None:
 @pytest.mark.parametrize("verb", ["agreement", "distance", "sum", "square_sum"])
 def test_a_change_in_place_is_found_by_autograd(verb: str) -> None:
     """Of what a verb used beside the votes, which are made again on the way back."""
-    given = {k: x.requires_grad_() for k, x in Case(types=5, groups=5).leaves().items()}
+    given = {k: x.requires_grad_() for k, x in Case(types=5).leaves().items()}
     x = 1 * given["r" if "sum" in verb else "parents"]
     found = getattr(made(given, (2,), 2), verb)(x, *[0.0] * (verb == "square_sum"))
     with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from suite import refusals
 
 from fastcaps import losses, models
 from fastcaps.encapnet.networks import FeedbackConfig
@@ -254,24 +255,18 @@ def create(*arguments, **overrides):
 text = create("heinsen-sst2", layers=1, embedding=2)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (ValueError, "called 'tsai-iar-simple-c1'.*mean tsai-iar-simple-c10", create("tsai-iar-simple-c1")),
-        (ValueError, "did you mean zhao-affnist, sabour-affnist or ", create("affnist")),
-        (ValueError, "no network is called None", create(None)),
-        (TypeError, "no override iteration .did you mean iterations", create("mnist", iteration=1)),
-        (TypeError, "create.. has no override lr; there are: .*image_size", create("mnist", lr=1, batch=2)),
-        (ValueError, "larger than its grid", create("mnist", image_size=8)),
-        (ValueError, "channels must be None", create("sabour-mnist", channels=8)),
-        (ValueError, "'concurrent' for DynamicRouting", create("sabour-mnist", routing="sequential")),
-        (ValueError, "image_size .8, 8. is too small", create("sabour-mnist", image_size=8)),
-        (ValueError, "must divide the 100 capsules", create("li-capnet-dynamic", parents=100)),
-        (ValueError, "images must be .B, 3, 32, 32.", lambda: create("zhao-cnn-max")(torch.randn(1, 1, 32, 32))),
-        (ValueError, "mask must be", lambda: text(torch.randn(1, 3, 1, 2), torch.ones(1, 2))),
-        (ValueError, "embeddings must be", lambda: text(torch.randn(1, 3, 2))),
-    ],
+test_errors_are_named = refusals(
+    (ValueError, "called 'tsai-iar-simple-c1'.*mean tsai-iar-simple-c10", create("tsai-iar-simple-c1")),
+    (ValueError, "did you mean zhao-affnist, sabour-affnist or ", create("affnist")),
+    (ValueError, "no network is called None", create(None)),
+    (TypeError, "no override iteration .did you mean iterations", create("mnist", iteration=1)),
+    (TypeError, "create.. has no override lr; there are: .*image_size", create("mnist", lr=1, batch=2)),
+    (ValueError, "larger than its grid", create("mnist", image_size=8)),
+    (ValueError, "channels must be None", create("sabour-mnist", channels=8)),
+    (ValueError, "'concurrent' for DynamicRouting", create("sabour-mnist", routing="sequential")),
+    (ValueError, "image_size .8, 8. is too small", create("sabour-mnist", image_size=8)),
+    (ValueError, "must divide the 100 capsules", create("li-capnet-dynamic", parents=100)),
+    (ValueError, "images must be .B, 3, 32, 32.", lambda: create("zhao-cnn-max")(torch.randn(1, 1, 32, 32))),
+    (ValueError, "mask must be", lambda: text(torch.randn(1, 3, 1, 2), torch.ones(1, 2))),
+    (ValueError, "embeddings must be", lambda: text(torch.randn(1, 3, 2))),
 )  # fmt: skip
-def test_errors_are_named(error, message, call):
-    with pytest.raises(error, match=message):
-        call()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from features import Called
 from registry import ROUTINGS, VOTES, Call, Routing, votes_of
 from suite import cases_named, every_backend, every_routing, native_only
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, ops, reference
@@ -156,17 +156,9 @@ def test_a_second_derivative_under_autocast_is_as_exact_as_the_first(routing: Ro
     assert torch.equal(found, wanted)
 
 
-class Asked(TorchDispatchMode):
-    """Notes the ``needs`` of every backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.needs: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in {routing.backward_op for routing in ROUTINGS}:
-            self.needs.append(args[-1])
-        return function(*args, **(kwargs or {}))
+def needs_of(mode: Any) -> list[int]:
+    """Return the ``needs`` of every backward that was called."""
+    return [args[-1] for name, args in mode.calls if name.startswith("fastcaps::") and name.endswith("_backward")]
 
 
 @every_backend
@@ -175,12 +167,12 @@ def test_a_watched_backward_is_the_same(routing: Routing, name: str) -> None:
     """A mode brings the backward through the dispatcher, below which autograd is left out."""
     call = routing.call(replace(routing.case("padded"), iterations=2))
     found = []
-    for mode in (nullcontext(), Asked()):
+    for mode in (nullcontext(), Called()):
         with fastcaps.backend(name), mode:
             found.append(call.training(Call.by_op))
     for key, gradient in found[0].items():
         assert torch.equal(gradient, found[1][key]) and (not key.startswith("d") or gradient.abs().sum() > 0), key
-    assert mode.needs
+    assert needs_of(mode)
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -195,21 +187,21 @@ def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, iterations
         arguments = leaves_of(call, grad=False)
         position = [*call.given].index(name)
         arguments[position].requires_grad_()
-        with Asked() as asked:
+        with Called() as called:
             found = routing.op(*arguments)[: len(routing.results)]
             sum(result.sum() for result in found if result.requires_grad).backward()
         gradient = arguments[position].grad
         assert gradient is None or gradient.shape == arguments[position].shape
         own = bits.get(name, 0)
         together = 0
-        for needs in asked.needs:
+        for needs in needs_of(called):
             assert needs & ~DETACH & ~(own | between) == 0, (name, needs)
             assert bool(needs & DETACH) == (call.detach and bool(needs))
             together |= needs
         silent = (call.detach and name in routing.by_shares) or name == "norm_bias"
         absent = name in routing.absent.get(call.given["rule"], ())
-        assert silent or absent or together & own, (name, asked.needs)
-        assert len(asked.needs) <= (iterations + 1 if between else 1)
+        assert silent or absent or together & own, (name, needs_of(called))
+        assert len(needs_of(called)) <= (iterations + 1 if between else 1)
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

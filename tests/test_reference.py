@@ -15,7 +15,6 @@ from suite import every_routing
 from torch import Tensor
 
 import fastcaps
-from fastcaps import reference
 from fastcaps.rules import Rule
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -53,16 +52,6 @@ def test_half_precision_rounds_once(routing: Routing, dtype: torch.dtype) -> Non
         narrow = name in routing.rounded or (name in routing.results and not routing.wide)
         assert result.dtype == (dtype if narrow else torch.float32), name
         assert torch.equal(result, wanted[name].to(result.dtype)), name
-
-
-@every_routing
-@pytest.mark.parametrize("case", ["conv", "primes"])
-def test_votes_are_made_in_blocks(routing: Routing, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = routing.call(replace(routing.case(case), dtype=torch.float64))
-    whole = by_reference(call)
-    monkeypatch.setattr(reference.verbs, "BLOCK", 1)  # one child at a time
-    for name, found in by_reference(call).items():
-        torch.testing.assert_close(found, whole[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
 # ---- what is there, and what is not ----------------------------------------------------------------------------------

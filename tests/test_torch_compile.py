@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import BY_NAME, FUNCTIONS, ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
+from features import BY_NAME, FUNCTIONS, ROUTINGS, WINDOWS, Leaves, Routing, close, training, with_gradients
 from suite import every_backend
 from torch import Tensor, nn
 from torch._dynamo.utils import counters, maybe_enable_compiled_autograd
@@ -51,10 +51,7 @@ def test_training_step_in_one_graph_for_any_batch(routing: Routing, window: Wind
     run = compiled(lambda leaves: routing.ours(leaves, window))
     for batch in (2, 5, 7):
         leaves = {k: t.requires_grad_() for k, t in routing.tensors(window, batch=batch).items()}
-        found = run(leaves)
-        gradients = torch.autograd.grad(number(found), list(leaves.values()), allow_unused=True, materialize_grads=True)
-        found |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-        close(found, training(routing, leaves, window))
+        close(with_gradients(run(leaves), leaves), training(routing, leaves, window))
     assert graphs() <= 2
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
+from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number, training, with_gradients
 from nn_layers import LAYERS, Row
 from suite import every_backend
 from torch import Tensor, func
@@ -88,10 +88,7 @@ def test_checkpoint_without_reentry(window: Window | None, routing: Routing) -> 
     assert len(unpacked) == len(set(unpacked))
     found = checkpoint(lambda given: routing.ours(given, window), leaves, use_reentrant=False)
     for keep in (True, False):
-        gradients = torch.autograd.grad(
-            number(found), list(leaves.values()), retain_graph=keep, allow_unused=True, materialize_grads=True
-        )
-        close(found | dict(zip((f"d{name}" for name in leaves), gradients, strict=True)), wanted)
+        close(with_gradients(found, leaves, retain_graph=keep), wanted)
 
 
 def test_an_ensemble_of_primary_capsules() -> None:

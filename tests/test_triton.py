@@ -179,7 +179,7 @@ def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> No
 def test_ops_served_by_the_interpreter(routing: Routing, name: str) -> None:
     """All iterations by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1; as a set, too."""
     call = routing.call(routing.case(name))
-    found = interpret("triton_worker.training", routing.stem, routing.case(name))
+    found = interpret("triton_cases.training", routing.stem, routing.case(name))
     for one, results in zip((call, call.as_set()), found, strict=True):
         one.bar().hold(results)
 
@@ -188,7 +188,7 @@ def test_ops_served_by_the_interpreter(routing: Routing, name: str) -> None:
 @pytest.mark.parametrize("options", [0, 1, 2])
 def test_offsets_beyond_int32(options: int) -> None:
     """Rows and columns of poses and of matrices lie 2**30 numbers apart."""
-    near, far = interpret("triton_worker.attention", options)
+    near, far = interpret("triton_cases.near_and_far", options)
     for one, other in zip(near, far, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
 

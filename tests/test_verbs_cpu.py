@@ -8,28 +8,28 @@ from typing import Any
 import pytest
 import torch
 from features import Leaves
-from stored_votes import OpCase, Tensors, op_formulas, op_results
+from stored_votes import Case, Tensors, op_formulas, op_results
 from suite import native_only
 
 import fastcaps.ops.verbs  # noqa: F401  (declares the ops; the package loads the library)
+from fastcaps import Window
 from fastcaps._testing.judge import Bar
-from fastcaps.votes import SET_WINDOW
 
 pytestmark = native_only
 OPS = torch.ops.fastcaps_cpu
 TENSORS = ["children", "weight", "bias", "coefficients", "targets", "precisions"]
-SMALL = ((3, 2, 5), 5, 3, 2, (5, 4), (3, 3, 2, 1, 1, 1, 1, 1))
+SMALL = ((3, 2, 5), 5, 3, 2, (5, 4), Window(3, (2, 1), 1))
 AXES: dict[str, tuple[Any, ...]] = {
     "pose": ((4, 4, 4), (1, 8, 16), (8, 8, 8), (6, 6, 6), (1, 1, 1), (3, 2, 5), (5, 3, 1), (2, 7, 3), (1, 64, 64)),
     "parents": (1, 2, 5, 10, 16, 17, 32, 35),
     "types": (1, 2, 3, 7, 8, 12, 37),
     "batch": (1, 2, 5),
     "window": (
-        ((), SET_WINDOW),
-        ((1, 3), SET_WINDOW),
-        ((5, 4), (3, 3, 2, 1, 1, 1, 1, 1)),
-        ((4, 6), (2, 3, 1, 2, 2, 1, 2, 1)),
-        ((1, 2), (1, 1, 3, 1, 2, 2, 1, 1)),
+        ((), None),
+        ((1, 3), Window(1)),
+        ((5, 4), Window(3, (2, 1), 1)),
+        ((4, 6), Window((2, 3), (1, 2), (2, 1), (2, 1))),
+        ((1, 2), Window(1, (3, 1), 2)),
     ),
     "groups": ("own", "types", 1, 2, 0),
     "bias": ("", "IM", "1M", "I1", "11"),
@@ -39,7 +39,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def sample(count: int, seed: int = 0) -> list[OpCase]:
+def sample(count: int, seed: int = 0) -> list[Case]:
     """Return cases in which every value of every axis comes about equally often."""
     draws, rows = random.Random(seed), [dict[str, Any]() for _ in range(count)]
     for name, values in AXES.items():
@@ -50,23 +50,23 @@ def sample(count: int, seed: int = 0) -> list[OpCase]:
     return [case_of(**row) for row in rows]
 
 
-def case_of(pose: Any, window: Any, types: int, groups: Any, **row: Any) -> OpCase:
-    grid, spec = window
-    seen = spec[0] * spec[1] * types
+def case_of(pose: Any, window: Any, types: int, groups: Any, **row: Any) -> Case:
+    grid, window = window
+    seen = types if window is None else types * window.positions
     groups = {"own": seen, "types": types, 2: 2 if seen % 2 == 0 else 1}.get(groups, groups)
     pose = pose if groups else (*pose[:2], pose[1])
-    return OpCase(pose=pose, grid=grid, window=spec, types=types, groups=groups, **row)
+    return Case(pose=pose, grid=grid, window=window, types=types, groups=groups, **row)
 
 
-def kernels(case: OpCase, tensors: Tensors, needs: int = 63) -> Leaves:
+def kernels(case: Case, tensors: Tensors, needs: int = 63) -> Leaves:
     """Return all that the ops make of tensors."""
-    return op_results(lambda op, *own: getattr(OPS, op)(*case.votes(tensors), *own, 0), tensors, needs)
+    return op_results(lambda op, *own: getattr(OPS, op)(*case.inputs(tensors), *own, 0), tensors, needs)
 
 
-def hold(case: OpCase, seed: int = 0) -> None:
+def hold(case: Case, seed: int = 0) -> None:
     """Hold the ops to formulas over stored votes, which err as eager PyTorch does."""
     tensors = case.tensors(seed)
-    Bar(lambda given: op_formulas(given, case.parents, case.window, 63), tensors).hold(kernels(case, tensors))
+    Bar(lambda given: op_formulas(case, given, 63), tensors).hold(kernels(case, tensors))
 
 
 @pytest.mark.parametrize("number", range(44))
@@ -88,11 +88,11 @@ def test_threads_do_not_change_a_bit(number: int, threads_kept: None) -> None:
 @pytest.mark.parametrize("number", range(6), ids=TENSORS)
 def test_nan_goes_where_eager_lets_it_go(number: int) -> None:
     """And no further: not into padding, nor to parents and children that the number has no part in."""
-    case = OpCase(*SMALL, bias="IM")
+    case = Case(*SMALL, bias="IM")
     tensors = case.tensors()
     tensors[number].flatten()[7] = torch.nan
     found = kernels(case, tensors)
-    for key, value in op_formulas(tensors, case.parents, case.window, 63).items():
+    for key, value in op_formulas(case, tensors, 63).items():
         missed = value.isnan() & ~found[key].isnan()
         assert not missed.any(), key
         if not key.startswith(("pull", "stretch")):
@@ -102,7 +102,7 @@ def test_nan_goes_where_eager_lets_it_go(number: int) -> None:
 def test_a_padded_child_has_no_part_in_anything() -> None:
     """Whatever its coefficient, bias and matrix are: children that no window holds have NaN."""
     # of three rows under the window only the middle one is there
-    case = OpCase((4, 4, 4), 10, 3, 2, (1, 2), (3, 1, 1, 1, 1, 0, 1, 1), bias="IM")
+    case = Case((4, 4, 4), 10, 3, 2, (1, 2), Window((3, 1), 1, (1, 0)), bias="IM")
     tensors = case.tensors()
     finite = kernels(case, tensors)
     for number, dim in ((1, 0), (2, 0), (3, -2)):
@@ -114,12 +114,12 @@ def test_a_padded_child_has_no_part_in_anything() -> None:
 
 @pytest.mark.parametrize(("types", "parents", "groups"), [(300_000, 3, 1), (3, 30_000, 3)])
 def test_many_children_and_many_parents(types: int, parents: int, groups: int) -> None:
-    hold(OpCase((1, 2, 3), parents, types, 1, (), SET_WINDOW, groups, "11", pairs="alike"))
+    hold(Case((1, 2, 3), parents, types, 1, groups=groups, bias="11", pairs="alike"))
 
 
 @pytest.mark.parametrize("needs", [*range(8), 8, 16, 33, 62])
 def test_a_pull_makes_what_is_needed(needs: int) -> None:
-    case = OpCase(*SMALL, bias="IM")
+    case = Case(*SMALL, bias="IM")
     tensors = case.tensors()
     every = kernels(case, tensors)
     for name, value in kernels(case, tensors, needs).items():

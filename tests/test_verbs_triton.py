@@ -10,49 +10,52 @@ import pytest
 import torch
 from cases import apart, on_device
 from features import Leaves
-from stored_votes import ON_SET, OPS, PADDED, PULLS, OpCase, Tensors, op_formulas, op_results
+from stored_votes import OPS, PADDED, PULLS, Case, Tensors, op_formulas, op_results
 from torch import Tensor
-from triton_cases import DEVICE, TINY, WIDE, compiled_here, hold_compiled, interpret, launches
+from triton_cases import DEVICE, FAR, TINY, WIDE, compiled_here, hold_compiled, interpret, launches
 
+from fastcaps import Window
 from fastcaps._testing.judge import Bar
 from fastcaps.triton_kernels import schedule, verbs
 from fastcaps.votes import VoteInputs
 
 LIMITS: dict[str, Any] = WIDE if DEVICE == "cpu" else {}
 TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
-SMALL: dict[str, Any] = {"grid": (1, 2), "window": (2, 2, 1, 1, 1, 0, 1, 1), "types": 1, "batch": 1}
+ON_SET: dict[str, Any] = {"grid": (1, 1), "window": Window(1)}
+ON_GRID: dict[str, Any] = {"grid": (3, 4), "window": PADDED, "types": 2}
+SMALL: dict[str, Any] = {"grid": (1, 2), "window": Window(2, 1, (1, 0)), "types": 1, "batch": 1}
 CASES = {
-    "padded": OpCase(bias="IM"),
-    "tiny": OpCase(**SMALL, bias="IM", limits=TINY, parents=9, pose=(3, 2, 2)),  # parents and children are split
-    "tiny-ordered": OpCase(**SMALL, bias="IM", limits=TINY, parents=9, pose=(3, 2, 2), options=1),
-    "shared-over-space": OpCase(groups=2, bias="1M", window=(2, 2, 1, 1, 0, 0, 1, 1), options=1),
-    "one-matrix": OpCase(**ON_SET, types=7, groups=1, bias="I1", parents=5, batch=3),
-    "crowded": OpCase(**ON_SET, types=67, groups=1, bias="IM", batch=1),  # one program owns dW
-    "no-matrices": OpCase(groups=0, pose=(2, 3, 3), bias="11"),
-    "no-matrices-tiny": OpCase(**SMALL, groups=0, pose=(1, 5, 5), limits=TINY, parents=9),
-    "no-matrices-ordered": OpCase(**SMALL, groups=0, pose=(1, 5, 5), options=1, bias="I1"),
-    "one-parent-one-child": OpCase(**ON_SET, types=1, parents=1, pose=(1, 1, 1), batch=1),
-    "primes": OpCase(**ON_SET, types=11, parents=7, pose=(5, 3, 7), batch=3),
-    "strided": OpCase(layout="interleaved", pairs="interleaved", bias="IM"),
-    "strided-set": OpCase(**ON_SET, types=5, layout="interleaved", pairs="interleaved", groups=1, batch=3),
-    "expanded": OpCase(pairs="alike", bias="1M"),
-    "products": OpCase(**ON_SET, types=3, parents=17, pose=(2, 17, 2), bias="1M", batch=9, limits=TILES, options=3),
-    "empty": OpCase(batch=0, bias="IM"),
-    "empty-ordered": OpCase(batch=0, bias="IM", options=1),
-    "bfloat16": OpCase(bias="IM", dtype=torch.bfloat16),
-    "float16-products": OpCase(**ON_SET, types=3, parents=9, pose=(4, 9, 4), batch=5, dtype=torch.float16),
+    "padded": Case(**ON_GRID, bias="IM"),
+    "tiny": Case(**SMALL, bias="IM", limits=TINY, parents=9, pose=(3, 2, 2)),  # parents and children are split
+    "tiny-ordered": Case(**SMALL, bias="IM", limits=TINY, parents=9, pose=(3, 2, 2), options=1),
+    "shared-over-space": Case(**ON_GRID | {"window": Window(2)}, groups=2, bias="1M", options=1),
+    "one-matrix": Case(**ON_SET, types=7, groups=1, bias="I1", parents=5, batch=3),
+    "crowded": Case(**ON_SET, types=67, groups=1, bias="IM", batch=1),  # one program owns dW
+    "no-matrices": Case(**ON_GRID, groups=0, pose=(2, 3, 3), bias="11"),
+    "no-matrices-tiny": Case(**SMALL, groups=0, pose=(1, 5, 5), limits=TINY, parents=9),
+    "no-matrices-ordered": Case(**SMALL, groups=0, pose=(1, 5, 5), options=1, bias="I1"),
+    "one-parent-one-child": Case(**ON_SET, types=1, parents=1, pose=(1, 1, 1), batch=1),
+    "primes": Case(**ON_SET, types=11, parents=7, pose=(5, 3, 7), batch=3),
+    "strided": Case(**ON_GRID, layout="interleaved", pairs="interleaved", bias="IM"),
+    "strided-set": Case(**ON_SET, types=5, layout="interleaved", pairs="interleaved", groups=1, batch=3),
+    "expanded": Case(**ON_GRID, pairs="alike", bias="1M"),
+    "products": Case(**ON_SET, types=3, parents=17, pose=(2, 17, 2), bias="1M", batch=9, limits=TILES, options=3),
+    "empty": Case(**ON_GRID, batch=0, bias="IM"),
+    "empty-ordered": Case(**ON_GRID, batch=0, bias="IM", options=1),
+    "bfloat16": Case(**ON_GRID, bias="IM", dtype=torch.bfloat16),
+    "float16-products": Case(**ON_SET, types=3, parents=9, pose=(4, 9, 4), batch=5, dtype=torch.float16),
 }
 
 
 def kernels(
-    case: OpCase, tensors: Tensors, needs: int = 7, options: int | None = None, only: Iterable[str] = OPS
+    case: Case, tensors: Tensors, needs: int = 7, options: int | None = None, only: Iterable[str] = OPS
 ) -> Leaves:
     """Return what the kernels make of tensors, interpreted where there is no GPU."""
     tensors = [x if x is None or DEVICE == "cpu" else on_device(x, DEVICE) for x in tensors]
     limits, options = LIMITS if case.limits is None else case.limits, case.options if options is None else options
 
     def call(op: str, *own: Any) -> Any:
-        arguments = (case.votes(tensors), *own, options)
+        arguments = (case.inputs(tensors), *own, options)
         if DEVICE == "cpu":
             return interpret(f"{verbs.__name__}.{op}", *arguments, limits=limits)
         return getattr(verbs, op)(*arguments, limits=schedule.Limits(**limits))
@@ -61,12 +64,12 @@ def kernels(
 
 
 def hold(
-    case: OpCase, tensors: Tensors = None, needs: int = 7, options: int | None = None, only: Iterable[str] = OPS
+    case: Case, tensors: Tensors = None, needs: int = 7, options: int | None = None, only: Iterable[str] = OPS
 ) -> None:
     """Hold the kernels to stored votes."""
     tensors = case.tensors() if tensors is None else tensors
     tf32 = case.options & 2 == 2 and DEVICE == "cuda"  # the interpreter multiplies in float32
-    run = partial(op_formulas, parents=case.parents, window=case.window, needs=needs, only=only)
+    run = partial(op_formulas, case, needs=needs, only=only)
     Bar(run, tensors, tf32=tf32).hold(kernels(case, tensors, needs, options, only))
 
 
@@ -78,13 +81,13 @@ def test_every_verb(name: str) -> None:
 @pytest.mark.parametrize("needs", [0, 1, 2, 4, 6])  # all three: in the cases above
 def test_only_the_gradients_asked_for(needs: int) -> None:
     for groups, options in ((None, 0), (0, 0), (None, 1)):
-        case = OpCase(groups=groups, bias="IM", pose=(1, 2, 2), batch=1)
+        case = Case(**ON_GRID, groups=groups, bias="IM", pose=(1, 2, 2), batch=1)
         hold(case, needs=needs, options=options, only=["stretch" if needs % 2 == 0 else "pull"])
 
 
 def test_absent_children_have_no_part_whatever_is_beside_them() -> None:
     """At one position all children are absent: NaN in its parents, and coefficients of NaN, go nowhere."""
-    case = OpCase(grid=(1, 1), window=(1, 1, 1, 1, 1, 0, 1, 1), bias="IM")
+    case = Case(grid=(1, 1), window=Window(1, 1, (1, 0)), types=2, bias="IM")
     tensors = case.tensors()
     for tensor in tensors[3:]:
         tensor[:, [0, 2]] = torch.nan
@@ -94,21 +97,18 @@ def test_absent_children_have_no_part_whatever_is_beside_them() -> None:
 
 
 def test_nan_stays_where_it_went_in() -> None:
-    case = OpCase(bias="IM")
+    case = Case(**ON_GRID, bias="IM")
     tensors = case.tensors()
     tensors[0][0, 1, 1, 0, 0, 0] = torch.nan
     tensors[3][1, 0, 1, 2, 1] = torch.nan
     hold(case, tensors)
 
 
-FAR = 1 << 30
-
-
 def near_and_far() -> list[list[Tensor]]:
     """Return sums and gradients with coefficients beside each other, and 2**30 numbers apart."""
-    case = OpCase(**ON_SET, types=3, batch=1)
+    case = Case(**ON_SET, types=3, batch=1)
     tensors = case.tensors()
-    votes, (near, targets, _) = case.votes(tensors), tensors[3:]
+    votes, (near, targets, _) = case.inputs(tensors), tensors[3:]
     return [
         [verbs.vote_sums(votes, one, None, 1, 0), *verbs.vote_pull(votes, one, targets, None, False, 7, 1)]
         for one in (near, apart(near, (1, 1, 1, FAR, FAR + 2)))
@@ -129,7 +129,7 @@ def test_ordered_results_have_the_same_bits() -> None:
 
 def test_squares_about_the_mean_keep_their_digits() -> None:
     """Votes lie 1e4 away from 0 and 1e-2 from each other: a difference of squares would have no digit left."""
-    case = OpCase(groups=0, pose=(2, 3, 3))
+    case = Case(**ON_GRID, groups=0, pose=(2, 3, 3))
     tensors = case.tensors()
     for tensor in (tensors[0], tensors[4]):
         tensor.mul_(1e-2).add_(1e4)

@@ -1,29 +1,79 @@
 """What the tests of the Triton kernels share: how the kernels are run and judged, and what launches compile to.
 
-On a GPU the kernels run as they are; elsewhere Triton interprets them (``triton_worker.py``), so shapes are small.
+On a GPU the kernels run as they are; elsewhere Triton interprets them, so shapes are small. Triton decides when it is
+first imported whether to compile kernels or to interpret them, so a test process that has compiled one cannot interpret
+another. Calls therefore go to a child, as tensors with their strides.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
+from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from cases import Case, on_device
-from registry import BackwardCall, Routing
-from triton_worker import interpret
+from cases import Case, apart, on_device
+from registry import ATTENTION, BackwardCall, Call, Routing, routing_of
 
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
 
+import fastcaps  # noqa: E402
 from fastcaps import ops  # noqa: E402
+from fastcaps.rules import Rule  # noqa: E402
 from fastcaps.triton_kernels import call, forward, schedule, static  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
 WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with many positions, for the interpreter's sake
+
+
+def interpret(function: str, *arguments: Any, **options: Any) -> Any:
+    """Call a function by name in the child: ``"fastcaps.triton_kernels.attention.attention_routing"``.
+
+    A process that interprets kernels itself needs none.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return _run(function, arguments, options)
+    with patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):  # which the child has from its start
+        answer = _child().submit(_serve, _packed((function, arguments, options)))
+    return _unpacked(answer.result())
+
+
+@cache
+def _child() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
+def _packed(message: Any) -> bytes:
+    memory = io.BytesIO()
+    torch.save(message, memory)
+    return memory.getvalue()
+
+
+def _unpacked(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)
+
+
+def _run(function: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    limits = options.pop("limits", None)
+    if limits is not None:
+        options["limits"] = schedule.Limits(**limits)
+    module, _, name = function.rpartition(".")
+    return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+
+def _serve(message: bytes) -> bytes:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN: what no kernel writes shows
+    return _packed(_run(*_unpacked(message)))
 
 
 def module_of(name: str) -> Any:
@@ -57,12 +107,6 @@ def kernels(name: str, **limits: Any) -> Callable[..., Any]:
     return run
 
 
-def forward_of(routing: Routing, case: Case, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
-    """Return the results of one iteration by name."""
-    call = routing.call(replace(case, iterations=1))
-    return call.forward(kernels(routing.name, **limits), options)
-
-
 def backward_of(routing: Routing, back: BackwardCall, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of a call by name."""
     return back.results(kernels(f"{routing.name}_backward", **limits), options)
@@ -72,10 +116,36 @@ def check(routing: Routing, case: Case, options: int = 0, **limits: Any) -> None
     """Hold one iteration's results, and the gradients of all iterations, to the bar."""
     # the interpreter multiplies in float32, and three products keep its rule
     tf32 = options & 6 == 2 and DEVICE == "cuda" and case.dtype == torch.float32
-    routing.bar(replace(case, iterations=1), tf32=tf32, training=False).hold(
-        forward_of(routing, case, options, **limits)
-    )
+    one = replace(case, iterations=1)
+    found = routing.call(one).forward(kernels(routing.name, **limits), options)
+    routing.bar(one, tf32=tf32, training=False).hold(found)
     routing.backward_bar(case, tf32=tf32).hold(backward_of(routing, routing.backward_call(case), options, **limits))
+
+
+# ---- what the child runs by itself: whole ops, and calls whose offsets pass 2**31 ------------------------------------
+
+FAR = 1 << 30
+
+
+def training(stem: str, case: Case) -> list[dict[str, torch.Tensor]]:
+    """Return results and gradients of a case, and of it as a set, by the public op with the Triton backend."""
+    call = routing_of(stem).call(case)
+    with fastcaps.backend("triton"):
+        return [one.training(Call.by_op) for one in (call, call.as_set())]
+
+
+def near_and_far(options: int) -> list[list[torch.Tensor]]:
+    """Return results and gradients near and far: rows and columns of poses and matrices lie 2**30 numbers apart."""
+    case = ATTENTION.make("far", rule=Rule.PLAIN, batch=1, types=2, parents=2, pose=(3, 4, 3))
+    call, back, both = ATTENTION.call(case), ATTENTION.backward_call(case), []
+    for far in (False, True):
+        if far:
+            strides = {"children": (1, 1, 1, 1, FAR, FAR + 2), "weight": (1, 2, FAR, FAR + 4)}
+            given = {name: apart(call.given[name], lie) for name, lie in strides.items()}
+            call, back = (replace(one, given=one.given | given) for one in (call, back))
+        results = call.forward(function(ATTENTION.name), options)
+        both.append([*results.values(), *back.results(function(f"{ATTENTION.name}_backward"), options).values()])
+    return both
 
 
 # ---- what would be compiled ------------------------------------------------------------------------------------------

@@ -251,12 +251,8 @@ def public(draw: st.DrawFn) -> None:
         with backends.backend(name):
             made = run(**{**given, **leaves})
             results = [made] if isinstance(made, Tensor) else list(made)
-            # not their sum, which LayerNorm leaves no gradient
-            heads = [torch.linspace(-1, 2, r.numel(), dtype=r.dtype).view(r.shape) for r in results]
-            inputs = list(leaves.values())
-            grads = torch.autograd.grad(results, inputs, heads, materialize_grads=True, allow_unused=True)
-        found = {f"result {k}": r.detach() for k, r in enumerate(results)}
-        return found | {f"d{n}": g for n, g in zip(names, grads, strict=True)}
+            found = features.with_gradients({f"result {k}": r for k, r in enumerate(results)}, leaves)
+        return {name: x.detach() for name, x in found.items()}
 
     tensors = [given[n] for n in names]
     what = f"{run.__name__}: { {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in given.items()} }"

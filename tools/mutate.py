@@ -49,12 +49,12 @@ LEFT = {"introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"
 TESTS = {
     "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
             "tests/test_functional_extremes.py", "tests/test_explain.py", "tests/test_verbs_cpu.py",
-            "-k", "not (instruction_set or 32_bits or published_size or cuda or triton or reference)"),
+            "-k", "not (instruction_set or has_a_case or 32_bits or published_size or cuda or triton or reference)"),
     "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/encapnet/test_squash_sum.py",
              "-k", "(on-cpu and not random and not (three_products and 64)) or kernel_has or one_launch "
                    "or (squash_sum and cuda)"),
     "triton": ("tests/test_triton.py", "tests/test_verbs_triton.py", "tests/encapnet/test_squash_sum.py",
-               "-k", "test_half or one_turn or ways or of_0 or variances or only_the_gradients "
+               "-k", "test_half or one_iteration or ways or of_0 or variances or only_the_gradients "
                      "or schedules or workspace or triton- or every_verb"),
 }  # fmt: skip
 ENDLESS = (signal.SIGXCPU, signal.SIGKILL)
@@ -227,7 +227,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     numbered = dict(enumerate(some, 1))
     FOLDER.mkdir(parents=True, exist_ok=True)
     variables = prepare(given.backend, numbered, given.level) | {"CI": "1", "OMP_NUM_THREADS": "1"}
-    variables["FASTCAPS_GUARD_SCRATCH"] = "1"  # as tests/test_guard_pages.py runs the CPU's kernels
+    variables["FASTCAPS_GUARD_SCRATCH"] = "1"  # as tests/test_hardening.py runs the CPU's kernels
     end = "_(forward|backward|kernels)$"
     pairs = [f"{number}:{re.sub(end, '', Path(one.path).stem)}" for number, one in numbered.items()]
     copy = FOLDER / given.backend / "source"

@@ -20,11 +20,15 @@ FEW_POSES = re.compile(r"Built<(?!Pose4x4x8|Tensor4x4x16|PoseMatrix|PoseVector)\
 _PROJECTS = {"fastcaps_cpu": ".", "fastcaps_cuda_on_cpu": "tests/cuda_on_cpu"}
 
 
+def tool(name: str) -> str | None:
+    """Return the path of a program; the one of this environment comes first."""
+    return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+
+
 def _tool(name: str) -> str:
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        raise SystemExit(f"fastcaps: needs {name} (pip install '.[test]')")
-    return found
+    if found := tool(name):
+        return found
+    raise SystemExit(f"fastcaps: needs {name} (pip install '.[test]')")
 
 
 def call(command: Sequence[str], **options: object) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from cases import Case, on_device
+from features import squash_sum_step
 from registry import ROUTINGS, Call, Routing, gpu_cases
 from torch import Tensor
 
@@ -35,27 +36,14 @@ Checked = tuple[Callable[[str], dict[str, Tensor]], Bar]
 """What runs on a device, and what its results are held to."""
 
 
-def squash_sum(summands: str, batch: int, types: int, dim: int, *size: int) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Return a run of ``squash_sum``, or its reference, for results and gradients by name; and tensors in float64."""
+def _of_squash_sum(sizes: tuple[Any, ...], dtype: torch.dtype) -> Checked:
+    summands, batch, types, dim, *size = sizes
     generator, channels = torch.Generator().manual_seed(0), {"a": types, "b": types}
     shapes = [(batch, channels.get(name, types * dim), *size) for name in (*summands, "x")]  # the last: dresult
-    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-    def run(function: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        *leaves, cotangent = [tensor.detach() for tensor in tensors if tensor is not None]
-        wanted = {name: leaf.requires_grad_() for name, leaf in zip(summands, leaves, strict=True)}
-        result = function(**{name: wanted.get(name) for name in "xayb"}, types=types, relu="a" in summands)
-        gradients = torch.autograd.grad(result, leaves, cotangent)
-        return {"result": result.detach(), **{f"d{name}": one for name, one in zip(wanted, gradients, strict=True)}}
-
-    return run, given
-
-
-def _of_squash_sum(sizes: tuple[Any, ...], dtype: torch.dtype) -> Checked:
-    run, given = squash_sum(*sizes)
-    tensors = [tensor.to(dtype) for tensor in given]
-    own = lambda device: run(encapnet.squash_sum, [tensor.to(device) for tensor in tensors])  # noqa: E731
-    return own, Bar(partial(run, encapnet.reference.squash_sum), tensors)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    options = {"types": types, "relu": "a" in summands}
+    own = lambda device: squash_sum_step(encapnet.squash_sum, summands, options, [x.to(device) for x in tensors])  # noqa: E731
+    return own, Bar(partial(squash_sum_step, encapnet.reference.squash_sum, summands, options), tensors)
 
 
 def _of_routing(routing: Routing, case: Case, dtype: torch.dtype) -> Checked:

@@ -25,7 +25,7 @@ from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, call, environment
 COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
 KERNEL_TESTS = ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py")
-OTHER_PROCESSES = "instruction_set or cuda"  # tests that need another library
+OTHER_PROCESSES = "instruction_set or cuda or has_a_case"  # tests of another library, or of schedules alone
 ADDRESS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",

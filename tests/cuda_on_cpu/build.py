@@ -16,6 +16,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tools import native
+
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "cuda_on_cpu"
 KERNELS = "fastcaps_cuda_on_cpu"
@@ -23,18 +25,7 @@ SAMPLES = "fastcaps_cuda_on_cpu_samples"
 
 
 def _tool(name: str) -> str:
-    """Return the path of a build tool; the one of this environment comes first."""
-    try:
-        package = __import__(name)
-        own = Path(package.BIN_DIR if hasattr(package, "BIN_DIR") else package.CMAKE_BIN_DIR) / name
-        if own.is_file():
-            return str(own)
-    except (ImportError, AttributeError):
-        pass
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"the CUDA sources are not run on the CPU: no {name}")
-    return found
+    return native.tool(name) or pytest.skip(f"the CUDA sources are not run on the CPU: no {name}")
 
 
 def make(source: Path, folder: Path, target: str, **definitions: str | Path) -> Path:

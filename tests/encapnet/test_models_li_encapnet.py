@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from suite import refusals
 from torch import Tensor
 
 from fastcaps import models
@@ -140,17 +141,11 @@ def test_feedback_is_of_training_alone() -> None:
     assert feedback.item() == 0 and torch.equal(logits, net(images))
 
 
-@pytest.mark.parametrize(
-    "error, named, call",
-    [
-        (ValueError, r"images must be \[B, 3, H, W\], got \[1, 1, 16, 16\]",
-         lambda: small("li-encapnet-v1")(torch.ones(1, 1, 16, 16))),
-        (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
-         lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
-        (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
-        (ValueError, r"strides must have 4 values as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
-    ],
+test_errors_name_the_argument = refusals(
+    (ValueError, r"images must be \[B, 3, H, W\], got \[1, 1, 16, 16\]",
+     lambda: small("li-encapnet-v1")(torch.ones(1, 1, 16, 16))),
+    (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
+     lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
+    (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
+    (ValueError, r"strides must have 4 values as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
 )  # fmt: skip
-def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
-    with pytest.raises(error, match=named):
-        call()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from suite import refusals
 from torch import Tensor, nn
 
 import fastcaps
@@ -122,18 +123,11 @@ def test_class_capsules_are_the_procedure() -> None:
     assert found[0].isnan().any() and found[1:].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "error, named, call",
-    [
-        (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
-        (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",
-         lambda: CapConv2d(3, 2, 2)(torch.ones(1, 5, 2, 2))),
-        (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
-         lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
-        (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]",
-         lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
-    ],
+test_errors_name_the_argument = refusals(
+    (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
+    (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",
+     lambda: CapConv2d(3, 2, 2)(torch.ones(1, 5, 2, 2))),
+    (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
+     lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
+    (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
 )  # fmt: skip
-def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
-    with pytest.raises(error, match=named):
-        call()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from suite import refusals
 from torch import Tensor, nn
 
 from fastcaps.encapnet import FeedbackAgreement, SinkhornDivergence, feedback_loss
@@ -160,22 +161,14 @@ def test_the_whole_loss() -> None:
     torch.testing.assert_close(feedback_loss(lengths, target, torch.tensor(0.5), weight=2), margin + 1)
 
 
-@pytest.mark.parametrize(
-    "error, named, call",
-    [
-        (ValueError, "eps must be above 0", lambda: SinkhornDivergence(eps=0)),
-        (ValueError, r"x must be \[n, ...\].*got \[3\]", lambda: SinkhornDivergence()(torch.ones(3), torch.ones(3))),
-        (ValueError, r"y must be \[m, 2\].*got \[3, 4\]",
-         lambda: SinkhornDivergence()(torch.ones(3, 2), torch.ones(3, 4))),
-        (ValueError, "stride must be 1 or 2, got 3", lambda: FeedbackAgreement(4, 4, stride=3)),
-        (ValueError, "lower_channels must be a multiple of the 4 types, got 6",
-         lambda: FeedbackAgreement(4, 6, types=4)),
-        (ValueError, r"higher must be \[1, 4, 2, 3\], stride 2 below lower \[1, 4, 3, 5\]; got \[1, 4, 2, 2\]",
-         lambda: FeedbackAgreement(4, 4, stride=2)(torch.ones(1, 4, 2, 2), torch.ones(1, 4, 3, 5))),
-        (ValueError, r"feedback must be a scalar, got \[2\]",
-         lambda: feedback_loss(torch.ones(2, 3), torch.tensor([0, 1]), torch.ones(2))),
-    ],
+test_errors_name_the_argument = refusals(
+    (ValueError, "eps must be above 0", lambda: SinkhornDivergence(eps=0)),
+    (ValueError, r"x must be \[n, ...\].*got \[3\]", lambda: SinkhornDivergence()(torch.ones(3), torch.ones(3))),
+    (ValueError, r"y must be \[m, 2\].*got \[3, 4\]", lambda: SinkhornDivergence()(torch.ones(3, 2), torch.ones(3, 4))),
+    (ValueError, "stride must be 1 or 2, got 3", lambda: FeedbackAgreement(4, 4, stride=3)),
+    (ValueError, "lower_channels must be a multiple of the 4 types, got 6", lambda: FeedbackAgreement(4, 6, types=4)),
+    (ValueError, r"higher must be \[1, 4, 2, 3\], stride 2 below lower \[1, 4, 3, 5\]; got \[1, 4, 2, 2\]",
+     lambda: FeedbackAgreement(4, 4, stride=2)(torch.ones(1, 4, 2, 2), torch.ones(1, 4, 3, 5))),
+    (ValueError, r"feedback must be a scalar, got \[2\]",
+     lambda: feedback_loss(torch.ones(2, 3), torch.tensor([0, 1]), torch.ones(2))),
 )  # fmt: skip
-def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
-    with pytest.raises(error, match=named):
-        call()

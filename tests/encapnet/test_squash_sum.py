@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import cuda_target
 import pytest
 import torch
 from cuda_on_cpu import build
+from features import squash_sum_step as run
 from suite import python
 from torch import Tensor
 
@@ -90,15 +91,6 @@ def takes(name: str, dtype: torch.dtype) -> bool:
 
 def widest(name: str) -> torch.dtype:
     return torch.float64 if name in ("cpu", "reference") else torch.float32
-
-
-def run(function: Callable[..., Tensor], names: str, options: Any, tensors: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the result and all gradients by name; the last tensor is the gradient of the result."""
-    *given, grad = [tensor.detach() for tensor in tensors]
-    leaves = {name: tensor.requires_grad_() for name, tensor in zip(names, given, strict=True)}
-    out = function(**{name: leaves.get(name) for name in "xayb"}, **options)
-    found = torch.autograd.grad(out, list(leaves.values()), grad)
-    return {"result": out.detach(), **{f"d{name}": one for name, one in zip(names, found, strict=True)}}
 
 
 def held(given: dict[str, Any], relu: bool, context: Any, but: Sequence[str] = ()) -> dict[str, Tensor]:
