@@ -64,8 +64,8 @@ class MadeVotes(VoteInputs):
         return tensor.unflatten(0, self.maker.places) if tensor.dim() > 1 else tensor
 
     def public_poses(self) -> tuple[int, ...]:
-        (batch, *space), (many, *pose) = self.maker.places, self.maker.shape
-        return (batch, many, *space, *pose)
+        (batch, *space), (parents, *pose) = self.maker.places, self.maker.shape
+        return (batch, parents, *space, *pose)
 
     def public_pairs(self) -> tuple[int, ...]:
         return (*self.maker.places, self.maker.count, self.parents)
@@ -156,9 +156,9 @@ class Maker:
 
 def _random_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a function on a device may use."""
-    own: Any = getattr(torch, device.type, None)
+    gpu: Any = getattr(torch, device.type, None)
     states = [torch.get_rng_state()]
-    return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
+    return [*states, gpu.get_rng_state(device)] if device.type != "cpu" and hasattr(gpu, "get_rng_state") else states
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def gaussian_routing(votes: VoteInputs, own: Any, options: int, limits: Limits =
 
 
 def _total_gate(call: Call) -> Tensor:
-    """Return the sum of the gates that each position sees, ``[B | 1, Ho, Wo]``; without gates each child counts 1."""
+    """Return the sum of the gates that each position sees, ``[B | 1, Ho, Wo]``; children that are there have 1."""
     kh, kw, sh, sw, ph, pw, dh, dw = call.window
     gate = call.tensors[3]
     if gate is None:
