@@ -134,7 +134,8 @@ class Layout:
     def gradients(self, name: str, rule: int) -> list[Placement]:
         """Return the placements of an argument's gradient, which is partial if a whole argument is used with shards.
 
-        If children are cut, arguments used between two iterations meet the joint sums, which are the same everywhere.
+        If children are cut, arguments used between two iterations apply to the joint sums, which are the same
+        everywhere.
         """
         between = name in (*self.routing.state, "norm_weight", "norm_bias") or (rule == Rule.EM and "beta" in name)
         same = (None, "children") if between else (None,)

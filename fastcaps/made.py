@@ -156,9 +156,9 @@ class Maker:
 
 def _random_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a function on a device may use."""
-    gpu: Any = getattr(torch, device.type, None)
+    own: Any = getattr(torch, device.type, None)
     states = [torch.get_rng_state()]
-    return [*states, gpu.get_rng_state(device)] if device.type != "cpu" and hasattr(gpu, "get_rng_state") else states
+    return [*states, own.get_rng_state(device)] if device.type != "cpu" and hasattr(own, "get_rng_state") else states
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     python scripts/hub_folder.py dist/fastcaps-*.whl build/hub
 
-The hub loads a package under a name of its own, from a folder that is not on Python's path. So imports of the
+The hub loads a package under a name of the hub's, from a folder that is not on Python's path. So imports of the
 package become relative, and what needs other packages than torch (training, data, pictures, the command line) stays
 behind. Two of the hub's rules are not kept: the ops are ``torch.ops.fastcaps``, whatever the version, so that a process
 can hold one version; and a wheel that was not built on an old system asks for a newer one than the hub wants

@@ -221,7 +221,7 @@ class Routing:
         return results, self.following(given, results, state)
 
     def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
-        """Return ``case.iterations`` iterations of the backward over the same votes, each with parents of its own.
+        """Return ``case.iterations`` iterations of the backward over the same votes, each with other parents.
 
         The first iteration has no state if the case has no ``start``. By default all gradients are computed that
         iterations can share, and with one iteration those of its state as well.
@@ -430,7 +430,7 @@ def routing_of(name: str) -> Routing:
 def gpu_cases(routing: Routing, pairs: bool = False) -> list[Case]:
     """Return a routing's cases in the dtypes of a GPU; those for the CPU's lanes are among the many of all ``pairs``.
 
-    Those that take a CPU in the place of a GPU too long are left out; so is a LayerNorm of nothing, NaN on the way.
+    Without those that take a CPU too long, and without a LayerNorm of nothing, which is NaN.
     """
     lanes = routing.table.lanes
     cases = [*routing.pairs, *lanes] if pairs else [case for case in routing.cases if case not in lanes]

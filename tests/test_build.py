@@ -310,7 +310,7 @@ DEFAULT = "80-real;90-real;100-real;120"
 
 @pytest.fixture
 def decide(tmp_path: Path) -> Decide:
-    """What toolkit.cmake says for a torch and an environment, in one line; `usual` stands for /usr/local/cuda."""
+    """What toolkit.cmake says for a torch and an environment, in one line; `usual` replaces /usr/local/cuda."""
     torches = {cuda: make_torch(tmp_path / (cuda or "none"), cuda=cuda) for cuda in ("", "13.0")}
     cmake = shutil.which("cmake") or pytest.skip("needs cmake")
     if sys.platform != "linux":
@@ -392,7 +392,7 @@ ROOMS = [
     "reference", "ops", "distributed", "functional", "triton_kernels", "measure", "nn", "losses", "compat", "encapnet",
     "models", "inside", "diagnosis", "data", "viz", "training", "demo", "cli", "__main__", "_testing",
 ]  # fmt: skip
-"""What the package consists of: each imports only what stands before it."""
+"""What the package consists of: each imports only those before it."""
 
 
 def imported(path: Path, name: str) -> set[str]:
@@ -421,7 +421,7 @@ def test_imports_run_one_way() -> None:
             if name == "fastcaps.__init__" or not target.startswith("fastcaps."):
                 continue
             room, other = (each.split(".")[1] for each in (name, target))
-            if other in ROOMS:  # else a name of the package itself, which rooms that nobody imports may use
+            if other in ROOMS:  # else a name of the package itself, for rooms that no other imports
                 assert ROOMS.index(other) <= ROOMS.index(room), f"{name} imports {target}"
             else:
                 assert ROOMS.index(room) >= ROOMS.index("training"), f"{name} imports {target}"

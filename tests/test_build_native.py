@@ -95,7 +95,7 @@ def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path) -
 
 
 def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_library: Path) -> None:
-    """In a process of its own: on a CPU torch the package itself does not load it."""
+    """In a separate process: on a CPU torch the package itself does not load it."""
     code = """if True:
         import torch, fastcaps.encapnet
         from fastcaps import libraries, ops

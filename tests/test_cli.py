@@ -165,7 +165,7 @@ def test_what_is_wrong_is_told_in_one_line(
 
 
 def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With a recipe of one's own: only a run with the same settings goes on, not the recipe as it stands."""
+    """With a user's recipe: only a run with the same settings goes on, not the recipe itself."""
     pytest.importorskip("lightning")
     mine, out = tmp_path / "mine.yaml", tmp_path / "run"
     mine.write_text(RECIPE)

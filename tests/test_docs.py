@@ -74,7 +74,7 @@ def test_help_begins_with_what_a_user_calls() -> None:
 
 @pytest.fixture
 def four_processes() -> Iterator[None]:
-    """The first of four processes, of which there are no others: messages are sent to nobody."""
+    """The first of four processes, without the other three: its messages are not received."""
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 

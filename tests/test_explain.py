@@ -95,7 +95,7 @@ def test_nothing_is_computed() -> None:
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_every_function_in_its_settings(routing: Routing, window: Window | None) -> None:
-    """What is told of fits the call: its sizes, its window, its kind; the uniform iteration is the library's."""
+    """An explanation fits the call: sizes, window, kind; the uniform iteration is the library's."""
     routing_calls: list[Any] = []
 
     def call(given: Any) -> Any:

@@ -16,7 +16,7 @@ from fastcaps.functional import dynamic_routing
 
 
 def call(seed: int) -> list[Tensor]:
-    """Parents and gradients of a call of its own."""
+    """Parents and gradients of a call with its own tensors."""
     draws = torch.Generator().manual_seed(seed)
     children = torch.randn(4, 96, 1, 8, generator=draws).requires_grad_()
     weight = torch.randn(96, 10, 8, 16, generator=draws).requires_grad_()

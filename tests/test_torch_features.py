@@ -180,7 +180,7 @@ def test_forward_is_counted(name: str, window: Window | None, routing: Routing) 
     votes, one = sizes(routing, window)
     wanted = routing.first * (votes + (2 * one if routing.moments == 2 else 0))
     wanted += (routing.iterations - routing.first) * (votes + (1 + routing.moments) * one)
-    # a convolution of its own for the bias of the votes
+    # another convolution for the bias of the votes
     more = one if routing.library else 0
     assert counter.get_total_flops() in (wanted, wanted + more)
 

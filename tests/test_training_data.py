@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(name: str, _: Any, image_size: int | None) -> Any:
-    """In the place of a data set's files: eight images to train with and four to test."""
+    """Instead of a data set's files: eight images to train with and four to test."""
     channels, pixels, classes = SHAPES[name]
     pixels = image_size or pixels
     images = np.random.RandomState(0).randint(0, 256, (12, channels, pixels, pixels)).astype(np.uint8)
@@ -34,7 +34,7 @@ def arrays(name: str, _: Any, image_size: int | None) -> Any:
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Small data for every recipe, and what must be told of them."""
+    """Small data for every recipe, and the settings that name them."""
     monkeypatch.setattr("fastcaps.data.registry._read", arrays)
     fake_transformers(monkeypatch)
     monkeypatch.chdir(tmp_path)

@@ -110,7 +110,7 @@ WAYS: dict[str, Any] = {
     "tiny-first-iteration": (1, TINY, FIRST),
     "tiny-same": (0, TINY, SAME),  # votes without matrices
     "tiny-same-ordered": (1, TINY, SAME),
-    "crowded": (0, LIMITS, CROWDED),  # programs of their own gather dW, by outer products for few positions
+    "crowded": (0, LIMITS, CROWDED),  # separate programs make dW, by outer products for few positions
     "crowded-products": (0, LIMITS, {**CROWDED, "batch": 16}),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
     "empty": (0, {}, {"batch": 0}),
@@ -134,7 +134,7 @@ def _way(routing: Routing, way: str) -> Case:
 @pytest.mark.parametrize("way", WAYS)
 @every_routing
 def test_ways_to_run(routing: Routing, way: str) -> None:
-    """Two sweeps, ranges of children that meet in the finishing kernel, one order, matrix products."""
+    """Two sweeps, ranges of children that the finishing kernel joins, a fixed order, matrix products."""
     options, limits, _ = WAYS[way]
     check(routing, _way(routing, way), options, **limits)
 

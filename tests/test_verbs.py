@@ -115,7 +115,7 @@ def test_half_precision(name: str, autocast: bool, way: str, monkeypatch: pytest
 
 
 def test_the_gradient_of_one_matrix_that_is_a_leaf() -> None:
-    """Its columns lie in one place, and have each a gradient of its own."""
+    """Its columns share memory, but each has its own gradient."""
     case, given = CASES["own"], CASES["own"].leaves()
     given["weight"] = given["weight"][:, :1].expand(-1, 3, -1, -1)
     close(derivatives(lambda x: all_verbs(case, x), given), derivatives(lambda x: all_verbs(case, x, Stored), given))
@@ -172,7 +172,7 @@ MANY = {
 @pytest.mark.parametrize("way", ["default", "blocks"])
 @pytest.mark.parametrize("name", [*MANY, "made"])
 def test_no_tensor_has_the_size_of_the_votes(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of verbs and a routing of one's own, forward and backward: at most 4 numbers for each pair, of 16 in a vote."""
+    """Of verbs and a user's routing, forward and backward: at most 4 numbers for each pair, of 16 in a vote."""
     case = MANY["own" if name == "made" else name]
     leaves = {k: x.requires_grad_() for k, x in case.leaves(torch.float32).items()}
     with run_by(way if backends.native_serves("verbs") else "blocks", monkeypatch), Largest() as largest, largest.hooks:
@@ -216,7 +216,7 @@ def test_a_checkpoint_and_hooks_that_move_what_is_saved() -> None:
 
 
 class Mine(fastcaps.nn.RoutingLayer):
-    """A routing of one's own as a layer; ``extra`` is what it returns besides."""
+    """A user's routing as a layer; ``extra`` are further results."""
 
     extra: Any = ()
 
@@ -276,7 +276,7 @@ def test_a_layer_of_ones_own() -> None:
 
 
 class Scaled(fastcaps.nn.RoutingLayer):
-    """A routing with a parameter and an option of its own, and without activations and coefficients."""
+    """A routing with one more parameter and option, and without activations and coefficients."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)

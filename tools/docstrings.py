@@ -121,7 +121,7 @@ def _role(found: re.Match[str]) -> str:
 
 
 def translated(text: str, home: str = "fastcaps") -> str:
-    """Return a docstring as Markdown; ``home`` is the module in which it stands."""
+    """Return a docstring as Markdown; ``home`` is its module."""
     drawn = BLOCK.sub(lambda found: f"\n{found['indent']}{fenced(found['first'] + found['rest'])}\n\n",
                       _written_out(_joined(text), home))  # fmt: skip
     return ROLE.sub(_role, drawn).rstrip("\n")

@@ -121,8 +121,8 @@ def backward(draw: st.DrawFn) -> None:
 def broken(draw: st.DrawFn) -> None:
     """NaN or infinity in one sample: others keep their bits, and NaN breaks no pose that the reference has whole.
 
-    Within a pose NaN may spread: a kernel joins its numbers sooner. What an infinity does to its own sample is nobody's
-    promise: votes are measured from a parent's mean, and less than all of them is then a number.
+    Within a pose NaN may spread: a kernel joins its values sooner. What an infinity does to its own sample is not
+    defined: votes are relative to a parent's mean, and then some of them are NaN.
     """
     routing = draw(ROUTING)
     one = draw(case(routing))
@@ -293,7 +293,7 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
         @settings
         @hypothesis.given(data=st.data())
         def test(data: st.DataObject) -> None:
-            KINDS[kind](data.draw)  # noqa: B023 (it runs before the next kind's turn)
+            KINDS[kind](data.draw)  # noqa: B023 (it runs before the next kind)
             counted.append(kind)  # noqa: B023
 
         print("kind", seed, kind, flush=True)

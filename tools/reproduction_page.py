@@ -43,7 +43,7 @@ def collect(runs: Path, pictures: Path) -> dict[str, Any]:
 
 
 def _rows(name: str, table: Mapping[str, Any]) -> list[list[str]]:
-    """Return a line for each row of a table; what is varied stands in one line, value after value."""
+    """Return a line for each row of a table; varied values share one line."""
     lines: dict[str, list[dict[str, str]]] = {}
     for row in table["rows"]:
         lines.setdefault(row["row"]["label"], []).append(row["shown"])

@@ -268,7 +268,7 @@ class Routing(Signature, ABC):
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors of the op's results, and tell a listener about the call."""
+        """Return empty tensors of the op's results, and report the call to a listener."""
         votes, own = self.given(arguments)
         for name, tensor in zip(self.tensors, self.tensors_of(arguments), strict=True):
             if tensor is not None and tensor.device != votes.children.device:  # such as a meta tensor among others

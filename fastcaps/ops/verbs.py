@@ -231,7 +231,7 @@ def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             if ctx.needs_input_grad[COUNT + 1]:
                 one = ops["vote_sums"](*part, coefficients, None, 1)
                 dtargets = one if dtargets is None else dtargets + one
-            # P' meets W, W' meets P: the gradient is that of the factor which is no cotangent
+            # P' multiplies W, W' multiplies P: the gradient is that of the factor which is no cotangent
             which = 1 - other
             if ctx.needs_input_grad[which] and votes.weight is not None and (which == 0 or dchildren is not None):
                 pulled = ops["vote_pull"](*part, coefficients, targets, None, False, 1 << which)
