@@ -81,8 +81,8 @@ def compiled(layer: torch.nn.Module, children: Tensor) -> None:
         result = one(children)
         poses = result if isinstance(result, Tensor) else result[0]
         (poses * torch.linspace(-1, 1, poses.numel()).view_as(poses)).sum().backward()
-    for own, other in zip(layer.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, own.grad)
+    for ours, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, ours.grad)
 
 
 def verbs(dtype: torch.dtype) -> list[str]:

@@ -85,9 +85,9 @@ def _write(root: Path, wheel: Path, files: zipfile.ZipFile, backend: dict[str, A
     paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
     hashes = (base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode() for path in paths)
     digests = {path.relative_to(root).as_posix(): digest for path, digest in zip(paths, hashes, strict=True)}
-    told = {"name": "fastcaps", "id": "fastcaps", "version": int(version.split(".")[0]), "license": "Apache-2.0"}
-    told |= {"python-depends": [], "backend": backend, "digest": {"algorithm": "sha256", "files": digests}}
-    (root / "metadata.json").write_text(json.dumps(told, indent=2) + "\n")
+    metadata = {"name": "fastcaps", "id": "fastcaps", "version": int(version.split(".")[0]), "license": "Apache-2.0"}
+    metadata |= {"python-depends": [], "backend": backend, "digest": {"algorithm": "sha256", "files": digests}}
+    (root / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return root
 
 

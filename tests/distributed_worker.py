@@ -213,8 +213,8 @@ def check_ops(mesh: DeviceMesh) -> None:
         dim = {"batch": 0, "children": 3}[cut]
 
         def placed(name: str, x: Tensor, over: Any = over, dim: int = dim) -> DTensor:
-            own = Shard(0) if dim == 3 and name in ("weight", "bias") else Replicate()
-            return distribute_tensor(x, mesh, [Shard(dim) if name in over else own])
+            split = Shard(0) if dim == 3 and name in ("weight", "bias") else Replicate()
+            return distribute_tensor(x, mesh, [Shard(dim) if name in over else split])
 
         given = {name: placed(name, x) if isinstance(x, Tensor) else x for name, x in call.given.items()}
         grads = {name: placed(name, x, call.grads if cut == "batch" else ()) for name, x in call.grads.items()}

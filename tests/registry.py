@@ -230,9 +230,9 @@ class Routing:
         iterations: list[Given] = []
         for iteration in range(case.iterations):
             state = self.rest(case, seed + 7 * iteration)
-            own = {n: None if iteration == 0 and not case.start else state[n] for n in self.state}
-            results, _ = self.iteration(given, 0, own)
-            iterations.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
+            current = {n: None if iteration == 0 and not case.start else state[n] for n in self.state}
+            results, _ = self.iteration(given, 0, current)
+            iterations.append({**current, **{n: results[kept][0] for n, kept in self.saved.items()}})
         draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
         full: Given = {n: draw(case.iterations, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}
         full.update({n: given[n] for n in VOTES})

@@ -200,9 +200,9 @@ def test_the_folder_for_the_hub_loads_under_a_name_of_its_own(pure_wheel: zipfil
     script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), pure_wheel.filename or "", str(tmp_path)]
     assert subprocess.run(script, capture_output=True, text=True).returncode == 0
     folder = tmp_path / "build/torch-universal"
-    told = json.loads((folder / "metadata.json").read_text())
+    metadata = json.loads((folder / "metadata.json").read_text())
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files == {*told["digest"]["files"], "metadata.json"} and told["id"] == "fastcaps"
+    assert files == {*metadata["digest"]["files"], "metadata.json"} and metadata["id"] == "fastcaps"
     code = f"""if True:
         import importlib.util, sys, warnings
         from pathlib import Path
@@ -237,8 +237,8 @@ def test_the_folder_for_the_hub_has_a_variant_for_every_kind_of_torch(tmp_path: 
     subprocess.run(script, check=True)
     for name, backend in (("cpu", {"type": "cpu"}), ("cu130", {"type": "cuda", "archs": ["8.0", "12.0+PTX"]})):
         folder = tmp_path / f"build/torch-stable-abi210-{name}-x86_64-linux"
-        told = json.loads((folder / "metadata.json").read_text())
-        assert (told["backend"], told["python-depends"], told["version"]) == (backend, [], 1)
+        metadata = json.loads((folder / "metadata.json").read_text())
+        assert (metadata["backend"], metadata["python-depends"], metadata["version"]) == (backend, [], 1)
         assert (folder / "lib/libfastcaps_cuda.so").exists() == (name != "cpu")
 
 

@@ -129,8 +129,8 @@ def test_the_cuda_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(c
     sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
     for backward, element, options in ((0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 2), (0, 2, 0)):
         facts = (ctypes.c_int64 * 8)(backward, element, 0, 1, 1, options, 132, 227 << 10)
-        told = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
-        assert "4x4" in told and "threads=" in told and "blocks=" in told
+        schedule = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
+        assert "4x4" in schedule and "threads=" in schedule and "blocks=" in schedule
 
 
 def test_the_cuda_library_holds_code_for_the_architectures_it_names(

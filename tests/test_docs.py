@@ -99,9 +99,9 @@ def test_the_python_of_a_page_runs_as_printed(
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), names)
         printed = shape(capsys.readouterr().out)
-        for told in PRINTED.findall(block):
-            if re.match(r"torch\.Size|\[|\d|True|False", told):
-                assert shape(told) in printed, (told, printed)
+        for line in PRINTED.findall(block):
+            if re.match(r"torch\.Size|\[|\d|True|False", line):
+                assert shape(line) in printed, (line, printed)
 
 
 def anchors(path: Path) -> set[str]:

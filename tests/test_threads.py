@@ -26,14 +26,14 @@ def call(seed: int) -> list[Tensor]:
 
 def test_threads_route_and_explain_at_once() -> None:
     wanted = [call(seed) for seed in range(4)]
-    told = str(
+    explained = str(
         fastcaps.explain(fastcaps.DynamicRouting(96, 10, in_dim=8, out_dim=16, pose="vector"), torch.ones(4, 96, 8))
     )
 
     def work(number: int) -> bool:
         if number % 3 == 0:
             layer = fastcaps.DynamicRouting(96, 10, in_dim=8, out_dim=16, pose="vector")
-            return str(fastcaps.explain(layer, torch.ones(4, 96, 8))) == told
+            return str(fastcaps.explain(layer, torch.ones(4, 96, 8))) == explained
         return all(map(torch.equal, call(number % 4), wanted[number % 4]))
 
     with ThreadPoolExecutor(6) as pool:

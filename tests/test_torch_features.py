@@ -49,10 +49,10 @@ def test_the_mapped_call_is_a_call_for_each(routing: Routing, window: Window | N
     given = routing.tensors(window)
     for changes in (["children"], [name for name in given if name != "children"]):
         rest = {name: tensor for name, tensor in given.items() if name not in changes}
-        many = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name in changes}
-        found = func.vmap(lambda some, rest=rest: routing.ours({**rest, **some}, window))(many)
+        stacked = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name in changes}
+        found = func.vmap(lambda some, rest=rest: routing.ours({**rest, **some}, window))(stacked)
         for k in range(3):
-            one = {**rest, **{name: tensor[k] for name, tensor in many.items()}}
+            one = {**rest, **{name: tensor[k] for name, tensor in stacked.items()}}
             close({name: result[k] for name, result in found.items()}, routing.ours(one, window))
 
 

@@ -46,8 +46,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
     """The settings by which a recipe takes its stand-in."""
     given = recipe(name).config.data
-    own: dict[str, Any] = {"data.options.transformer": "gpt"} if given.name.startswith("sst") else {}
-    return stand_ins | own | ({"data.validation": 2} if given.validation else {})
+    transformer: dict[str, Any] = {"data.options.transformer": "gpt"} if given.name.startswith("sst") else {}
+    return stand_ins | transformer | ({"data.validation": 2} if given.validation else {})
 
 
 @pytest.mark.parametrize("name", sorted({str(recipe(name).config.data): name for name in recipes.names()}.values()))

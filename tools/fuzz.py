@@ -212,10 +212,10 @@ def wrong(draw: st.DrawFn) -> None:
     results, said = _told(lambda: getattr(torch.ops.fastcaps_cpu, name).default(*given.values(), 0), what)
     if said:
         return
-    own = routing.op if going else routing.backward_op
+    op = routing.op if going else routing.backward_op
     with fastcaps.backend("reference"):
         arguments = replace(call, given=given).arguments if going else given.values
-        wanted, refused = _told(lambda: own(*arguments()), what)
+        wanted, refused = _told(lambda: op(*arguments()), what)
     assert refused or len(results) <= len(wanted), what
     for one_result, other in zip(results, wanted or (), strict=False):
         assert one_result.shape == other.shape, f"{list(one_result.shape)}, wanted {list(other.shape)}: {what}"
