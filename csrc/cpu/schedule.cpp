@@ -109,9 +109,9 @@ void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.block_children = units(in, task, schedule.child_lanes);
 }
 
-// Raises a cost for idle threads. Items have one size, so some threads finish early: how much longer the call takes
-// than with all threads busy, on average over machines of 2 to 64 threads, raises the cost by a sixteenth of that. Not
-// by more: large machines are for larger calls, and no cut is worth much more work.
+// Raises a cost for idle threads: by a sixteenth of the share by which a call takes longer because some threads finish
+// their items early, on average over machines of 2 to 64 threads. Not by more: large machines are for larger calls, and
+// no cut is worth much more work.
 double with_idle_threads(double cost, int64_t items) {
   double longer = 0;
   for (const int64_t threads : {2, 8, 32, 64}) longer += double(threads * ceil_div(items, threads)) / 4;

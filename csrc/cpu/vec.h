@@ -139,10 +139,10 @@ FASTCAPS_INLINE X each_lane(X x, F&& f) {
 
 inline constexpr double kLog2E = 1.44269504088896340736;  // 1 / ln 2
 
-// 2^x for arguments <= 0 (after the maximum was taken off), to about one unit in the last place. 2^x = 2^n 2^r, r = x -
-// n in [-1/2, 1/2], with a polynomial for 2^r. Adding 1.5 * 2^23 rounds x to the integer n in the low bits, with the
-// exponent's bias added, these bits shifted up are 2^n. NaN stays NaN. Below kLowest the result is 0, which beside the
-// maximum's 1 is exact enough: denormal values, slow on many processors, stay out of the sums.
+// 2^x for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
+// 2^x = 2^n 2^r, r = x - n in [-1/2, 1/2], with a polynomial for 2^r. Adding 1.5 * 2^23 rounds x to the integer n in
+// the low bits; with the exponent's bias added, these bits shifted up are 2^n. NaN stays NaN. Below kLowest the result
+// is 0, exact enough beside the maximum's 1: denormal values, slow on many processors, stay out of the sums.
 FASTCAPS_INLINE VecF exp2_nonpositive(VecF x) {
   const float kLowest = -115.0f, kRound = 12582912.0f + 127.0f;
   const VecF shifted = x + kRound, r = x - (shifted - kRound);

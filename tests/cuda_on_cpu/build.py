@@ -26,9 +26,9 @@ def _tool(name: str) -> str:
     """Return the path of a build tool; the one of this environment comes first."""
     try:
         package = __import__(name)
-        packaged = Path(package.BIN_DIR if hasattr(package, "BIN_DIR") else package.CMAKE_BIN_DIR) / name
-        if packaged.is_file():
-            return str(packaged)
+        own = Path(package.BIN_DIR if hasattr(package, "BIN_DIR") else package.CMAKE_BIN_DIR) / name
+        if own.is_file():
+            return str(own)
     except (ImportError, AttributeError):
         pass
     found = shutil.which(name)
