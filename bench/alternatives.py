@@ -43,13 +43,13 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """How each makes its votes, as :class:`bench.votes.Layout` says it."""
 
-_LARGE = 2**30  # bytes of votes above which nobody stores them in a processor's memory
+_LARGE = 2**30  # bytes of votes above which they are not stored in a processor's memory
 _SMALL = 2**23  # bytes of votes that fit the cache as they are
 _WHOLE = 2**25  # bytes of shares up to which a folded call is compiled as one
 
 
 def is_compiled(name: str) -> bool:
-    """Tell whether an implementation goes through torch.compile."""
+    """Return whether an implementation uses torch.compile."""
     return name.endswith(_SUFFIX)
 
 
@@ -79,9 +79,9 @@ def reference(workload: Workload) -> Implementation:
 def axes_of(work: Workload) -> str:
     """Return the order of the votes' dimensions that was measured to serve stored votes best (:mod:`bench.votes`).
 
-    Where all children share their matrices they stand last, so that votes are one matmul and every sum runs over
+    If all children share their matrices they come last, so that votes are one matmul and every sum runs over
     neighbours. With positions last nothing is copied, and everything after the votes vectorises: matrix poses on a
-    grid. Else votes are copied once, with children behind parents, so that agreement and sum are a batched matmul each.
+    grid. Else votes are copied once, with children after parents, so that agreement and sum are a batched matmul each.
     """
     if work.matrices == 1:
         return "mecpi"

@@ -1,10 +1,10 @@
-"""This package at two commits, in turns on one machine: a ratio for every row, and their median.
+"""This package at two commits, alternately on one machine: a ratio for every row, and their median.
 
 python -m bench.compare main                               # this checkout against a commit: all rows, 10 minutes
 python -m bench.compare main --workload tiny --workload barham  # rows whose names hold one of these words
 python -m bench.compare ../base .                          # two trees that have their libraries: nothing is built
 
-The older side is one more contender of a session: it runs in a process of its own with its own library; inputs, timing,
+The older side is one more contender of a session: it runs in a separate process with its own library; inputs, timing,
 rows and the rule for results are this checkout's, so that only the package differs. A commit is built once and kept
 under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. A row of which a
 side's result is wrong has no ratio. The exit status is 1 if there is such a row, or if the median over rows is above

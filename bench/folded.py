@@ -102,7 +102,7 @@ class Folded:
         found = layout.place(counts.sum(0), "pm"), self._means, self._variances
         if not worth:
             return found
-        # betas belong to groups, or to all children: sums over children are all that they meet
+        # betas belong to groups, or to all children: they only multiply sums over children
         use, ignore = (one[:, :, :, 0, 0].expand(-1, -1, len(counts)) for one in worth)  # [1, M, G]
         there = self._gates.sum((2, 3))[:, None]  # [P, 1, G]
         gated = counts.permute(1, 2, 0)

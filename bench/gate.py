@@ -1,4 +1,4 @@
-"""The correctness gate: a speed figure stands only while its result keeps the rule of :mod:`fastcaps._testing.judge`.
+"""The correctness gate: a speed figure is valid only while its result keeps the rule of :mod:`fastcaps._testing.judge`.
 
 A uniform pass over a grid is the library's convolution by design, not a kernel; its eager yardstick is the worse of the
 reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than the reference's einsum.

@@ -9,7 +9,7 @@
 # settings (clocks, power, persistence, MIG) are left as they are.
 #
 #   PYTHON                  interpreter (python3)
-#   FASTCAPS_GPU_SECONDS    for everything (580): a stage gets what is left, at most its own limit
+#   FASTCAPS_GPU_SECONDS    for everything (580): a stage gets the remaining time, at most its own limit
 #   TORCH_CUDA_ARCH_LIST    what to build for (this device's capability)
 set -uo pipefail
 

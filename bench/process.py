@@ -1,4 +1,4 @@
-"""Work in processes of their own: one that crashes, hangs or swells must not take the benchmark with it.
+"""Work in separate processes: one that crashes, hangs or swells must not take the benchmark with it.
 
 It does happen: code that torch.compile makes may write past its buffers; a kernel that fails on a GPU takes its
 process's hold of the device with it.

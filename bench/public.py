@@ -96,7 +96,7 @@ def _errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 class Program:
-    """One case in a process of its own, where what its authors ask of CUDA is on the CPU."""
+    """One case in a separate process, in which its authors' CUDA calls run on the CPU."""
 
     def __init__(self, folder: str, case: int) -> None:
         (_, _, self.batch, *self.make), self.network = CASES[case], case in NETWORKS
@@ -129,7 +129,7 @@ class Program:
         return {name: max(each) for name, each in far.items()}
 
     def time(self, compiled: bool) -> dict[str, Any]:
-        """Time steps in turns: both, and the published module compiled."""
+        """Time steps alternately: both, and the published module compiled."""
         set_allocator(KEEPING)
         sides = self._sides(self.batch)
         if compiled:

@@ -38,7 +38,7 @@ def describe(threads: int) -> dict[str, Any]:
         "backend": fastcaps.backends.forced() or ("cpu" if native.available else "reference"),
         "capability": native.detail.split()[-1] if native.available else None,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        # a copy without its history (an archive, say) is told which commit it is
+        # a copy without its history, such as an archive, gets its commit from the environment
         "commit": commit.removesuffix("-dirty") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
         "modified": commit.endswith("-dirty"),
         "versions": {n.__name__: n.__version__ for n in (fastcaps, torch)} | {"python": platform.python_version()},

@@ -62,7 +62,7 @@ class Runner:
         self._ready = dict  # what the last call keeps may be large
         inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
         shared = self._gates and self._gates / f"{case.workload.name}-{case.batch}-{case.precision}.pt"
-        gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # tensors of its own
+        gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # separate tensors
         if self.device.type == "cpu":
             set_allocator(KEEPING)
         run = build(OURS if name in (TRITON, BEFORE) else name, case.workload, safe, case.batch)

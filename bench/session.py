@@ -1,4 +1,4 @@
-"""One run of the benchmark: rows are held to the gate, timed in turns, completed and written down here."""
+"""One run of the benchmark: rows are checked by the gate, timed alternately, completed and written down here."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LeftOut(Exception):
 class Session:
     """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
-    ``names`` are the alternatives that take part. On a CPU contenders are timed in turns by the host's clock, else one
-    by one by the device's events. No row starts after ``seconds``. A quick run measures no memory, and has goals of its
-    own. ``folders`` are where the processes of some contenders look for this package.
+    ``names`` are the alternatives that take part. On a CPU contenders are timed alternately by the host's clock, else
+    one by one by the device's events. No row starts after ``seconds``. A quick run measures no memory, and has its own
+    goals. ``folders`` are where the processes of some contenders look for this package.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class Session:
         return {}
 
     def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, float]:
-        """Time all in turns, and with them a large matrix product and, where there is native code, the machine's peak;
-        add to ``entries``, and return the median seconds of those two."""
+        """Time all alternately, and with them a large matrix product and, with native code, the machine's peak; add to
+        ``entries``, and return the median seconds of those two."""
         asked: dict[str, tuple[Any, ...]] = {"sgemm": ("time_sgemm", self.plan.sgemm)}
         if self.machine["capability"]:
             asked["peak"] = ("time_peak",)

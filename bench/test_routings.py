@@ -1,7 +1,8 @@
 """The routing of every workload, forward and as a training step, against what a PyTorch user would run instead.
 
-A row's contenders are benchmarks of one group. They take turns in processes of their own (:mod:`bench.timing`) when the
-first of them is asked for; what was measured is then handed to pytest-benchmark one by one, whose clock shows it again.
+A row's contenders are benchmarks of one group. They are timed alternately, in separate processes (:mod:`bench.timing`),
+when the first of them is requested; what was measured is then handed to pytest-benchmark one by one, whose clock shows
+it again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fair timing: contenders take turns in short blocks, so that what slows the machine for a while slows all of them.
+"""Fair timing: contenders alternate in short blocks, so that what slows the machine for a while slows all of them.
 
-Each is called until three calls in succession agree, or a limit is reached; none of these calls counts. Then all take
-turns, three at least. Within a block, after a call that does not count, a contender finds its own data in the caches,
-as it would in a network's training loop that it has to itself.
+Each is called until three calls in succession agree, or a limit is reached; none of these calls counts. Then all
+alternate, in three rounds at least. Within a block, after a call that does not count, a contender finds its own data in
+the caches, as it would in a network's training loop that it has to itself.
 
 A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. Without a GPU
 it uses the host's clock, so that the tests can run it.
@@ -32,9 +32,9 @@ Call = Callable[[], Any]
 class Plan:
     """How much to measure."""
 
-    rounds: int = 7  # turns that each contender takes at most
-    block: float = 0.08  # seconds that a turn ought to take at least
-    budget: float = 3.0  # seconds of a contender over all its turns; it has three calls at least, however slow it is
+    rounds: int = 7  # in which a contender is timed, at most
+    block: float = 0.08  # seconds that a contender's part of a round ought to take at least
+    budget: float = 3.0  # seconds of a contender in all rounds; it has three calls at least, however slow it is
     warm: float = 1.5  # seconds of calls that do not count, while they do not agree; there is one at least
     sgemm: int = 2048  # size of the square matrices by which the machine is measured
 
@@ -101,7 +101,7 @@ class Contender:
 
 
 def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
-    """Warm contenders up and let them take their turns; who goes first changes from round to round."""
+    """Warm contenders up and time them alternately; the first one changes from round to round."""
     for one in contenders:
         one.warm_up(plan.warm)
     fastest = min((one.estimate for one in contenders if one.rival and not one.error), default=math.inf)

@@ -59,7 +59,7 @@ def divisor(count: int, most: int) -> int:
 
 def moments_about(shift: Tensor, counts: Tensor, first: Tensor, second: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return means and variances from the sums of shares, and of what is off a ``shift`` and its squares, weighted with
-    them. Groups of children, each with a shift of its own, come first; ``second`` is of all groups."""
+    them. Groups of children, each with its own shift, come first; ``second`` is of all groups."""
     total = counts.sum(0) + eps
     means = (first + counts * shift).sum(0) / total
     off = shift - means
@@ -176,7 +176,7 @@ def _block(layout: Layout, step: Step, again: bool, made: Sequence[Tensor | None
 
 
 class Blocks:
-    """The votes of one call, and what an iteration asks of them. All tensors have the layout's dimensions.
+    """The votes of one call, and what an iteration needs of them. All tensors have the layout's dimensions.
 
     Blocks are made whenever they are needed, each a checkpoint: the backward makes its votes again, and none are kept.
     Votes that are stored are one block, made once.

@@ -114,7 +114,7 @@ class Workload:
         return self.votes(batch) * self.pose * itemsize
 
     def outweighs(self, batch: int) -> bool:
-        """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
+        """Return whether the votes take ten times the bytes of inputs and parameters, or more."""
         children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)  # and their gates
         parents = batch * self.positions * self.parents * self.pose
         given = children + parents + self.matrices * self.parents * self.columns_in * self.columns_out
@@ -182,7 +182,7 @@ class Case:
 
 
 def is_batched(name: str) -> bool:
-    """Tell whether an argument or a result, or its gradient ``d`` + name, has the batch as its first dimension."""
+    """Return whether an argument or a result, or its gradient ``d`` + name, has the batch as its first dimension."""
     return name.removeprefix("d") in {"children", "parents", "activations", "scores", "poses", "variances"}
 
 

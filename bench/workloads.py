@@ -92,7 +92,7 @@ def cases(
     """Return the rows of some workloads, or, where none are named, of the quick ones or of all.
 
     On a GPU what matters most comes first. A workload whose children are copies, as it is large in itself, then runs at
-    its own batch, in the large one's place.
+    its own batch instead of the large one.
     """
     works, modes = [find(name) for name in names or (QUICK if quick else WORKLOADS)], (False, True)
     if device == "cuda":

@@ -1,5 +1,4 @@
-// The arguments of the ops, read from torch's stack, each list once and in the order of its schema
-// (fastcaps/ops). Both native libraries implement the same schemas.
+// The ops' arguments, read from torch's stack in the order of their schemas (fastcaps/ops), for both native libraries.
 #pragma once
 
 #include "tensors.h"
@@ -43,33 +42,34 @@ struct VoteArguments : VoteTensors {
   explicit VoteArguments(Stack& s) : VoteTensors{s.tensor(), s.maybe(), s.maybe(), s.maybe(), s.number(), s.list()} {}
 };
 
-// Iterations of a backward call: the first dimension of tensors that belong to parents; one less if the first iteration
-// has none (a query, a state).
+// The iterations of a backward call: the first dimension of the parents' tensors. Tensors that the first iteration may
+// lack (a query, a state) may be one shorter.
 class Iterations {
  public:
-  // The iterations in a tensor that every iteration has.
+  // `x`: a tensor with an entry for every iteration.
   Iterations(const VoteTensors& votes, const Tensor& x)
       : count(x.dim() > 0 ? x.size(0) : 0), children_(votes.children) {
     STD_TORCH_CHECK(count >= 1, "fastcaps: there must be an iteration at least");
   }
   const int64_t count;
 
-  // Checks a tensor whose part of one iteration has this shape. `first`: whether the first iteration must have one.
+  // Checks a tensor whose entry for one iteration has this shape. `first`: whether the first iteration must have an
+  // entry.
   void check(const MaybeTensor& x, const char* name, Shape shape, ScalarType type, bool first = true) const {
     if (!x) return;
     shape.insert(shape.begin(), !first && count > 1 && x->dim() > 0 && x->size(0) == count - 1 ? count - 1 : count);
     check_tensor(*x, name, shape, type, children_);
   }
-  // The gradients of the parents that an iteration started from, for one iteration at a time.
+  // Only calls of one iteration have gradients of the parents that an iteration started from.
   void check_single(bool wanted, const char* names) const {
     STD_TORCH_CHECK(!wanted || count == 1, "fastcaps: ", names, " is of one iteration, got ", count);
   }
-  // Iteration k's part of a tensor, read in place; without data if it has none.
+  // Iteration k's entry, read in place; without data if there is none.
   View view(const MaybeTensor& x, int64_t k) const {
     const int64_t which = x ? k - (count - x->size(0)) : -1;
     return which < 0 ? View{} : view_of(*x, children_.dim() == 4, which);
   }
-  // The same as a tensor; nothing if it has none.
+  // The same as a tensor; nothing if there is none.
   MaybeTensor at(const MaybeTensor& x, int64_t k) const {
     const int64_t which = x ? k - (count - x->size(0)) : -1;
     return which < 0 ? MaybeTensor() : MaybeTensor(torch::stable::select(*x, 0, which));

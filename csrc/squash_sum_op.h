@@ -7,7 +7,7 @@
 
 namespace fastcaps {
 
-// Copies of tensors that are not dense.
+// Copies tensors that are not dense.
 struct SquashSumArguments {
   Stack& from;
   Tensor x = from.tensor();
@@ -51,7 +51,7 @@ std::vector<Tensor> squash_sum_op(Stack stack) {
   return {out};
 }
 
-// Gradients of x, a, y and b, in this order the bits of `needs`; empty if not needed.
+// Returns the gradients of x, a, y and b, empty if not needed. The bits of `needs` have the same order.
 template <class Library>
 std::vector<Tensor> squash_sum_backward_op(Stack stack) {
   Tensor grad = stack.tensor();

@@ -259,7 +259,7 @@ struct OpCall {
     if (reinterpret_cast<uintptr_t>(kept.back().const_data_ptr()) % alignment_ != 0) kept.back() = copied(x, type);
     return kept.back();
   }
-  // Its memory in the compute type, and that of a tensor read in place; null without the tensor.
+  // The memory of a dense tensor in the compute type; null without the tensor.
   void* table(const MaybeTensor& x) { return x ? data_of(dense(*x, compute)) : nullptr; }
   View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
   BetaTables betas(const MaybeTensor& use, const MaybeTensor& ignore) {

@@ -7,12 +7,12 @@
 namespace fastcaps {
 namespace {
 
-constexpr int64_t kItems = 32;                    // of a call, if it can be cut into so many
-constexpr int64_t kMatrixBytes = 1 << 16;         // of a child's matrices for a tile of parents
-constexpr int64_t kBlockBytes = 3 << 13;          // of a block's
-constexpr int64_t kPoseBytes = 1 << 17;           // of an item's parents
+constexpr int64_t kItems = 32;                    // items of a call, if it can be cut into so many
+constexpr int64_t kMatrixBytes = 1 << 16;         // matrices of one child for a tile of parents
+constexpr int64_t kBlockBytes = 3 << 13;          // matrices of a block of children
+constexpr int64_t kPoseBytes = 1 << 17;           // poses of an item's parents
 constexpr int64_t kLongestRange = 4096;           // children whose votes one item adds up
-constexpr int64_t kPartBytes = int64_t(1) << 26;  // of all parts of a gradient
+constexpr int64_t kPartBytes = int64_t(1) << 26;  // all parts of a gradient
 
 // A verb's call: its arguments made flat (cpu/verbs.h), and its items, which depend on shapes only.
 struct VerbOp {
@@ -73,7 +73,7 @@ struct VerbOp {
     const int64_t numbers = std::max(call.own_weights() ? 0 : weight_numbers, call.own_bias() ? 0 : bias_numbers);
     const auto parts = [](int64_t n) { return std::max<int64_t>(1, kPartBytes / 4 / std::max<int64_t>(n, 1)); };
     call.child_ranges = std::min({in.N, kItems / 2, parts(numbers)});
-    if (sums) {  // blocks as large as may be, as each adds to the sums of every position
+    if (sums) {  // large blocks: each one adds to the sums of every position
       const int64_t blocks = std::max(ceil_div(in.N, call.block), kItems / 2 / std::max<int64_t>(in.B, 1));
       call.child_ranges = std::max(std::min({call.child_ranges, blocks, parts(call.numbers())}),
                                    std::min(in.N, ceil_div(in.I, kLongestRange)));

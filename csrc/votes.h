@@ -35,7 +35,7 @@ inline int64_t bytes_of(Storage storage) {
   return storage == Storage::kFloat64 ? 8 : storage == Storage::kFloat32 ? 4 : 2;
 }
 
-// The step between one iteration of a routing and the next, with the numbers of fastcaps.rules.Rule.
+// The step between one iteration of a routing and the next, with the values of fastcaps.rules.Rule.
 enum class Rule : int {
   kLayerNorm,  // the sums under LayerNorm are the next query
   kPlain,      // the sums are the next query
@@ -58,8 +58,8 @@ struct Votes {
   View children{}, gate{};              // gate: data may be null
   // Dense, in the type that a backend computes in:
   const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's poses, and E = D
-  bool narrow_weight = false;    // whether these are bfloat16 on the CPU, widened when they are read
-  bool tiled = false;            // or factors of products as they are (by_tiles in cpu/levels.h)
+  bool narrow_weight = false;    // CPU: whether it is bfloat16, widened when it is read
+  bool tiled = false;            // CPU: whether AMX multiplies it as it is (by_tiles in cpu/levels.h)
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 

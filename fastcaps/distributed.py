@@ -134,7 +134,8 @@ class Layout:
     def gradients(self, name: str, rule: int) -> list[Placement]:
         """Return the placements of an argument's gradient, which is partial if a whole argument is used with shards.
 
-        If children are cut, arguments used between two iterations meet the joint sums, which are the same everywhere.
+        If children are cut, arguments used between two iterations apply to the joint sums, which are the same
+        everywhere.
         """
         between = name in (*self.routing.state, "norm_weight", "norm_bias") or (rule == Rule.EM and "beta" in name)
         same = (None, "children") if between else (None,)
@@ -157,11 +158,11 @@ class Layout:
             if list(x.placements) != placements:
                 x = x.redistribute(placements=placements)
             local[name] = x.to_local(grad_placements=self.gradients(name, local["rule"]))
-        many, at = self.parents, self.mesh.get_coordinate() or [0] * self.mesh.ndim
+        parents, at = self.parents, self.mesh.get_coordinate() or [0] * self.mesh.ndim
         for k, axis in enumerate(self.axes):
             if axis == "parents":
-                many = _chunk(many, self.mesh.size(k), at[k])
-        local["parents"] = many
+                parents = _chunk(parents, self.mesh.size(k), at[k])
+        local["parents"] = parents
         return self.routing.cast(list(local.values()))
 
     def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
@@ -209,8 +210,8 @@ class Layout:
             return votes.children.new_full(votes.children.shape[:2], votes.parents / self.parents, dtype=dtype)
         log_sum = _log_sum(votes, logits)
         (top,) = self.joined("parents", log_sum.detach(), by="max")
-        own = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
-        return own / self.entered("parents", *self.joined("parents", own))[0]
+        exponentials = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
+        return exponentials / self.entered("parents", *self.joined("parents", exponentials))[0]
 
 
 def _chunk(count: int, size: int, k: int) -> int:
@@ -371,8 +372,8 @@ class _Moments(torch.autograd.Function):
         heads = [None if x is None else x.contiguous()[None] for x in grads]
         state = [None if x is None else x[None] for x in tensors[4:7]]
         needs = sum(want << k for k, want in enumerate(ctx.needs_input_grad[1:]))
-        own = (*state, *tensors[7:], counts, means, narrow, eps)
-        return None, *_run_backward(ctx, gaussian_routing, needs, *heads, *tensors[:4], parents, window, *own)
+        rest = (*state, *tensors[7:], counts, means, narrow, eps)
+        return None, *_run_backward(ctx, gaussian_routing, needs, *heads, *tensors[:4], parents, window, *rest)
 
 
 def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> list[Tensor | None]:

@@ -65,8 +65,8 @@ class MadeVotes(VoteInputs):
         return tensor.unflatten(0, self.maker.places) if tensor.dim() > 1 else tensor
 
     def public_poses(self) -> tuple[int, ...]:
-        (batch, *space), (many, *pose) = self.maker.places, self.maker.shape
-        return (batch, many, *space, *pose)
+        (batch, *space), (parents, *pose) = self.maker.places, self.maker.shape
+        return (batch, parents, *space, *pose)
 
     def public_pairs(self) -> tuple[int, ...]:
         return (*self.maker.places, self.maker.count, self.parents)

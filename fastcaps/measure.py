@@ -100,8 +100,8 @@ class Workload(NamedTuple):
         torch.manual_seed(0)
         children, parents = (torch.randn(batch or shape[0], *shape[1:]) for shape in (self.children, self.parents))
         groups = self.children[-3] * (1 if self.window is None else self.window.positions)
-        many = self.parents[-3]
-        weight = torch.randn(groups, many, 4, 4) * (many / (4 * groups)) ** 0.5
+        parent_count = self.parents[-3]
+        weight = torch.randn(groups, parent_count, 4, 4) * (parent_count / (4 * groups)) ** 0.5
         if self.window is not None:
             children, parents = children.movedim(3, 1), parents.movedim(3, 1)
         return children, weight, parents

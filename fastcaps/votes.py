@@ -293,8 +293,8 @@ class VoteInputs(NamedTuple):
         """
         parents = None if parents is None else check_count("parents", parents)
         settings = (window, parents, gate_name, parents_at, check)
-        many = _once((children, weight, bias, gate, *others), settings)
-        return cls.unchecked(children, weight, bias, gate, window, many)
+        parent_count = _once((children, weight, bias, gate, *others), settings)
+        return cls.unchecked(children, weight, bias, gate, window, parent_count)
 
     @classmethod
     def unchecked(
@@ -384,25 +384,25 @@ def _check(
     _check_children(children, window)
     cast = autocast_dtype(children.device.type) is not None
     table = weight if weight is not None else bias
-    many = table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
+    parent_count = table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
     if weight is None and parents is not None:
-        many = parents
+        parent_count = parents
     if weight is not None:
         check_tensor("weight", weight, children, cast)
         _check_weight(weight, children, parents)
     spec = SET_WINDOW if window is None else window.spec
-    votes = VoteInputs(to_op(children, window), weight, bias, None, many, spec)
+    votes = VoteInputs(to_op(children, window), weight, bias, None, parent_count, spec)
     _check_window(votes, children, window)
     if bias is not None:
         check_tensor("bias", bias, children, cast)
         rows, _, columns = pose_of(votes)
-        check_shape("bias", bias, ((seen_of(votes), 1), (many, 1), rows, columns), "I or 1, M or 1, C, E")
+        check_shape("bias", bias, ((seen_of(votes), 1), (parent_count, 1), rows, columns), "I or 1, M or 1, C, E")
     if gate is not None:
         check_tensor(gate_name, gate, children, cast, () if gate_name == "scores" else (torch.bool,))
         check_shape(gate_name, gate, tuple(children.shape[:-2]), "B, I" if window is None else "B, N, H, W")
     if check is not None:
         check(votes, *others)
-    return many
+    return parent_count
 
 
 def _check_children(children: Any, window: Any) -> None:

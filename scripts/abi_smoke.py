@@ -66,7 +66,7 @@ def layers() -> dict[str, tuple[torch.nn.Module, Tensor]]:
     for row in nn_layers.LAYERS:
         for variant, options in {"": {}, **row.variants}.items():
             wanted[f"{row.kind.__name__} {variant}".strip()] = row.make("grid", **options)
-    found = {name: (layer, nn_layers.draw(layer)[0]) for name, layer in wanted.items()}
+    found = {name: (layer, nn_layers.draw_for(layer)[0]) for name, layer in wanted.items()}
     for share in (False, True):
         layer = Verbs(32, 10, 16, 16, share=share, dtype=torch.float64)
         found[f"Verbs share={share}"] = layer, torch.randn(3, 32, 16, dtype=torch.float64)
@@ -81,8 +81,8 @@ def compiled(layer: torch.nn.Module, children: Tensor) -> None:
         result = one(children)
         poses = result if isinstance(result, Tensor) else result[0]
         (poses * torch.linspace(-1, 1, poses.numel()).view_as(poses)).sum().backward()
-    for own, other in zip(layer.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, own.grad)
+    for ours, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, ours.grad)
 
 
 def verbs(dtype: torch.dtype) -> list[str]:

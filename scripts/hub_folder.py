@@ -2,7 +2,7 @@
 
     python scripts/hub_folder.py dist/fastcaps-*.whl build/hub
 
-The hub loads a package under a name of its own, from a folder that is not on Python's path. So imports of the
+The hub loads a package under a name of the hub's, from a folder that is not on Python's path. So imports of the
 package become relative, and what needs other packages than torch (training, data, pictures, the command line) stays
 behind. Two of the hub's rules are not kept: the ops are ``torch.ops.fastcaps``, whatever the version, so that a process
 can hold one version; and a wheel that was not built on an old system asks for a newer one than the hub wants
@@ -85,9 +85,9 @@ def _write(root: Path, wheel: Path, files: zipfile.ZipFile, backend: dict[str, A
     paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
     hashes = (base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode() for path in paths)
     digests = {path.relative_to(root).as_posix(): digest for path, digest in zip(paths, hashes, strict=True)}
-    told = {"name": "fastcaps", "id": "fastcaps", "version": int(version.split(".")[0]), "license": "Apache-2.0"}
-    told |= {"python-depends": [], "backend": backend, "digest": {"algorithm": "sha256", "files": digests}}
-    (root / "metadata.json").write_text(json.dumps(told, indent=2) + "\n")
+    metadata = {"name": "fastcaps", "id": "fastcaps", "version": int(version.split(".")[0]), "license": "Apache-2.0"}
+    metadata |= {"python-depends": [], "backend": backend, "digest": {"algorithm": "sha256", "files": digests}}
+    (root / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
     return root
 
 

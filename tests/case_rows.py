@@ -155,7 +155,7 @@ def _lanes(make: Callable[..., Case]) -> tuple[Case, ...]:
             # more numbers of parents than a block keeps votes of; rows of a pose, so that no sum is long
             make("twice-positions", batch=9, types=2, parents=260, pose=(64, 1, 2)),
             make("twice-children", batch=1, types=20, parents=260, pose=(64, 1, 2)),
-            # weights so large that several tiles of positions meet them together
+            # weights so large that several tiles of positions share a read of them
             make("rows", batch=17, types=2, parents=5, pose=(1, 64, 64), gate="some"),
             # too few positions to fill the lanes: children do, with shared weights
             make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
@@ -188,7 +188,7 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False,
              iterations=2),
         make("broken-half", types=7, parents=5, pose=(1, 64, 64), gate="broken", dtype=torch.bfloat16),
-        # kernels of their own, on a GPU by parents a warp; lanes that stand for no position, whose sums are 0
+        # specialised kernels, on a GPU by parents a warp; lanes without a position, whose sums are 0
         *(make(f"pose-{p[0]}x{p[1]}", batch=3, types=7, parents=5, pose=p, eps=0.0, bias="1M") for p in POSES_OF_ALL),
         make("pose-4x4-10", batch=1, types=9, parents=10, pose=(4, 4, 4), bias="I1"),
         make("pose-4x4-20", types=6, parents=20, pose=(4, 4, 4), gate="some", iterations=2),
@@ -215,7 +215,7 @@ POSES_OF_ALL = ((4, 4, 4), (1, 8, 16), (1, 16, 16), (2, 3, 5))
 OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (2, 3, 5))
 _ATTENTION = (
     *_paths(_norm),
-    # kernels of its own: on a GPU with a bias, and plain ones
+    # specialised kernels: on a GPU with a bias, and plain ones
     *(_norm(f"bias-{p[0]}x{p[1]}", types=6, parents=5, pose=p, bias="1M", gate="some")
       for p in OWN_POSES if p not in POSES_OF_ALL),
     *(_norm(f"plain-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p, gate="some")
@@ -250,7 +250,7 @@ _ATTENTION_LANES = (
       for rule, dtype in zip(Rule, (torch.float32, torch.float64, torch.bfloat16), strict=False)),
     *(_norm(f"nobody-no-eps-{batch}-{bias}", batch=batch, window=WINDOWS["nobody"][1], bias=bias, eps=0.0, iterations=2)
       for batch in (1, 20) for bias in (None, "IM", "11")),
-    # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles (in AMX's), or turned to lanes
+    # large matrices in bfloat16, which the CPU reads in place: shared by several tiles (AMX's too), or transposed
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-1x32", batch=17, types=3, parents=1, pose=(1, 32, 32), dtype=torch.bfloat16, bias="IM", gate="some"),
     _norm("narrow-1x96", batch=9, grid=(5, 4), types=2, parents=3, pose=(1, 96, 64), dtype=torch.bfloat16, iterations=2,
@@ -278,7 +278,7 @@ _GAUSSIAN = (
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
     _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
     _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", iterations=2),
-    # nobody is there, or all gates are shut
+    # no child exists, or all gates are 0
     *(make(f"nobody-no-eps-{name}", batch=3, window=WINDOWS["nobody"][1], bias="1M", eps=0.0, types=9, start=False,
            iterations=2) for name, make in (("em", _em), ("heinsen", _heinsen))),
     *(make(f"shut-no-eps-{name}", batch=3, bias="1M", eps=0.0, types=9, start=False, iterations=2, gate="shut")

@@ -52,7 +52,7 @@ def built(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def native_library() -> Path:
-    """The CPU library; without one, kernels cannot be tested and the reference stands in for them."""
+    """The CPU library; without one, kernels cannot be tested and the reference runs instead."""
     return built("cpu")
 
 

@@ -2,7 +2,7 @@
 
 Everywhere their very sources run on the CPU (``cuda_on_cpu``), one block at a time, every access to memory watched: a
 race within a block or between two, a step outside of shared memory or of a tensor, a misaligned vector or lanes that
-do not meet are errors. Where there is a GPU the compiled kernels run as well. What they may err:
+miss a barrier are errors. With a GPU the compiled kernels run as well. How much they may err:
 ``fastcaps._testing.judge``.
 """
 
@@ -123,7 +123,7 @@ on_every_target = pytest.mark.parametrize(
 
 
 def mixed_order() -> Any:
-    """Blocks and threads forward, backward and shuffled by turns, beginning alike in every test: a fixture's body."""
+    """Blocks and threads alternately forward, backward and shuffled, alike in every test: a fixture's body."""
     build.set_order(build.KERNELS, "mixed")
     yield
     build.set_order(build.KERNELS, "mixed")

@@ -68,10 +68,10 @@ def _numbers(case: Case) -> Tensors:
     found = row.tensors(case.window, torch.float32, BATCH, **sizes)
     rows = {"weight": 1 if case.share else CHILDREN, **dict.fromkeys(PER_CHILD[1:], 1 if case.share or grid else None)}
     found = {name: x[: rows.get(name)] / (2 if name in PER_CHILD else 1) for name, x in found.items()}
-    if not grid:  # nobody is there in one sample, in another nobody whom the first of two processes has
+    if not grid:  # one sample has no children, another none of those that the first of two processes has
         found[row.child][0] = found[row.child][1, : -(-CHILDREN // 2)] = -torch.inf if row.child == "scores" else 0.0
         if row.function not in (functional.dynamic_routing, functional.inverted_attention_routing):
-            found["children"][1, 0] = torch.nan  # whoever is not there may be anything
+            found["children"][1, 0] = torch.nan  # an absent child may be anything
     return found
 
 
@@ -211,8 +211,8 @@ def check_ops(mesh: DeviceMesh) -> None:
         dim = {"batch": 0, "children": 3}[cut]
 
         def placed(name: str, x: Tensor, over: Any = over, dim: int = dim) -> DTensor:
-            own = Shard(0) if dim == 3 and name in ("weight", "bias") else Replicate()
-            return distribute_tensor(x, mesh, [Shard(dim) if name in over else own])
+            split = Shard(0) if dim == 3 and name in ("weight", "bias") else Replicate()
+            return distribute_tensor(x, mesh, [Shard(dim) if name in over else split])
 
         given = {name: placed(name, x) if isinstance(x, Tensor) else x for name, x in call.given.items()}
         grads = {name: placed(name, x, call.grads if cut == "batch" else ()) for name, x in call.grads.items()}

@@ -91,7 +91,7 @@ def _attention(name: str, *more: str, **settings: Any) -> Routing:
 
 
 def _dynamic(name: str, *more: str, **settings: Any) -> Routing:
-    ops = 3 if "eps" in settings else 1  # then every iteration is an op of its own
+    ops = 3 if "eps" in settings else 1  # then every iteration is a separate op
     return Routing(name, dynamic_routing, (*VOTES, *more), {"iterations": 3, **settings}, ops=ops)
 
 

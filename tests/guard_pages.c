@@ -1,5 +1,5 @@
 // To be preloaded: memory that a program asks to be aligned (torch's tensors, the kernels' scratch) ends where a page
-// begins that nobody may touch. What lies between an end that is no multiple of the alignment and that page is checked
+// begins that nothing may touch. What lies between an end that is no multiple of the alignment and that page is checked
 // when the memory is given back.
 #define _GNU_SOURCE
 #include <dlfcn.h>

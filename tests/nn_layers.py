@@ -1,7 +1,7 @@
 """The routing layers that there are: one row each, which the suites of layers iterate.
 
-A row says what a layer returns, which of the paper's loops it must agree with, and with which options of its own.
-Whoever adds a layer adds a row here. Below: small numbers in public layout, and positions as the oracle has them.
+A row says what a layer returns, which of the paper's loops it must agree with, and with which of its options.
+A new layer needs a row here. Below: small values in public layout, and positions as the oracle has them.
 """
 
 from __future__ import annotations

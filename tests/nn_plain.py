@@ -136,13 +136,13 @@ class GenerativeMatrixRouting(nn.Module):
     def forward(self, a_inp, mu_inp):
         matrices = self.W.expand(a_inp.shape[-1], -1, -1, -1)
         votes = torch.einsum("ijdh,...icd->...ijch", matrices, mu_inp) + self.B
-        many = votes.shape[-3]
+        parents = votes.shape[-3]
         data = torch.sigmoid(a_inp)[..., None]
         log_p = None
         score = mean = variance = votes  # of the iteration before, from the second on
         for iteration in range(self.n_iters):
             if iteration == 0:
-                shares = torch.full(votes.shape[:-2], 1 / many, dtype=votes.dtype)
+                shares = torch.full(votes.shape[:-2], 1 / parents, dtype=votes.dtype)
             else:
                 square = (votes - mean[..., None, :, :, :]) ** 2
                 if self.p_model == "gaussian":

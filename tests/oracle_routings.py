@@ -137,7 +137,7 @@ def gaussian_routing(given: Any, seen: Seen, place: tuple[int, int, int]) -> dic
         logits = votes.new_zeros(votes.shape[:2]) if log_weight is None else log_weight.expand(votes.shape[:2])
         if mean is not None:  # ln p of a vote but for a constant of the parent; without a variance that of k-means
             squares = (votes - mean).square()
-            # a variance of 0: nobody chose the parent, and eps is 0
+            # a variance of 0: no child chose the parent, and eps is 0
             far = squares if variance is None else (squares / (2 * variance)).where(variance > 0, 0.0)
             logits = logits - far.sum(-1)
         used = gates * logits.softmax(1)

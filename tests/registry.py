@@ -177,7 +177,7 @@ class Routing:
         return results, self.following(given, results, state)
 
     def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
-        """Return ``case.iterations`` iterations of the backward over the same votes, each with parents of its own.
+        """Return ``case.iterations`` iterations of the backward over the same votes, each with other parents.
 
         The first iteration has no state if the case has no ``start``. By default all gradients are computed that
         iterations can share, and with one iteration those of its state as well.
@@ -186,9 +186,9 @@ class Routing:
         iterations: list[Given] = []
         for iteration in range(case.iterations):
             state = self.rest(case, seed + 7 * iteration)
-            own = {n: None if iteration == 0 and not case.start else state[n] for n in self.state}
-            results, _ = self.iteration(given, 0, own)
-            iterations.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
+            current = {n: None if iteration == 0 and not case.start else state[n] for n in self.state}
+            results, _ = self.iteration(given, 0, current)
+            iterations.append({**current, **{n: results[kept][0] for n, kept in self.saved.items()}})
         draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
         full: Given = {n: draw(case.iterations, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}
         full.update({n: given[n] for n in VOTES})
@@ -380,7 +380,7 @@ def routing_of(name: str) -> Routing:
 def gpu_cases(routing: Routing, pairs: bool = False) -> list[Case]:
     """Return a routing's cases in the dtypes of a GPU; those for the CPU's lanes are among the many of all ``pairs``.
 
-    Those that take a CPU in the place of a GPU too long are left out; so is a LayerNorm of nothing, NaN on the way.
+    Without those that take a CPU too long, and without a LayerNorm of nothing, which is NaN.
     """
     lanes = routing.table.lanes
     cases = [*routing.pairs, *lanes] if pairs else [case for case in routing.cases if case not in lanes]

@@ -1,4 +1,4 @@
-"""What stands in for data in tests: the sizes of their images; a transformer and a treebank that are small."""
+"""Small data for tests: the sizes of images, a transformer, a treebank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ epochs: 1
 batch_size: 64
 accelerator: cpu
 """
-"""A recipe of one's own, of seconds."""
+"""A user's recipe that takes seconds."""
 
 
 def network_of(config: Any) -> torch.nn.Module:

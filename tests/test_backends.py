@@ -77,10 +77,10 @@ def test_the_reference_serves_an_op_that_a_library_has_no_kernels_of(monkeypatch
     with fastcaps.backend("reference"):
         wanted = fastcaps.functional.routing_pool(children)
     assert torch.equal(fastcaps.functional.routing_pool(children), wanted)
-    told = fastcaps.explain(fastcaps.functional.routing_pool, children)
-    assert told.backend == "reference"
+    explained = fastcaps.explain(fastcaps.functional.routing_pool, children)
+    assert explained.backend == "reference"
     if libraries.library("cpu").problem == "":
-        assert "no fastcaps_cpu::pooling_routing" in told.reasons["cpu"]
+        assert "no fastcaps_cpu::pooling_routing" in explained.reasons["cpu"]
 
     monkeypatch.setattr(libraries, "triton_kernels", lambda stem="attention": (None, f"no kernels of {stem}"))
     monkeypatch.setattr(backends, "_triton_problem", lambda: "")
@@ -127,10 +127,10 @@ def test_blocks_of_generators_may_end_in_any_order_and_anywhere(block: Block, no
 
 @each_setting
 def test_blocks_of_tasks_are_their_own(block: Block, now: Any, values: Any) -> None:
-    async def inside(value: Any, turns: int) -> list[Any]:
+    async def inside(value: Any, count: int) -> list[Any]:
         seen = []
         with block(value):
-            for _ in range(turns):
+            for _ in range(count):
                 await asyncio.sleep(0)
                 seen.append(now())
         return [*seen, now()]

@@ -36,7 +36,7 @@ MACHINE = {
 
 
 class _Served:
-    """Stands in for a process: answers at once. What ``seconds`` do not name fails."""
+    """Replaces a process: answers at once. What ``seconds`` do not name fails."""
 
     seconds: ClassVar[dict[str, float]] = {}  # of a call, by the names of contenders
     wrong: ClassVar[str] = ""  # the contender whose result is

@@ -200,9 +200,9 @@ def test_the_folder_for_the_hub_loads_under_a_name_of_its_own(pure_wheel: zipfil
     script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), pure_wheel.filename or "", str(tmp_path)]
     assert subprocess.run(script, capture_output=True, text=True).returncode == 0
     folder = tmp_path / "build/torch-universal"
-    told = json.loads((folder / "metadata.json").read_text())
+    metadata = json.loads((folder / "metadata.json").read_text())
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files == {*told["digest"]["files"], "metadata.json"} and told["id"] == "fastcaps"
+    assert files == {*metadata["digest"]["files"], "metadata.json"} and metadata["id"] == "fastcaps"
     code = f"""if True:
         import importlib.util, sys, warnings
         from pathlib import Path
@@ -237,8 +237,8 @@ def test_the_folder_for_the_hub_has_a_variant_for_every_kind_of_torch(tmp_path: 
     subprocess.run(script, check=True)
     for name, backend in (("cpu", {"type": "cpu"}), ("cu130", {"type": "cuda", "archs": ["8.0", "12.0+PTX"]})):
         folder = tmp_path / f"build/torch-stable-abi210-{name}-x86_64-linux"
-        told = json.loads((folder / "metadata.json").read_text())
-        assert (told["backend"], told["python-depends"], told["version"]) == (backend, [], 1)
+        metadata = json.loads((folder / "metadata.json").read_text())
+        assert (metadata["backend"], metadata["python-depends"], metadata["version"]) == (backend, [], 1)
         assert (folder / "lib/libfastcaps_cuda.so").exists() == (name != "cpu")
 
 
@@ -310,7 +310,7 @@ DEFAULT = "80-real;90-real;100-real;120"
 
 @pytest.fixture
 def decide(tmp_path: Path) -> Decide:
-    """What toolkit.cmake says for a torch and an environment, in one line; `usual` stands for /usr/local/cuda."""
+    """What toolkit.cmake says for a torch and an environment, in one line; `usual` replaces /usr/local/cuda."""
     torches = {cuda: make_torch(tmp_path / (cuda or "none"), cuda=cuda) for cuda in ("", "13.0")}
     cmake = shutil.which("cmake") or pytest.skip("needs cmake")
     if sys.platform != "linux":
@@ -392,7 +392,7 @@ ROOMS = [
     "reference", "ops", "distributed", "functional", "triton_kernels", "measure", "nn", "losses", "compat", "encapnet",
     "models", "inside", "diagnosis", "data", "viz", "training", "demo", "cli", "__main__", "_testing",
 ]  # fmt: skip
-"""What the package consists of: each imports only what stands before it."""
+"""What the package consists of: each imports only those before it."""
 
 
 def imported(path: Path, name: str) -> set[str]:
@@ -421,7 +421,7 @@ def test_imports_run_one_way() -> None:
             if name == "fastcaps.__init__" or not target.startswith("fastcaps."):
                 continue
             room, other = (each.split(".")[1] for each in (name, target))
-            if other in ROOMS:  # else a name of the package itself, which rooms that nobody imports may use
+            if other in ROOMS:  # else a name of the package itself, for rooms that no other imports
                 assert ROOMS.index(other) <= ROOMS.index(room), f"{name} imports {target}"
             else:
                 assert ROOMS.index(room) >= ROOMS.index("training"), f"{name} imports {target}"

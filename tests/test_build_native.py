@@ -97,7 +97,7 @@ def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path) -
 
 
 def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_library: Path) -> None:
-    """In a process of its own: on a CPU torch the package itself does not load it."""
+    """In a separate process: on a CPU torch the package itself does not load it."""
     code = """if True:
         import torch, fastcaps.encapnet
         from fastcaps import libraries, ops
@@ -131,8 +131,8 @@ def test_the_cuda_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(c
     sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
     for backward, element, options in ((0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 2), (0, 2, 0)):
         facts = (ctypes.c_int64 * 8)(backward, element, 0, 1, 1, options, 132, 227 << 10)
-        told = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
-        assert "4x4" in told and "threads=" in told and "blocks=" in told
+        schedule = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
+        assert "4x4" in schedule and "threads=" in schedule and "blocks=" in schedule
 
 
 def test_the_cuda_library_holds_code_for_the_architectures_it_names(

@@ -106,15 +106,15 @@ def test_tab_completion_by_a_script_alone(capsys: pytest.CaptureFixture[str], tm
 
 def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call(capsys, "info")
-    told = " ".join(out.split())
-    assert status == 0 and all(" ".join(str(entry).split()) in told for entry in fastcaps.backends.listing())
+    printed = " ".join(out.split())
+    assert status == 0 and all(" ".join(str(entry).split()) in printed for entry in fastcaps.backends.listing())
     reasons = [entry.detail for entry in fastcaps.backends.listing() if not entry.available]
-    assert all(told.count(reason) == reasons.count(reason) for reason in reasons)  # and not again for the call
+    assert all(printed.count(reason) == reasons.count(reason) for reason in reasons)  # and not again for the call
     with fastcaps.backend("reference"):
         status, out, _ = call(capsys, "info", "--json", "--dtype", "float64")
-    told = json.loads(out)
-    assert status == 0 and set(told["backends"]) == set(fastcaps.backends.NAMES)
-    assert told["explain"].startswith("reference: forced") and "not cuda" in told["explain"]
+    printed = json.loads(out)
+    assert status == 0 and set(printed["backends"]) == set(fastcaps.backends.NAMES)
+    assert printed["explain"].startswith("reference: forced") and "not cuda" in printed["explain"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_told_in_one_line(
 
 
 def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With a recipe of one's own: only a run with the same settings goes on, not the recipe as it stands."""
+    """With a user's recipe: only a run with the same settings goes on, not the recipe itself."""
     pytest.importorskip("lightning")
     mine, out = tmp_path / "mine.yaml", tmp_path / "run"
     mine.write_text(RECIPE)
@@ -273,10 +273,10 @@ def test_explain_tells_of_every_call_of_a_network(capsys: pytest.CaptureFixture[
     pytest.importorskip("yaml")
     arguments = ("explain", "digits", "--batch", "3", "--set", "iterations=3", "--backend", "reference", "--json")
     status, out, _ = call(capsys, *arguments)
-    told = json.loads(out)
-    assert status == 0 and told["batch"] == 3
-    assert [one["backend"] for one in told["calls"]] == ["reference"] * 5
-    assert all(one["call"].startswith("batch 3, ") for one in told["calls"])
+    printed = json.loads(out)
+    assert status == 0 and printed["batch"] == 3
+    assert [one["backend"] for one in printed["calls"]] == ["reference"] * 5
+    assert all(one["call"].startswith("batch 3, ") for one in printed["calls"])
     status, out, _ = call(capsys, "explain", "heinsen-sst2")  # a network of texts
     assert status == 0 and "2 routing calls" in out and "[1] " in out and "  not " in out
     status, out, _ = call(capsys, "explain", "digits", "--backend", "cuda")  # on the CPU

@@ -19,7 +19,7 @@ def fc(dp=0.0):
 
 
 def other_fc(forward):
-    """A layer of somebody's copy of the code, whose class computes something else."""
+    """A layer of a user's copy of the code, whose class computes something else."""
     kind = type("CapsuleFC", (nn_plain.CapsuleFC,), {"forward": lambda self, *arguments: forward(*arguments)})
     return kind(**SIZES, matrix_pose=True, dp=0.0)
 

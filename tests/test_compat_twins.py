@@ -90,11 +90,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", [name for name in CASES if "-" not in name or name in ("fc-matrix", "conv-matrix")])
 def test_arguments_and_attributes_are_the_authors(name: str) -> None:
     ours, plain = build(name), build(name, plain=True)
-    own, theirs = (inspect.signature(type(layer)).parameters for layer in (ours, plain))
-    assert [argument for argument in own if argument in theirs] == list(theirs)
+    ours_by_name, theirs = (inspect.signature(type(layer)).parameters for layer in (ours, plain))
+    assert [argument for argument in ours_by_name if argument in theirs] == list(theirs)
     for argument in theirs:
         if type(ours) is not ConvCaps or argument in ("iters", "coor_add", "w_shared"):  # whose sizes have defaults
-            assert own[argument].default == theirs[argument].default
+            assert ours_by_name[argument].default == theirs[argument].default
         assert argument == "routing_module" or f"{argument}={getattr(ours, argument)}" in repr(ours)
     for attribute in ("weight_init_const", "scale", "dropout_rate", "sqrt_d"):
         assert getattr(ours, attribute, None) == pytest.approx(getattr(plain, attribute, None)), attribute
@@ -156,8 +156,8 @@ def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: st
             parameter.fill_(7.0)
     torch.manual_seed(3)
     twin.reset_parameters()
-    own = [each for each, _ in twin.named_parameters() if not each.startswith("routing_module.")]
-    assert all(torch.equal(twin.get_parameter(each), fresh.get_parameter(each)) for each in own)
+    kept = [each for each, _ in twin.named_parameters() if not each.startswith("routing_module.")]
+    assert all(torch.equal(twin.get_parameter(each), fresh.get_parameter(each)) for each in kept)
     if name not in ("routing", "havir", "cezannec", "bielski"):  # whose plain twins draw more, or else
         torch.manual_seed(3)
         plain = build(name, plain=True)

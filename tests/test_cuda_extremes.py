@@ -61,7 +61,7 @@ def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
     """Its gradient by the variance is large, and the mean's rounding must cancel in it (as it does in autograd)."""
 
     back = GAUSSIAN.backward_call(case).given
-    if case.start:  # every parent stands where a vote is, and knows no other
+    if case.start:  # every parent's mean is one vote, and far from the others
         types = torch.arange(case.parents) % case.types
         weight = back["weight"][:1] if case.groups == "one" else back["weight"]
         votes = torch.einsum("bmcd,mde->bmce", back["children"][:, 0, 0, types],

@@ -195,8 +195,8 @@ def test_affine_maps_are_the_formula_of_their_draws(options: dict[str, Any]) -> 
     made, items = AffineDigits(images, labels, **options), torch.arange(5)
     given = {"size": 40, "rotation": 20.0, "shear": 0.2, "scale": (0.8, 1.2), **options}
     matrix, place = made.maps(made.images, Draws(7, items))
-    for i, (turn, slant, wide, tall, *at) in enumerate(Draws(7, items).uniform(6).tolist()):
-        angle, k = math.radians(given["rotation"] * (2 * turn - 1)), given["shear"] * (2 * slant - 1)
+    for i, (rotated, slant, wide, tall, *at) in enumerate(Draws(7, items).uniform(6).tolist()):
+        angle, k = math.radians(given["rotation"] * (2 * rotated - 1)), given["shear"] * (2 * slant - 1)
         low, high = given["scale"]
         rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
         scale = np.diag([low + (high - low) * wide, low + (high - low) * tall])

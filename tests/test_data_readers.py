@@ -140,7 +140,7 @@ def test_cifar_and_svhn_round_trip(tmp_path: Path) -> None:
     write_svhn(tmp_path / "svhn" / "test_32x32.mat", 3)
     images, labels = data.read_svhn(tmp_path / "svhn" / "train_32x32.mat")
     assert images.dtype == np.uint8 and np.array_equal(images, held.transpose(3, 2, 0, 1))
-    assert labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]  # 10 stands for the digit 0
+    assert labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]  # 10 means the digit 0
     splits = data.load("svhn", tmp_path)
     assert (len(splits.train), len(splits.test), splits.in_channels, splits.image_size) == (11, 3, 3, 32)
 

@@ -87,11 +87,11 @@ def test_colours_pixel_by_pixel(strengths: tuple[float, ...]) -> None:
     to_yiq = np.array([[0.3, 0.59, 0.11], [0.599, -0.2773, -0.3217], [0.213, -0.5251, 0.3121]])
     np.testing.assert_allclose(to_yiq @ [0.2, 0.6, 0.4], colorsys.rgb_to_yiq(0.2, 0.6, 0.4))
     for k in range(6):
-        brightness, contrast, saturation, turn = drawn[k].tolist()
+        brightness, contrast, saturation, hue = drawn[k].tolist()
         pixels = images[k].double().numpy().reshape(3, 20) * (1 + brightness)
         mean = (to_yiq[0] @ pixels).mean()
         luma, i, q = to_yiq @ (mean + (1 + contrast) * (pixels - mean))
-        colour = (i + 1j * q) * (1 + saturation) * np.exp(2j * math.pi * turn)
+        colour = (i + 1j * q) * (1 + saturation) * np.exp(2j * math.pi * hue)
         wanted = np.linalg.solve(to_yiq, np.stack([luma, colour.real, colour.imag])).clip(0, 255)
         assert np.abs(made[k].flatten(1).numpy() - wanted).max() < 0.51
 

@@ -27,13 +27,13 @@ def pixels(path: Path) -> np.ndarray:
 def test_a_short_demo_writes_what_it_says(tmp_path: Path) -> None:
     console = Console(record=True, width=100, file=(tmp_path / "log").open("w"))
     summary = demo.run(tmp_path / "out", epochs=2, speed=False, console=console)
-    told = console.export_text()
+    printed = console.export_text()
     assert summary["test_accuracy"] > 0.9
-    assert f"test accuracy {100 * summary['test_accuracy']:.2f} % on 359 digits" in told
+    assert f"test accuracy {100 * summary['test_accuracy']:.2f} % on 359 digits" in printed
     assert json.loads((tmp_path / "out" / "demo.json").read_text()) == summary
     assert len(summary["pictures"]) == 2
     for picture in map(Path, summary["pictures"]):
-        assert picture.name in told.replace("\n", "")
+        assert picture.name in printed.replace("\n", "")
         height, width = pixels(picture).shape[:2]
         assert width >= 1000 and height >= 400
         assert pixels(picture)[..., :3].std() > 0.05  # not an empty page

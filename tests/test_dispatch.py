@@ -177,7 +177,7 @@ def test_what_stands_in_the_way_is_told(
     why = (backends.refusal("cuda", asked()), backends.refusal("triton", asked()), backends.choose(asked()))
     assert why == (cuda, triton, runs)
     listed = {entry.name: entry for entry in backends.listing()}
-    if not stage.startswith("old"):  # which one call meets, whatever others do
+    if not stage.startswith("old"):  # which affects one call, whatever others do
         for name, reason in (("cuda", cuda), ("triton", triton)):
             assert listed[name].available == (reason is None)
             assert reason is None or listed[name].detail == reason

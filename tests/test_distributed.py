@@ -83,7 +83,7 @@ print(tried)
 
 @pytest.mark.slow
 def test_torchs_own_validation_accepts_every_rule() -> None:
-    """In a process of its own: it takes a process group, and imports much of torch's test helpers."""
+    """In a separate process: it takes a process group, and imports much of torch's test helpers."""
     done = python(VALIDATION)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 64, done.stdout

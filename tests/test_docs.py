@@ -74,7 +74,7 @@ def test_help_begins_with_what_a_user_calls() -> None:
 
 @pytest.fixture
 def four_processes() -> Iterator[None]:
-    """The first of four processes, of which there are no others: messages are sent to nobody."""
+    """The first of four processes, without the other three: its messages are not received."""
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
@@ -99,9 +99,9 @@ def test_the_python_of_a_page_runs_as_printed(
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), names)
         printed = shape(capsys.readouterr().out)
-        for told in PRINTED.findall(block):
-            if re.match(r"torch\.Size|\[|\d|True|False", told):
-                assert shape(told) in printed, (told, printed)
+        for line in PRINTED.findall(block):
+            if re.match(r"torch\.Size|\[|\d|True|False", line):
+                assert shape(line) in printed, (line, printed)
 
 
 def anchors(path: Path) -> set[str]:

@@ -88,24 +88,24 @@ def test_nothing_is_computed() -> None:
     children = torch.zeros(()).expand(256, 1 << 20, 4, 4)
     weight = torch.zeros(()).expand(1 << 20, 64, 4, 4)
     parents = torch.zeros(()).expand(256, 64, 4, 4)
-    (told,) = told_of(children, weight, parents)
-    assert told.backend == RUNS and "1048576 children" in told.call
+    (explained,) = told_of(children, weight, parents)
+    assert explained.backend == RUNS and "1048576 children" in explained.call
 
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_every_function_in_its_settings(routing: Routing, window: Window | None) -> None:
-    """What is told of fits the call: its sizes, its window, its kind; the uniform iteration is the library's."""
+    """An explanation fits the call: sizes, window, kind; the uniform iteration is the library's."""
     routing_calls: list[Any] = []
 
     def call(given: Any) -> Any:
         routing_calls.append(1)
         return routing.ours(given, window)
 
-    told = told_of(call, routing.tensors(window, torch.float32))
-    assert len(routing_calls) == 1 and told
-    assert [one.backend for one in told] == ["torch"] * routing.library + [RUNS] * routing.ops
-    for one in told:
+    explained = told_of(call, routing.tensors(window, torch.float32))
+    assert len(routing_calls) == 1 and explained
+    assert [one.backend for one in explained] == ["torch"] * routing.library + [RUNS] * routing.ops
+    for one in explained:
         assert ("by 2x3 windows" in one.call) == (window is not None)
         assert "float32 on cpu" in one.call and "batch 3" in one.call
         if one.backend == "cpu":
@@ -119,13 +119,13 @@ def test_a_forced_backend_that_cannot_take_the_call_is_part_of_the_answer(routin
         if backends.listing()[backends.NAMES.index(name)].available:
             continue
         with backend(name):
-            (told,) = told_of(lambda leaves: routing.ours(leaves), given)
+            (call,) = told_of(lambda leaves: routing.ours(leaves), given)
             with pytest.raises(fastcaps.BackendError):
                 routing.ours(given)
-        assert told.backend is None and told.reasons[name] and f"{name!r} is forced" in told.how
+        assert call.backend is None and call.reasons[name] and f"{name!r} is forced" in call.how
     with backend("reference"):
-        (told,) = told_of(lambda leaves: routing.ours(leaves), given)
-    assert told.backend == "reference" and told.how == "forced" and set(told.reasons) == {"cuda", "triton", "cpu"}
+        (call,) = told_of(lambda leaves: routing.ours(leaves), given)
+    assert call.backend == "reference" and call.how == "forced" and set(call.reasons) == {"cuda", "triton", "cpu"}
 
 
 def test_an_error_leaves_no_trace() -> None:
@@ -160,13 +160,13 @@ def test_a_reason_is_told_once() -> None:
             return parents
 
     assert explain(Own(6, 3, 4, 4))[0].how.startswith("equal coefficients: one matrix product")
-    for told in (explain(Network(), images()), explain(Own(6, 3, 4, 4))):
-        lines = str(told).splitlines()
+    for explained in (explain(Network(), images()), explain(Own(6, 3, 4, 4))):
+        lines = str(explained).splitlines()
         heads = [line.partition("]")[0].strip("[").split(", ") for line in lines if line.startswith("[")]
-        assert sorted(int(k) for head in heads for k in head) == [*range(len(told))]
-        assert len({(one.how, one.call, one.forward) for one in told}) == len(heads)
+        assert sorted(int(k) for head in heads for k in head) == [*range(len(explained))]
+        assert len({(one.how, one.call, one.forward) for one in explained}) == len(heads)
         why_not = [line.partition(": ")[2] for line in lines if line.startswith("  not ")]
-        reasons = {reason for one in told for reason in one.reasons.values() if reason != one.how}
+        reasons = {reason for one in explained for reason in one.reasons.values() if reason != one.how}
         assert reasons and sorted(why_not) == sorted(reasons)
 
 

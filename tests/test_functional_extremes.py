@@ -184,7 +184,7 @@ print("survived")
 
 
 def test_first_iteration_where_no_window_sees_a_column() -> None:
-    """In a process of its own: oneDNN's bfloat16 convolution reads a null pointer there."""
+    """In a separate process: oneDNN's bfloat16 convolution reads a null pointer there."""
     run = python(_SCRIPT.format(cases=FATAL))
     assert run.stdout.strip() == "survived", f"ended with {run.returncode}: {run.stderr[-2000:]}"
 

@@ -117,6 +117,6 @@ def test_infinite_scores_are_masks(model: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 40])
 def test_votes_without_matrices_have_the_bias_of_their_parent(batch: int, rows: int) -> None:
     children, bias = draw(batch, 5, 1, 4), draw(rows, 3, 1, 4, seed=1)
-    own = torch.eye(4, dtype=torch.float64).expand(5, 3, 4, 4).contiguous()
+    identity = torch.eye(4, dtype=torch.float64).expand(5, 3, 4, 4).contiguous()
     found = functional.dynamic_routing(children, None, bias=bias)
-    torch.testing.assert_close(found, functional.dynamic_routing(children, own, bias=bias))
+    torch.testing.assert_close(found, functional.dynamic_routing(children, identity, bias=bias))

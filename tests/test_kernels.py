@@ -210,7 +210,7 @@ def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threa
 @native_only
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
-    """What goes by lanes or dtypes at the levels that are not the one of this process, verbs and squash_sum too."""
+    """Cases that depend on lanes or dtypes, at the levels other than this process's; verbs and squash_sum too."""
     if level == backends.native_capability():
         pytest.skip(f"{level} is what this process runs on")
     variables = {"FASTCAPS_CPU_CAPABILITY": level}
@@ -272,8 +272,8 @@ LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are f
 def test_parents_of_about_one_child(rule: Rule, shape: str, eps: float) -> None:
     """Variances are rounding beside their means, and gradients differences of numbers a hundred thousand times theirs.
 
-    Eager autograd loses nothing there: it meets the same rounded numbers on the way back. Of six draws of the
-    numbers at most one may err more: eager is lucky now and then.
+    Eager autograd loses nothing there: its backward has the same rounded values. Of six draws of the values at most one
+    may err more: eager is lucky now and then.
     """
     batch, types, parents, pose, groups = LONELY[shape]
     case = Case(shape, rule, batch, types=types, parents=parents, pose=pose, groups=groups, gate="some", start=False,

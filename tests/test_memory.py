@@ -92,8 +92,8 @@ def test_the_measurement_sees_votes_and_the_reference_stores_none() -> None:
 
 
 @native_only
-@pytest.mark.parametrize(("many", "parents"), [(200_000, 32), (1000, 10_000)], ids=["children", "parents"])
-def test_a_step_does_not_grow_with_the_votes(many: int, parents: int) -> None:
+@pytest.mark.parametrize(("children", "parents"), [(200_000, 32), (1000, 10_000)], ids=["children", "parents"])
+def test_a_step_does_not_grow_with_the_votes(children: int, parents: int) -> None:
     """Votes would be 390 and 610 MB; a step may keep some copies of children and parents."""
-    found, inputs = growth(HEINSEN, (many, parents), (100, 3)), 4 * 16 * (many + 16 * parents) / 2**20
+    found, inputs = growth(HEINSEN, (children, parents), (100, 3)), 4 * 16 * (children + 16 * parents) / 2**20
     assert found <= 3 * inputs + 64, f"grew by {found:.0f} MB"

@@ -46,8 +46,8 @@ def test_parameters_are_the_published_and_told(name):
     with torch.device("meta"):
         net = models.create(name)
         exact = weights(net)
-        told = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if f"{exact:,}" in line]
-        published = next(row[-2] for row in told if name.partition("-")[0] in row[1])
+        lines = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if f"{exact:,}" in line]
+        published = next(row[-2] for row in lines if name.partition("-")[0] in row[1])
         close = {f"{exact / 1e6:.{digits}f}M" for digits in (0, 1, 2)} & {*re.findall(r"[\d.]+M", published)}
         assert close or BY_HAND.get(name, BY_HAND.get(name.rpartition("-")[0])) == exact or name in ("mnist", "digits")
         if name.startswith("tsai-iar"):  # as the authors' code has it: the table's figure either way
@@ -236,8 +236,8 @@ def test_coordinates_of_heinsens_images():
 
 def test_a_network_of_ones_own_has_a_name_too():
     sizes = {"channels": 8, "capsules": 2, "dim": 4, "classes": 5, "image_size": 6, "in_channels": 1}
-    own = {"hidden": (CapsuleSpec(3),), "layer": EMRouting, "primary": {"normalize": None}}
-    config = models.NetworkConfig("tiny", **sizes, **own)
+    changed = {"hidden": (CapsuleSpec(3),), "layer": EMRouting, "primary": {"normalize": None}}
+    config = models.NetworkConfig("tiny", **sizes, **changed)
     models.register("own", config)
     try:
         assert "own" in models.names()

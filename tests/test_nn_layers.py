@@ -106,9 +106,9 @@ def test_any_number_of_children_and_of_parents(row: Row) -> None:
         fixed = row.drawn(count, 3, 4, 6, bias=True, share=True)  # the same, written out
         with torch.no_grad():
             for name, parameter in fixed.named_parameters():
-                own = layer.get_parameter(name)
+                tensor = layer.get_parameter(name)
                 steps = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[:, None, None]
-                parameter.copy_(own + layer.bias_step * steps if name == "bias" else own)
+                parameter.copy_(tensor + layer.bias_step * steps if name == "bias" else tensor)
         same(row.call(layer, children, out_capsules=3), row.call(fixed, children))
     with pytest.raises(ValueError, match="out_capsules must be None, as this layer has 3 parents; got 4"):
         fixed(children, out_capsules=4)
@@ -139,8 +139,8 @@ def test_arguments_are_shown_and_explained() -> None:
     assert {*repr(layer)[15:-1].split(", ")} == {*shown.split(", ")} and type(layer.in_capsules) is int
     for row in LAYERS:
         for form in ("set", "grid", "all"):
-            told = fastcaps.explain(row.make(form))
-            assert isinstance(told, Explanation) and told.backend in ("cpu", "reference") and told.call
+            explained = fastcaps.explain(row.make(form))
+            assert isinstance(explained, Explanation) and explained.backend in ("cpu", "reference") and explained.call
 
 
 WRONG = [

@@ -158,13 +158,13 @@ def test_vmap_and_the_meta_device() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     primary, head, net = PrimaryCapsules(5, 3, 4, kernel_size=3), ClassHead(4), make()
-    own = {"kernel_size": None}
+    settings = {"kernel_size": None}
     for error, message, call in [
         (ValueError, r"features must be \[B, 5, H, W\], got \[2, 4, 6, 7\]", lambda: primary(torch.randn(2, 4, 6, 7))),
         (ValueError, "smaller than the window", lambda: primary(torch.randn(2, 5, 2, 7))),
-        (ValueError, "in_channels must be 9 with kernel_size=None", lambda: PrimaryCapsules(12, 3, 3, **own)),
-        (ValueError, "need a kernel_size", lambda: PrimaryCapsules(12, 3, 3, padding=1, **own)),
-        (ValueError, "scores must be False", lambda: PrimaryCapsules(12, 3, 3, scores=True, **own)),
+        (ValueError, "in_channels must be 9 with kernel_size=None", lambda: PrimaryCapsules(12, 3, 3, **settings)),
+        (ValueError, "need a kernel_size", lambda: PrimaryCapsules(12, 3, 3, padding=1, **settings)),
+        (ValueError, "scores must be False", lambda: PrimaryCapsules(12, 3, 3, scores=True, **settings)),
         (ValueError, r"poses must be \[B, M, 4\], got \[2, 3, 5\]", lambda: head(torch.randn(2, 3, 5))),
         (ValueError, r"activations must be \[2, 3\]", lambda: head(torch.randn(2, 3, 4), torch.rand(2, 4))),
         (ValueError, r"images must be \[B, 1, H, W\], got \[2, 3, 12, 14\]", lambda: net(torch.randn(2, 3, 12, 14))),

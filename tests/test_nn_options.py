@@ -1,4 +1,4 @@
-"""What single routing layers have of their own: parents to go on from, priors, schedules, coordinates, symmetry."""
+"""Options of single routing layers: parents to go on from, priors, schedules, coordinates, symmetry."""
 
 from __future__ import annotations
 

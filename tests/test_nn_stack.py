@@ -42,8 +42,8 @@ STACKS: dict[str, tuple[list[CapsuleSpec], dict[str, Any]]] = {
 
 def make(iterations: int = 2, routing: str = "concurrent", kind: str = "attention", **options: Any) -> RoutingStack:
     torch.manual_seed(0)
-    specs, own = STACKS[kind]
-    given = {"in_capsules": 2, "in_dim": 4, "size": (7, 9), **DOUBLE, **own, **options}
+    specs, settings = STACKS[kind]
+    given = {"in_capsules": 2, "in_dim": 4, "size": (7, 9), **DOUBLE, **settings, **options}
     stack = RoutingStack.build(specs, iterations=iterations, routing=routing, **given)
     with torch.no_grad():
         for parameter in stack.parameters():
@@ -170,11 +170,11 @@ def test_a_set_is_read_as_types_at_places() -> None:
     poses, active = first(children, gate)
     wanted = last(poses.view(2, 2, 1, 3, 4), active.view(2, 2, 1, 3))
     torch.testing.assert_close(tuple(stack(children, gate)), tuple(wanted))
-    own = DynamicRouting(6, 4, 4, 4, **DOUBLE)  # the same matrices for capsules 0 to 2, and for 3 to 5
+    unshared = DynamicRouting(6, 4, 4, 4, **DOUBLE)  # the same matrices for capsules 0 to 2, and for 3 to 5
     shared = DynamicRouting(2, 4, 4, 4, kernel_size="all", share=True, **DOUBLE)
-    own.weight = nn.Parameter(shared.weight.detach().repeat_interleave(3, 0))
+    unshared.weight = nn.Parameter(shared.weight.detach().repeat_interleave(3, 0))
     below, children = DynamicRouting(3, 6, 4, 4, **DOUBLE), numbers(2, 3, 4)
-    torch.testing.assert_close(RoutingStack([below, shared])(children), own(below(children)))
+    torch.testing.assert_close(RoutingStack([below, shared])(children), unshared(below(children)))
     for message, spec in [
         ("types, 4, must divide the 6 capsules", CapsuleSpec(4, kernel_size="all", share=True, types=4)),
         ("needs a grid", CapsuleSpec(4, kernel_size="all", share=True)),

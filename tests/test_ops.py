@@ -94,7 +94,7 @@ def test_coefficients_are_those_of_the_last_iteration(routing: Routing, case: Ca
 
 @every_routing
 def test_the_entrance_is_the_op(routing: Routing) -> None:
-    """What functions call skips the dispatcher where nobody watches: the same bits, with gradients."""
+    """The functions' entrance skips the dispatcher if nothing watches: the same bits, with gradients."""
     call = routing.call(routing.case("stay-float32"))
     entrance = getattr(ops, routing.name)
 

@@ -1,4 +1,4 @@
-"""The registry is what is registered, its rows meet all pairs of factors, and its oracle is the papers' procedures."""
+"""The registry is what is registered, its rows cover all pairs of factors, and its oracle is the papers' procedures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 
 
 def test_rows_are_the_ops_that_are_registered() -> None:
-    """By torch's own list: whoever adds an op must add its row."""
+    """By torch's own list: an op that is added needs a row."""
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
     registered -= {"fastcaps::squash_sum", "fastcaps::squash_sum_backward"}  # fastcaps.encapnet's
     registered -= {op.name() for op in verbs.ops.values()}  # which tests/test_verbs*.py hold
@@ -63,7 +63,7 @@ def test_rows_cover_all_pairs(routing: Routing) -> None:
 def is_small(case: Case) -> bool:
     """Whether the oracle gets through it quickly."""
     votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.iterations
-    if case.name.startswith("nobody-no-eps-1-"):  # a LayerNorm of nothing is NaN, and no procedure goes on from that
+    if case.name.startswith("nobody-no-eps-1-"):  # a LayerNorm of nothing is NaN, from which no procedure continues
         return False
     return 0 < votes * case.pose[0] * case.pose[2] * max(case.pose[1], 4) < 30_000
 

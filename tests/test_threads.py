@@ -20,7 +20,7 @@ from fastcaps.functional import dynamic_routing
 
 
 def call(seed: int) -> list[Tensor]:
-    """Parents and gradients of a call of its own."""
+    """Parents and gradients of a call with its own tensors."""
     draws = torch.Generator().manual_seed(seed)
     children = torch.randn(4, 96, 1, 8, generator=draws).requires_grad_()
     weight = torch.randn(96, 10, 8, 16, generator=draws).requires_grad_()
@@ -30,14 +30,14 @@ def call(seed: int) -> list[Tensor]:
 
 def test_threads_route_and_explain_at_once() -> None:
     wanted = [call(seed) for seed in range(4)]
-    told = str(
+    explained = str(
         fastcaps.explain(fastcaps.DynamicRouting(96, 10, in_dim=8, out_dim=16, pose="vector"), torch.ones(4, 96, 8))
     )
 
     def work(number: int) -> bool:
         if number % 3 == 0:
             layer = fastcaps.DynamicRouting(96, 10, in_dim=8, out_dim=16, pose="vector")
-            return str(fastcaps.explain(layer, torch.ones(4, 96, 8))) == told
+            return str(fastcaps.explain(layer, torch.ones(4, 96, 8))) == explained
         return all(map(torch.equal, call(number % 4), wanted[number % 4]))
 
     with ThreadPoolExecutor(6) as pool:

@@ -49,10 +49,10 @@ def test_the_mapped_call_is_a_call_for_each(routing: Routing, window: Window | N
     given = routing.tensors(window)
     for changes in (["children"], [name for name in given if name != "children"]):
         rest = {name: tensor for name, tensor in given.items() if name not in changes}
-        many = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name in changes}
-        found = func.vmap(lambda some, rest=rest: routing.ours({**rest, **some}, window))(many)
+        stacked = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name in changes}
+        found = func.vmap(lambda some, rest=rest: routing.ours({**rest, **some}, window))(stacked)
         for k in range(3):
-            one = {**rest, **{name: tensor[k] for name, tensor in many.items()}}
+            one = {**rest, **{name: tensor[k] for name, tensor in stacked.items()}}
             close({name: result[k] for name, result in found.items()}, routing.ours(one, window))
 
 
@@ -177,7 +177,7 @@ def test_forward_is_counted(name: str, window: Window | None, routing: Routing) 
     votes, one = sizes(routing, window)
     wanted = routing.first * (votes + (2 * one if routing.moments == 2 else 0))
     wanted += (routing.iterations - routing.first) * (votes + (1 + routing.moments) * one)
-    # a convolution of its own for the bias of the votes
+    # another convolution for the bias of the votes
     more = one if routing.library else 0
     assert counter.get_total_flops() in (wanted, wanted + more)
 

@@ -59,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
 
 
 def test_what_a_run_leaves(finished: Any) -> None:
-    """The figures that it tells are those of its weights, in every file."""
+    """Its figures are those of its weights, in every file."""
     out, history = finished.out, finished.history
     left = "config.json last.ckpt metrics.csv result.json tensorboard"
     assert sorted(path.name for path in out.glob("[!.]*")) == left.split()
@@ -112,7 +112,7 @@ def arguments(out: Path, *more: str) -> list[str]:
 
 
 def start(*given: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    """Python with these arguments in a process of its own, with one thread."""
+    """Python with these arguments in a separate process, with one thread."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *given], env=environment, preexec_fn=before, **pipes)

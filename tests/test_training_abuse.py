@@ -127,7 +127,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit on the size of files stands in for the disk: a checkpoint does not fit, the other files do."""
+    """A limit on the size of files simulates the disk: a checkpoint does not fit, the other files do."""
     out = tmp_path / "run"
     last = out / "last.ckpt"
 

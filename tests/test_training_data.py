@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(name: str, _: Any, image_size: int | None) -> Any:
-    """In the place of a data set's files: eight images to train with and four to test."""
+    """Instead of a data set's files: eight images to train with and four to test."""
     channels, pixels, classes = SHAPES[name]
     pixels = image_size or pixels
     images = np.random.RandomState(0).randint(0, 256, (12, channels, pixels, pixels)).astype(np.uint8)
@@ -35,7 +35,7 @@ def arrays(name: str, _: Any, image_size: int | None) -> Any:
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Small data for every recipe, and what must be told of them."""
+    """Small data for every recipe, and the settings that name them."""
     monkeypatch.setattr("fastcaps.data.registry._read", arrays)
     fake_transformers(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -47,8 +47,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
     """The settings by which a recipe takes its stand-in."""
     given = recipe(name).config.data
-    own: dict[str, Any] = {"data.options.transformer": "gpt"} if given.name.startswith("sst") else {}
-    return stand_ins | own | ({"data.validation": 2} if given.validation else {})
+    transformer: dict[str, Any] = {"data.options.transformer": "gpt"} if given.name.startswith("sst") else {}
+    return stand_ins | transformer | ({"data.validation": 2} if given.validation else {})
 
 
 @pytest.mark.parametrize("name", sorted({str(recipe(name).config.data): name for name in recipes.names()}.values()))

@@ -110,7 +110,7 @@ WAYS: dict[str, Any] = {
     "tiny-first-iteration": (1, TINY, FIRST),
     "tiny-same": (0, TINY, SAME),  # votes without matrices
     "tiny-same-ordered": (1, TINY, SAME),
-    "crowded": (0, LIMITS, CROWDED),  # programs of their own gather dW, by outer products for few positions
+    "crowded": (0, LIMITS, CROWDED),  # separate programs make dW, by outer products for few positions
     "crowded-products": (0, LIMITS, {**CROWDED, "batch": 16}),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
     "empty": (0, {}, {"batch": 0}),
@@ -134,7 +134,7 @@ def _way(routing: Routing, way: str) -> Case:
 @pytest.mark.parametrize("way", WAYS)
 @every_routing
 def test_ways_to_run(routing: Routing, way: str) -> None:
-    """Two sweeps, ranges of children that meet in the finishing kernel, one order, matrix products."""
+    """Two sweeps, ranges of children that the finishing kernel joins, a fixed order, matrix products."""
     options, limits, _ = WAYS[way]
     check(routing, _way(routing, way), options, **limits)
 
@@ -288,10 +288,10 @@ def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products
         assert made.splits * made.group_children >= children
     votes = (torch.empty(128, 16, 16, 32, 8, 8, device="meta"), torch.empty(288, 32, 8, 8, device="meta"), None, None)
     for bits, way in ((0, "column by column"), (2, "matrix products")):
-        told = module_of(ATTENTION.name).schedule_call(
+        cut = module_of(ATTENTION.name).schedule_call(
             (*votes, 32, (3, 3, 2, 2, 0, 0, 1, 1)), SimpleNamespace(options=bits), False
         )
-        assert way in str(told)
+        assert way in str(cut)
     a_set = (torch.empty(128, 7, 2, 3, device="meta"), torch.empty(7, 5, 3, 2, device="meta"), None, None)
     votes, asked = (*a_set, 5, (1, 1, 1, 1, 0, 0, 1, 1)), SimpleNamespace(options=0)
     assert "positions" in str(module_of(ATTENTION.name).schedule_call(votes, asked, True))
@@ -313,14 +313,14 @@ def _step(routing: Routing, case: Case, options: int = 0, **chosen: Any) -> Call
 @every_routing
 def test_workspace_never_grows_with_children_times_parents(routing: Routing, ordered: int) -> None:
     """Every allocation of a call is seen, on the meta device: a vocabulary of 30,000, and a million children."""
-    for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64)):
-        sizes = {"batch": batch, "types": children, "parents": many, "pose": (1, 16, 16), "groups": "one"}
+    for batch, children, parents in ((2, 1024, 30_000), (1, 10**6, 64)):
+        sizes = {"batch": batch, "types": children, "parents": parents, "pose": (1, 16, 16), "groups": "one"}
         step = _step(routing, routing.make("large", **sizes), ordered)
         tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
         with Largest() as made:
             launches(step)
-        assert made.numbers <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
-        assert made.numbers < batch * children * many
+        assert made.numbers <= max(batch * children * 16, batch * parents * 16, parents * 512, tiles)
+        assert made.numbers < batch * children * parents
 
 
 def _large(

@@ -108,7 +108,7 @@ def test_half_precision(name: str, autocast: bool, way: str, monkeypatch: pytest
 
 
 def test_the_gradient_of_one_matrix_that_is_a_leaf() -> None:
-    """Its columns lie in one place, and have each a gradient of its own."""
+    """Its columns share memory, but each has its own gradient."""
     case, given = CASES["own"], CASES["own"].leaves()
     given["weight"] = given["weight"][:, :1].expand(-1, 3, -1, -1)
     close(derivatives(lambda x: all_verbs(case, x), given), derivatives(lambda x: all_verbs(case, x, Stored), given))
@@ -119,8 +119,8 @@ def test_the_sizes_of_votes() -> None:
     votes, given = case.votes(Votes, case.leaves()), case.leaves()
     assert (votes.count, votes.parents, votes.pose_shape) == (12, 3, (2, 2))
     assert votes.coefficients_shape == given["r"].shape and votes.parents_shape == given["parents"].shape
-    told = "coefficients=[2, 3, 5, 12, 3], parents=[2, 3, 3, 5, 2, 2], dtype=torch.float64, device=cpu"
-    assert repr(votes) == f"Votes({told})"
+    described = "coefficients=[2, 3, 5, 12, 3], parents=[2, 3, 3, 5, 2, 2], dtype=torch.float64, device=cpu"
+    assert repr(votes) == f"Votes({described})"
     assert (votes.dtype, votes.device) == (torch.float64, torch.device("cpu"))
     assert torch.equal(votes.present.expand(2, -1, -1, -1), ~case.votes(Stored, given).absent[..., 0])
     own = CASES["own"].votes(Votes, CASES["own"].leaves())
@@ -165,7 +165,7 @@ MANY = {
 @pytest.mark.parametrize("way", ["default", "blocks"])
 @pytest.mark.parametrize("name", [*MANY, "made"])
 def test_no_tensor_has_the_size_of_the_votes(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of verbs and a routing of one's own, forward and backward: at most 4 numbers for each pair, of 16 in a vote."""
+    """Of verbs and a user's routing, forward and backward: at most 4 numbers for each pair, of 16 in a vote."""
     case = MANY["own" if name == "made" else name]
     leaves = {k: x.requires_grad_() for k, x in case.leaves(torch.float32).items()}
     with run_by(way if backends.native_serves("verbs") else "blocks", monkeypatch), Largest() as largest, largest.hooks:
@@ -185,11 +185,11 @@ TRANSFORMED = ["own", "one-group", "grid"]
 def test_torch_func(name: str) -> None:
     """vmap over everything, and the gradient of each of several calls."""
     case = CASES[name]
-    many = {k: torch.stack([x, 0.5 * x]) for k, x in case.leaves().items()}
-    found = func.vmap(lambda given: all_verbs(case, given))(many)
-    slopes = func.vmap(func.grad(lambda given: number(all_verbs(case, given))))(many)
+    stacked = {k: torch.stack([x, 0.5 * x]) for k, x in case.leaves().items()}
+    found = func.vmap(lambda given: all_verbs(case, given))(stacked)
+    slopes = func.vmap(func.grad(lambda given: number(all_verbs(case, given))))(stacked)
     for k in range(2):
-        one = {key: x[k] for key, x in many.items()}
+        one = {key: x[k] for key, x in stacked.items()}
         wanted = derivatives(lambda leaves: all_verbs(case, leaves, Stored), one)
         close({key: x[k] for key, x in found.items()}, {key: wanted[key] for key in found})
         close({key: x[k] for key, x in slopes.items()}, {key: wanted[f"d{key}"] for key in slopes})
@@ -209,7 +209,7 @@ def test_a_checkpoint_and_hooks_that_move_what_is_saved() -> None:
 
 
 class Mine(fastcaps.nn.RoutingLayer):
-    """A routing of one's own as a layer; ``extra`` is what it returns besides."""
+    """A user's routing as a layer; ``extra`` are further results."""
 
     extra: Any = ()
 
@@ -269,7 +269,7 @@ def test_a_layer_of_ones_own() -> None:
 
 
 class Scaled(fastcaps.nn.RoutingLayer):
-    """A routing with a parameter and an option of its own, and without activations and coefficients."""
+    """A routing with one more parameter and option, and without activations and coefficients."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -293,13 +293,13 @@ def test_a_layer_with_more_of_its_own() -> None:
 
 def test_explanations() -> None:
     own, shared = (CASES[name].votes(Votes, CASES[name].leaves()) for name in ("own", "one-group"))
-    told = fastcaps.explain(rout, own)
-    assert len(told) == 9 and {one.backend for one in told} <= {"cpu", "reference", "torch"}
-    assert "vote_sums of [2, 3, 3] pairs" in told[0].call
+    explained = fastcaps.explain(rout, own)
+    assert len(explained) == 9 and {one.backend for one in explained} <= {"cpu", "reference", "torch"}
+    assert "vote_sums of [2, 3, 3] pairs" in explained[0].call
     assert fastcaps.explain(shared.sum, 1.0).backend == "torch"
     for run in (rout, functional.dynamic_routing):
-        told = fastcaps.explain(lambda run=run: run(made(CASES["own"].leaves(), (2,), 2)))
-        assert {one.backend for one in (told if isinstance(told, tuple) else [told])} == {"reference"}
+        explained = fastcaps.explain(lambda run=run: run(made(CASES["own"].leaves(), (2,), 2)))
+        assert {one.backend for one in (explained if isinstance(explained, tuple) else [explained])} == {"reference"}
 
 
 def test_distributed_tensors_are_refused_by_name() -> None:

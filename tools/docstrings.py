@@ -104,9 +104,9 @@ def _inherited(function: griffe.Function, text: str) -> str:
     """Add to a method's docstring the arguments that only the base class's method describes."""
     if function.parent is None or not function.parent.is_class:
         return text
-    own = getattr(importlib.import_module(function.module.path), function.parent.name)
+    kind = getattr(importlib.import_module(function.module.path), function.parent.name)
     known = [_entries(_joined(getattr(base, function.name).__doc__ or ""), base.__module__)
-             for base in own.__mro__ if hasattr(base, function.name)]  # fmt: skip
+             for base in kind.__mro__ if hasattr(base, function.name)]  # fmt: skip
     names = [name for name in (each.name for each in function.parameters) if any(name in entries for entries in known)]
     found = {name: next(entries[name] for entries in known if name in entries) for name in names}
     section = LISTED.search(text)
@@ -121,7 +121,7 @@ def _role(found: re.Match[str]) -> str:
 
 
 def translated(text: str, home: str = "fastcaps") -> str:
-    """Return a docstring as Markdown; ``home`` is the module in which it stands."""
+    """Return a docstring as Markdown; ``home`` is its module."""
     drawn = BLOCK.sub(lambda found: f"\n{found['indent']}{fenced(found['first'] + found['rest'])}\n\n",
                       _written_out(_joined(text), home))  # fmt: skip
     return ROLE.sub(_role, drawn).rstrip("\n")

@@ -32,7 +32,7 @@ SWAPS = (
     (r"\bfalse\b", "true"),
     (r"(?<!\w)!(?=\w)", ""),
 )
-"""Patterns within an expression of C++, and what stands there instead."""
+"""Patterns within an expression of C++, and their replacements."""
 STATEMENT = re.compile(
     r"^\s*((if|for) \(.*\) )?"
     r"([\w:.<>-]+\(.*\)|\*?\w[\w.>-]*(\[[^\]]*\]|\([^)]*\)|[\w.>-])* [-+*|&]?= .*|continue|return);$"
@@ -47,7 +47,7 @@ KEPT = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """A line of a source, what stands there instead, and the line that has both, where ``@`` is the fault's number."""
+    """A line of a source, its replacement, and the line that has both, where ``@`` is the fault's number."""
 
     path: str
     line: int
@@ -92,7 +92,7 @@ def _expression(code: str, begin: int, end: int) -> tuple[int, int] | None:
 def faults_of_line(text: str, earlier: str = ";", later: str = "") -> Iterator[tuple[str, str]]:
     """Yield what a line of C++ becomes by each fault that it can have, alone and beside what it was.
 
-    ``earlier`` and ``later`` are the lines about it: whether it is a statement of its own depends on them.
+    ``earlier`` and ``later`` are the lines about it: whether it is a whole statement depends on them.
     """
     code = text.partition("//")[0].rstrip()
     if KEPT.search(code) or not code.strip() or '"' in code or "'" in code:
@@ -136,7 +136,7 @@ CALLED = {"minimum": "maximum", "maximum": "minimum", "max": "min", "min": "max"
 
 
 def _changed(node: ast.AST) -> Iterator[str]:
-    """Yield what an expression of Python becomes by each fault of its own."""
+    """Yield what an expression of Python becomes by each fault that it can have."""
     copy: Any = deepcopy(node)
     if isinstance(copy, ast.Compare) and type(copy.ops[0]) in OPPOSITE:
         copy.ops[0] = OPPOSITE[type(copy.ops[0])]()

@@ -121,8 +121,8 @@ def backward(draw: st.DrawFn) -> None:
 def broken(draw: st.DrawFn) -> None:
     """NaN or infinity in one sample: others keep their bits, and NaN breaks no pose that the reference has whole.
 
-    Within a pose NaN may spread: a kernel joins its numbers sooner. What an infinity does to its own sample is nobody's
-    promise: votes are measured from a parent's mean, and less than all of them is then a number.
+    Within a pose NaN may spread: a kernel joins its values sooner. What an infinity does to its own sample is not
+    defined: votes are relative to a parent's mean, and then some of them are NaN.
     """
     routing = draw(ROUTING)
     one = draw(case(routing))
@@ -212,10 +212,10 @@ def wrong(draw: st.DrawFn) -> None:
     results, said = _told(lambda: getattr(torch.ops.fastcaps_cpu, name).default(*given.values(), 0), what)
     if said:
         return
-    own = routing.op if going else routing.backward_op
+    op = routing.op if going else routing.backward_op
     with fastcaps.backend("reference"):
         arguments = replace(call, given=given).arguments if going else given.values
-        wanted, refused = _told(lambda: own(*arguments()), what)
+        wanted, refused = _told(lambda: op(*arguments()), what)
     assert refused or len(results) <= len(wanted), what
     for one_result, other in zip(results, wanted or (), strict=False):
         assert one_result.shape == other.shape, f"{list(one_result.shape)}, wanted {list(other.shape)}: {what}"
@@ -289,7 +289,7 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
         @settings
         @hypothesis.given(data=st.data())
         def test(data: st.DataObject) -> None:
-            KINDS[kind](data.draw)  # noqa: B023 (it runs before the next kind's turn)
+            KINDS[kind](data.draw)  # noqa: B023 (it runs before the next kind)
             counted.append(kind)  # noqa: B023
 
         print("kind", seed, kind, flush=True)

@@ -219,8 +219,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
              for path in sorted(ROOT.glob(pattern)) if path.name not in LEFT]  # fmt: skip
     everything = [one for one in faults(ROOT, names) if f"{one.path}:{one.line}:".startswith(tuple(given.only))]
     if given.list:
-        for path, many in Counter(one.path for one in everything).items():
-            print(f"{many:5} {path}")
+        for path, count in Counter(one.path for one in everything).items():
+            print(f"{count:5} {path}")
         print(f"{len(everything):5} in all")
         return 0
     some = [one for one in drawn(everything, given.count, given.seed) if given.backend != "triton" or _parses(one)]

@@ -1,4 +1,4 @@
-"""Other builds of the native sources, each in a folder of its own: for sanitizers, planted faults and guard pages."""
+"""Other builds of the native sources, each in a separate folder: for sanitizers, planted faults and guard pages."""
 
 from __future__ import annotations
 

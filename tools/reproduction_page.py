@@ -43,7 +43,7 @@ def collect(runs: Path, pictures: Path) -> dict[str, Any]:
 
 
 def _rows(name: str, table: Mapping[str, Any]) -> list[list[str]]:
-    """Return a line for each row of a table; what is varied stands in one line, value after value."""
+    """Return a line for each row of a table; varied values share one line."""
     lines: dict[str, list[dict[str, str]]] = {}
     for row in table["rows"]:
         lines.setdefault(row["row"]["label"], []).append(row["shown"])
@@ -76,24 +76,24 @@ def page(text: str, tables: Mapping[str, Any]) -> str:
     about, versions, runs, forms = [], [], dict[tuple[str, ...], str](), dict[str, str]()
     for name, table in tables.items():
         versions += table["remarks"][-1].partition("; ")[2].rstrip(".").split("; ")
-        told = [f"- **`{name}`** ({table['source']}). The claim: {table['claim']}"]
-        told += [each for each in table["remarks"][1:-1] if not each.startswith(("Best first", "Shortened"))]
+        paragraph = [f"- **`{name}`** ({table['source']}). The claim: {table['claim']}"]
+        paragraph += [each for each in table["remarks"][1:-1] if not each.startswith(("Best first", "Shortened"))]
         lines = _rows(name, table)
         shown = [(line[2], *line[4:]) for line in lines]  # of a run, so without the paper's value
         (same, *others) = {runs.get(each, "") for each in shown}
         if same and not others:
-            told.append(f"The runs of `{same}`.")
+            paragraph.append(f"The runs of `{same}`.")
         else:
             rows += lines
             runs |= {each: name for each in shown if each[-1] and each not in runs}
             settings, note = _short(table)
             fields = {*map(_field, settings)}
-            own = [each for each in settings if each not in common]
-            own += [f"{_field(each)} as in full" for each in common if _field(each) not in fields]
-            form = forms.setdefault(", ".join(own), name)
-            told += [f"Shortened: {', '.join(own) if form == name else f'as `{form}`'}."] * bool(own)
-            told += [note] * bool(note)
-        about.append(" ".join(told))
+            shortened = [each for each in settings if each not in common]
+            shortened += [f"{_field(each)} as in full" for each in common if _field(each) not in fields]
+            form = forms.setdefault(", ".join(shortened), name)
+            paragraph += [f"Shortened: {', '.join(shortened) if form == name else f'as `{form}`'}."] * bool(shortened)
+            paragraph += [note] * bool(note)
+        about.append(" ".join(paragraph))
     text = into(text, as_markdown(rows).replace("---:", "---"), "results")
     head = [f"Shortened in every table, unless its line differs: {', '.join(common)}.", ""] * bool(common)
     made_by = f"Made by {'; '.join(dict.fromkeys(versions))}."

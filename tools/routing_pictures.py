@@ -34,9 +34,9 @@ def votes() -> Tensor:
     chance, centres = random.Random(26), ((0.7, 0.45), (-0.55, 0.6))
     made = []
     for child in range(CHILDREN):
-        own = child * PARENTS // CHILDREN
+        chosen = child * PARENTS // CHILDREN
         for parent in range(PARENTS):
-            middle, spread = (centres[parent], 0.16) if parent == own else ((0.0, 0.0), 1.0)
+            middle, spread = (centres[parent], 0.16) if parent == chosen else ((0.0, 0.0), 1.0)
             made.append([middle[k] + chance.uniform(-spread, spread) for k in range(2)])
     return torch.tensor(made, dtype=torch.float64).view(CHILDREN, PARENTS, 2)
 

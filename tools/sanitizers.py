@@ -4,10 +4,10 @@
 
 ``address``: AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the CPU kernels, with guard pages behind
 every piece of scratch memory. ``thread``: ThreadSanitizer over every routing's cases, from two threads at once and each
-cut into four. ``cuda``: AddressSanitizer over the CUDA sources as they run on the CPU. Each has a build of its own, for
+cut into four. ``cuda``: AddressSanitizer over the CUDA sources as they run on the CPU. Each has a separate build, for
 one instruction set; the short form takes the portable one, few poses and a part of the cases. torch is as it is
 installed: AddressSanitizer knows its allocations and copies, ThreadSanitizer nothing of it
-(``tests/parallel_threads.cpp`` stands in for its threads).
+(``tests/parallel_threads.cpp`` replaces its threads).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _preload(*names: str) -> str:
 
 
 def _asan() -> str:
-    return _preload("libasan.so", "libstdc++.so")  # the latter at once: its exceptions must be met
+    return _preload("libasan.so", "libstdc++.so")  # the latter at once: its exceptions must be found
 
 
 def _run(what: str, command: list[str], variables: dict[str, str]) -> bool:

@@ -75,8 +75,8 @@ def api(module: str) -> str:
             continue
         is_layer = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
         kinds = (property, classmethod, staticmethod, types.FunctionType)
-        own = vars(thing) if inspect.isclass(thing) else {}
-        members = [*getattr(thing, "_fields", ()), *(key for key, each in own.items() if isinstance(each, kinds))]
+        defined = vars(thing) if inspect.isclass(thing) else {}
+        members = [*getattr(thing, "_fields", ()), *(key for key, each in defined.items() if isinstance(each, kinds))]
         shown = ["build", "forward"] if is_layer else [key for key in members if key[0] != "_"] or "false"
         parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_layer}}}")
     return "\n\n".join(parts)
@@ -105,9 +105,9 @@ def recipes() -> str:
 
     lines = [["recipe", "source", "network", "data", "the paper reports"]]
     for name, found in ((name, recipe(name)) for name in names()):
-        told = (found.reported or "").replace("|", "/").replace("\n", " ").strip()
+        reported = (found.reported or "").replace("|", "/").replace("\n", " ").strip()
         config = found.config
-        lines.append([f"`{name}`", str(found.source), f"`{config.network.name}`", f"`{config.data.name}`", told])
+        lines.append([f"`{name}`", str(found.source), f"`{config.network.name}`", f"`{config.data.name}`", reported])
     return as_markdown(lines).replace("---:", "---")
 
 

@@ -2,8 +2,8 @@
 
     python -m tools.soak --minutes 5
 
-Each seed has a process of its own, whose tensors and scratch memory end at guard pages (``tests/guard_pages.c``): a
-step outside ends it, and the seed stands in the report.
+Each seed has its own process, whose tensors and scratch memory end at guard pages (``tests/guard_pages.c``): an access
+beyond ends it, and the report names the seed.
 """
 
 from __future__ import annotations

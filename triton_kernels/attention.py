@@ -1,7 +1,7 @@
 """Attention routing in Triton, host side: the ops' arguments and results, see :mod:`fastcaps.ops`.
 
 Its algebra: ``attention_kernels.py``; what all routings share, workspace included: ``launches.py``. Backward keeps one
-parents tensor more an iteration (dL/dS).
+further parents tensor for each iteration (dL/dS).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def iteration_of(
     detach: bool = False,
     unit_keys: bool = False,
 ) -> Attention:
-    """Return what an iteration of attention or pooling starts from, and its numbers, as the kernels take them."""
+    """Return the tensors and numbers of an iteration of attention or pooling, as the kernels take them."""
     tensors = (None if tensor is None else tensor.contiguous() for tensor in (query, *affine))
     return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (int(rule), detach, unit_keys)))  # type: ignore[arg-type, call-arg]
 
 
 def start_of(tensor: Tensor | None, k: int, iterations: int) -> Tensor | None:
-    """Return what iteration k starts from, of a tensor of all iterations, or of all but the first."""
+    """Return iteration k's entry of a tensor for all iterations, or for all but the first; None if it has none."""
     if tensor is None or k + len(tensor) < iterations:
         return None
     return tensor[k - iterations]
@@ -73,7 +73,7 @@ def attention_routing(votes: VoteInputs, own: Any, options: int, limits: Limits 
 def _slope(
     call: Call, grad: Tensor, sums: Tensor, norm_weight: Tensor | None, eps: float, affine: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return dL/dS of all iterations in float32, and of the affine ``[2, C * E]`` if they are asked for."""
+    """Return dL/dS of all iterations in float32, and the affine's gradients ``[2, C * E]`` if ``affine``."""
     slope, poses = torch.empty_like(grad, dtype=torch.float32), len(grad) * call.poses
     tile, blocks = call.pose_tile(poses)
     programs = max(1, call.facts.limits.resident * processors(call.device) // tile["num_warps"])
@@ -101,9 +101,9 @@ def attention_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery, dnorm_weight, dnorm_bias of T iterations, summed over them.
 
-    The head ``[T, ...]`` is that of LayerNorm(S) where ``sums`` are given, else of S. With option 1 everything is added
-    up in one order: dP, dgate and dQ by a launch for each place in the window, which no two windows share, dW and dbias
-    by programs that own them. Otherwise atomic additions do it.
+    The head ``[T, ...]`` is that of LayerNorm(S) if ``sums`` are given, else of S. With option 1 all sums have a fixed
+    order: dP, dgate and dQ have a launch for each place in the window, which no two windows share, and each program
+    makes its own part of dW and dbias. Otherwise programs add atomically.
     """
     (grad,), (query, norm_weight, sums, scale, eps) = heads, own
     detach, iterations = bool(needs & DETACH), len(grad)

@@ -33,7 +33,7 @@ from .tiles import (
 )
 
 LAYER_NORM, SQUASH = tl.constexpr(Rule.LAYER_NORM.value), tl.constexpr(Rule.SQUASH.value)
-"""What parents are: LayerNorm(S), squash(S); by any other rule they are S."""
+"""Rules by which parents are LayerNorm(S) or squash(S); by any other rule they are S."""
 
 
 class Attention(NamedTuple):
@@ -45,7 +45,7 @@ class Attention(NamedTuple):
     scale: float
     eps: float
     RULE: tl.constexpr
-    DETACH: tl.constexpr  # whether backward takes the coefficients for constants
+    DETACH: tl.constexpr  # whether the coefficients are constants in backward
     UNIT_KEYS: tl.constexpr  # of pooling: whether keys are the votes' directions
 
 
@@ -95,7 +95,7 @@ def join(iteration, state, other):
 def standardise(sums, inside, eps, SIZE: tl.constexpr):
     """Return a tile with mean 0 and variance 1 over each pose, and 1 / sqrt(variance + eps) of ``[BL, BM]``.
 
-    Centred twice, as the reference does: what is left of the mean is then that of the differences.
+    It centres twice, as the reference does: the second time removes what rounding left of the mean.
     """
     centred = tl.where(inside, sums - spread(tl.sum(tl.sum(sums, axis=0), axis=0) / SIZE), 0.0)
     centred = tl.where(inside, centred - spread(tl.sum(tl.sum(centred, axis=0), axis=0) / SIZE), 0.0)
@@ -105,14 +105,14 @@ def standardise(sums, inside, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def load_affine(pointer, tile):
-    """Return a number of LayerNorm's affine for each number of a pose."""
+    """Return LayerNorm's weight or bias for each value of a pose."""
     offsets, mask = pose_offsets(tile)
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def finish(iteration, state, results, at, tile):
-    """Store S and the parents in whatever dtype each has."""
+    """Store S and the parents, each in its own dtype."""
     parents = state[0]
     put_pose(results[1], parents, at, STORE)
     if iteration.RULE == SQUASH:
@@ -187,7 +187,7 @@ def dadd(iteration, parents, state, results, vote, dscores):
 
 @triton.jit
 def dfinish(iteration, state, results, part, at, poses, tile, HOW: tl.constexpr):
-    """Put dQ of a range of children where it belongs."""
+    """Store dQ of a range of children."""
     if results[0] is not None:
         begin = part.to(tl.int64) * poses * (tile.C * tile.E)
         put_pose(results[0] + begin, state[0], at, HOW)
@@ -202,8 +202,8 @@ def _norm_backward_kernel(
 ):
     """dS = (u - mean u - x mean(u x)) / sigma, u = dy norm_weight, x = LayerNorm(S); dnorm_weight = sum dy x.
 
-    A program walks ``per_split`` blocks of poses and leaves its share of the affine's gradients in
-    ``affine[program, 2, C * E]``; they are added up in that order.
+    A program walks ``per_split`` blocks of poses and stores its part of the affine's gradients in
+    ``affine[program, 2, C * E]``; the parts are added up in order.
     """
     size = tile.C * tile.E
     weight_sum = tl.zeros([tile.BC, tile.BE, 1, 1], tl.float32)
@@ -213,7 +213,7 @@ def _norm_backward_kernel(
         at = place(tile, p, p < poses, 0, 1)
         grad = load_pose(grad_parents, at)
         standard, inverse = standardise(load_pose(sums, at), at.inside, eps, size)
-        standard = tl.where(at.pose_mask, standard, 0.0)  # without eps poses beyond the last are NaN
+        standard = tl.where(at.pose_mask, standard, 0.0)  # without eps, poses past the last are NaN
         if affine is not None:
             weight_sum += tl.sum(grad * standard, axis=2, keep_dims=True)
             bias_sum += tl.sum(grad, axis=2, keep_dims=True)

@@ -3,19 +3,19 @@
 Votes are made again, and with them everything else. To the functions of :mod:`.forward` an algebra adds
 
 ``load_grads(grads, at)``
-    ``given``: the tiles of the given gradients ``grads``, and of what else only backward wants.
+    ``given``: the tiles of the given gradients ``grads``, and others that only backward needs.
 ``gain(iteration, grads, given, vote, i, at, tile)``
-    t_im, the gradient of a child's weight: of the share that a parent has of it, gate and all.
+    t_im, the gradient of w_im: of a parent's share of a child, times the child's gate.
 ``dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile)``
     The weights w_im, da_im (the scores' gradient), a gate's gradient, and those of a child's two betas for each parent.
-    ``average``: ``sum_m r_im t_im``, None where the tile has all parents.
+    ``average``: ``sum_m r_im t_im``, None if the tile has all parents.
 ``dvote(iteration, parents, given, vote, weights, dscores)``
     dV_im as a tile.
 ``dstart``, ``dadd``, ``dfinish``
     The parents' own gradients: a tuple of tiles, what one child adds, and where they are stored.
 
 The rest is common: ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum P_i^T dV_im``, ``dbias = sum dV``. One kernel adds the
-gradients of matrices, biases and betas atomically; another makes each of those sums in one order.
+gradients of matrices, biases and betas atomically; another sums them in a fixed order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def differentiate(
 ):  # fmt: skip
     """Return the votes of one child, dV_im, da_im, dg_i and the betas' gradients.
 
-    ``CLOSED``: a closed gate gets a gradient, from the votes that it hides.
+    ``CLOSED``: whether a closed gate gets a gradient, from the votes that it hides.
     """
     seen = child.opened
     if CLOSED:
@@ -80,7 +80,8 @@ def flattened(dvote, tile):
 def factors(numbers, gradients):
     """Return children or matrices, and dV, in the type that they are multiplied in.
 
-    That is bfloat16 where the first are, since the result will be rounded to it; float16 is too narrow for gradients.
+    That is bfloat16 if the first are bfloat16, since the result is rounded to it, else float32: float16 is
+    too narrow for gradients.
     """
     if numbers.dtype == tl.bfloat16:
         gradients = gradients.to(tl.bfloat16)
@@ -134,7 +135,7 @@ def matrix_offsets(votes, tile, first, M, k):
 
 @triton.jit
 def add_matrix_gradient(dvote, votes, sizes, tile, dweight, block, child, at):
-    """dW_gm += P_i^T dV_im, ``[D, BL * BC]`` by ``[BL * BC, BM * BE]``, atomically, for what this program sees."""
+    """dW_gm += P_i^T dV_im, ``[D, BL * BC]`` by ``[BL * BC, BM * BE]``, atomically, for this program's positions."""
     dmatrices = dweight + (child.i % sizes.G).to(tl.int64) * (sizes.M.to(tl.int64) * (tile.D * tile.E))
     if tile.DEPTH > 0:
         flat = flattened(dvote, tile)
@@ -172,10 +173,10 @@ def _backward_kernel(
 ):  # fmt: skip
     """Walk a range of children of ``BL`` positions with ``BM`` parents, as forward, and make every gradient.
 
-    Those of the parents gather on chip, a part for each range of children; the rest is added to float32 memory.
-    ``CHILDREN`` and ``PARENTS`` tell how their gradients are put there: atomically, or not where the caller sees to it
-    that no two programs of one launch add to the same ones. ``EACH_TILE``: every tile of parents has its own part in a
-    gate's gradient, or else the first one adds all of it.
+    Those of the parents are summed on chip, in a part for each range of children; the others are added to float32
+    memory. ``CHILDREN`` and ``PARENTS``: how their gradients are stored; atomically, unless the caller ensures that no
+    two programs of one launch add to the same ones. ``EACH_TILE``: whether every tile of parents has its own part of a
+    gate's gradient; else the first one adds all of it.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
@@ -216,10 +217,10 @@ def _matrix_backward_kernel(
     blocks, tiles, splits, per_split, group_children, tile, algebra,
     OWN_BIAS: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
-    """dW_gm = sum over (b, l, i of group g) of P_i^T dV_im and dbias = sum dV, each sum in one order.
+    """dW_gm = sum over (b, l, i of group g) of P_i^T dV_im and dbias = sum dV, in a fixed order.
 
     A program has one group, one tile of parents, rows d to d + ``tile.DEPTH`` of the matrices, a range of the group's
-    children and a range of positions. It leaves its part of dW in ``dweight[position range, child range, G, M, D, E]``,
+    children and a range of positions. It stores its part of dW in ``dweight[position range, child range, G, M, D, E]``,
     and of dbias in ``dbias[position range, I, M, C, E]`` (``OWN_BIAS``: every child has its own) or
     ``dbias[position range, child range, G, M, C, E]``, of the betas in ``dbetas[position range, 2, I, M]``; the parts
     are added up in order.

@@ -1,4 +1,4 @@
-"""One call of a routing as its kernels see it: what votes are made of, sizes, schedules, launches."""
+"""One call of a routing as its kernels see it: the inputs of its votes, sizes, schedules, launches."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .schedule import ATTENTION, LIMITS, Facts, Limits, Schedule, Traits, larges
 from .tiles import INTERPRETED, Tile, Votes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_POSE_NUMBERS = 2048  # of a tile in the kernels that walk over poses
+_POSE_NUMBERS = 2048  # values of a tile in the kernels that walk over poses
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the host must know of a routing.
+    """A routing as the host sees it.
 
-    ``sums``: what its sums over a range of children are, "pose" for a parents tensor, "each" for a number a parent.
-    Empty if it has none: then there is nothing to join.
+    ``sums``: the kinds of its sums over a range of children, "pose" for a parents tensor, "each" for a value for each
+    parent. Empty if it has none: then there is nothing to join.
     """
 
     name: str  # as in the names of its ops
     algebra: Algebra
     sums: tuple[str, ...]
-    gradients: tuple[str, ...] = ()  # the same of the gradients of its parents
+    gradients: tuple[str, ...] = ()  # the kinds of its parents' gradients
     traits: Traits = ATTENTION
 
     def refusal(
@@ -61,9 +61,9 @@ class Routing:
         return None
 
     def schedule_call(self, votes: Sequence[Any], call: Any, backward: bool) -> Schedule:
-        """Return how a call is cut up; nothing runs, and meta tensors will do.
+        """Return how a call is cut up. Nothing runs, so meta tensors are enough.
 
-        ``votes``: the six leading arguments of the ops; ``call`` knows the ``options``.
+        ``votes``: the six leading arguments of the ops; ``call`` has the ``options``.
         """
         return Call(self, votes, call.options).schedule(backward)
 
@@ -107,7 +107,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The kernel's, as compiled for the routing that it is launched for: ``attention_forward_kernel``."""
+        """The kernel's name as compiled for the routing: ``attention_forward_kernel``."""
         return f"{self.arguments['ROUTING']}{self.kernel.__name__}"
 
 
@@ -115,7 +115,7 @@ _watched: list[Launch] | None = None
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Start a kernel, or keep it for whoever asked to see what would start."""
+    """Start a kernel; inside :func:`watched` only record the launch."""
     if _watched is None:
         kernel[(programs,)](**arguments)
     else:
@@ -124,9 +124,9 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
 
 @contextmanager
 def watched() -> Iterator[list[Launch]]:
-    """Inside, no kernel runs: the launches gather in the list.
+    """Return a context in which no kernel runs: its launches are recorded in the list.
 
-    With tensors on the meta device that tells what a call would launch, of any size, on a machine without a GPU.
+    With meta tensors this shows the launches of a call of any size, on a machine without a GPU.
     """
     global _watched
     before, _watched = _watched, []
@@ -141,7 +141,7 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
 
 
 def table_strides(table: Tensor | None) -> tuple[int, int]:
-    """Return the strides of children and of parents in a table of both; 0 where all share an entry."""
+    """Return the strides of children and of parents in a table of both; 0 if all share an entry."""
     i, m = (0 if table is None or table.shape[k] == 1 else table.stride(k) for k in (0, 1))
     return i, m
 
@@ -186,7 +186,7 @@ class Call:
         )
 
     def _reach(self) -> int:
-        """Return how far offsets lead, at most: in children, gates and the matrices of a group, and their gradients."""
+        """Return the largest offset in children, gates, the matrices of a group, and their gradients."""
         children, weight, _, gate = self.tensors
         batch, height, width, *others = children.shape
         high, wide = (2 * pad for pad in self.window[4:6])  # windows begin in the padding
@@ -208,11 +208,11 @@ class Call:
         return torch.zeros(shape, device=self.device, dtype=torch.float32)
 
     def parts(self, kind: str, count: int) -> tuple[int, int]:
-        """Return the shape of ``count`` parts of what a routing sums up: "pose" or "each", a number a parent."""
+        """Return the shape of ``count`` parts of sums: "pose" for poses, "each" for a value for each parent."""
         return count, self.poses * (self.pose[0] * self.pose[2] if kind == "pose" else 1)
 
     def tile(self, chosen: Schedule, depth: int | None = None) -> dict[str, Any]:
-        """Return a kernel's arguments that tell its tile; ``depth`` other than the schedule's."""
+        """Return a kernel's arguments for its tile; ``depth`` replaces the schedule's."""
         shape = (chosen.positions, chosen.rows, chosen.parents, chosen.columns, chosen.votes)
         numbers = (*shape, chosen.depth if depth is None else depth, *self.pose, self.precision)
         return {

@@ -1,21 +1,21 @@
 """The forward kernels of every routing: sums over children, the first of two sweeps, and the finish.
 
-A routing's own part is its *algebra*: ``@triton.jit`` functions that take ``iteration``, what an iteration
-starts from and its numbers (a named tuple), and of a tile what they need.
+What differs between routings is their *algebra*: ``@triton.jit`` functions of ``iteration``, a named tuple of an
+iteration's tensors and numbers, and of a tile:
 
 ``load(iteration, at, tile)``
-    ``parents``: the tiles of the parents that an iteration starts from, a tuple; a number where one is absent.
+    ``parents``: the tiles of the parents that an iteration starts from, a tuple; a number if one is absent.
 ``score(iteration, parents, vote, tile)``
-    What the softmax over parents runs over, ``[BL, BM]``.
+    The logits of the softmax over parents, ``[BL, BM]``.
 ``start(iteration, tile)``, ``add(iteration, parents, state, vote, child, normalizer, at, tile)``,
 ``join(iteration, state, other)``
-    The sums of a range of children: a tuple of tiles; what one child's votes add; how ranges of children meet.
+    The sums of no children, a tuple of tiles; the sums with one more child; the sums of two ranges of children.
 ``finish(iteration, state, results, at, tile)``
-    What is stored in the end.
+    Stores the results.
 ``idle(iteration, parents)``
-    Whether a program has nothing to sum up; None if it always has.
+    Whether a program has nothing to sum up; None if it always has something.
 
-:mod:`.backward` tells of the rest.
+:mod:`.backward` describes the other functions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .tiles import (
 
 
 class Algebra(NamedTuple):
-    """The functions of a routing that the kernels are made with."""
+    """The functions of a routing that the kernels call."""
 
     load: Any
     score: Any
@@ -62,14 +62,14 @@ class Algebra(NamedTuple):
 
 @triton.jit
 def range_of(first, last, split, per_split):
-    """Return the children of a range: the first, and the one behind the last."""
+    """Return the children of a range: the first, and the one after the last."""
     begin = first + split * per_split
     return begin, begin + tl.minimum(per_split, last - begin)
 
 
 @triton.jit
 def load_of_child(pointer, block, i, children):
-    """Return a number for each position of one child, from ``[positions, I]``; None if there are none."""
+    """Return a value for each position of one child, from ``[positions, I]``; None without a pointer."""
     if pointer is not None:
         return tl.load(pointer + block.positions * children + i, mask=block.windows.exists, other=0.0)
     else:
@@ -78,7 +78,7 @@ def load_of_child(pointer, block, i, children):
 
 @triton.jit
 def save(parts, part, state, at, poses, tile):
-    """Leave the sums of a range of children."""
+    """Store the sums of a range of children in ``parts``."""
     begin = part.to(tl.int64) * poses
     for k in tl.static_range(len(parts)):
         if len(state[k].shape) == 4:
@@ -89,7 +89,7 @@ def save(parts, part, state, at, poses, tile):
 
 @triton.jit
 def restore(parts, part, like, at, poses, tile):
-    """Return the sums that :func:`save` left; ``like``: sums of the same form."""
+    """Return the sums that :func:`save` stored; ``like``: sums of the same form."""
     begin = tl.cast(part, tl.int64) * poses
     state = ()
     for k in tl.static_range(len(parts)):
@@ -107,9 +107,9 @@ def _forward_kernel(
 ):  # fmt: skip
     """Walk a range of the children of ``BL`` positions with ``BM`` parents, whose sums stay on chip.
 
-    Blocks of positions, tiles of parents and ranges of children are told apart by the program's number. Where its
-    parents are not all and compete, ``normalizers`` hold the log-sum-exps over all of them. A program that is ``WHOLE``
-    (walks all children) finishes; others leave their sums in ``results`` for :func:`_finish_kernel`.
+    The program's number selects a block of positions, a tile of parents and a range of children. If parents compete and
+    the tile does not have all of them, ``normalizers`` hold the log-sum-exps over all. A ``WHOLE`` program walks all
+    children and finishes; others store their sums in ``results`` for :func:`_finish_kernel`.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
@@ -139,10 +139,10 @@ def _normalizer_kernel(
 ):  # fmt: skip
     """normalizers_i = log sum_m exp(a_im) of the logits a; averages_i = sum_m r_im t_im with gradients ``grads``.
 
-    The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, each
+    The first of two sweeps, for parents that compete and do not fit on chip: one tile of parents after another, each
     with all children of the program's range, so that parents, and matrices that children share, are read once a tile.
-    From tile to tile a child's running maximum (as FlashAttention's) and its sums about that lie in ``normalizers``,
-    ``totals`` and ``averages``.
+    Between tiles ``normalizers`` hold a child's running maximum (as in FlashAttention), ``totals`` and ``averages`` the
+    sums relative to it.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
@@ -157,7 +157,7 @@ def _normalizer_kernel(
             given = algebra.load_grads(grads, at)
         known = exists & (k > 0)
         last = k == tiles - 1
-        tl.debug_barrier()  # the last tile's numbers were stored by other threads, maybe
+        tl.debug_barrier()  # other threads may have stored the previous tile's values
         for i in range(begin, end):
             child = child_of(votes, sizes, block.windows, i)
             vote = make_vote(votes, sizes, tile, block, child, at, child.seen)
@@ -182,8 +182,7 @@ def _normalizer_kernel(
 def _finish_kernel(parts, iteration, results, poses, splits, tile, algebra, ROUTING: tl.constexpr):
     """Join the sums of the ranges of children in their order, and finish.
 
-    ``parts`` hold those of every range and pose; a program finishes ``BL`` poses, whichever positions and parents they
-    are.
+    ``parts`` hold those of every range and pose; a program finishes ``BL`` poses, of any positions and parents.
     """
     p = tl.program_id(0).to(tl.int64) * tile.BL + tl.arange(0, tile.BL)
     at = place(tile, p, p < poses, 0, 1)

@@ -1,7 +1,7 @@
 """Gaussian routing in Triton, host side: the ops' arguments and results, see :mod:`fastcaps.ops`.
 
 Its algebra: ``gaussian_kernels.py``; what all routings share, workspace included: ``launches.py``. Backward keeps three
-parents tensors more an iteration, and where every child has its own betas, 2 * I * M numbers.
+further parents tensors for each iteration, and 2 * I * M values if every child has its own betas.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ROUTING = Routing(
     GAUSSIAN,
     sums=("pose", "pose", "each", "each"),
     gradients=("pose", "pose", "each"),
-    # differences from means and between votes may be all that is left
+    # small differences from means and between votes must keep their digits
     traits=Traits(forward=2, products=4, backward=2, pose=8, same_votes=True),
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
-"""An iteration without means, which leaves their base besides."""
+"""An iteration without means, which also stores their base."""
 MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
-"""Rest and count of an iteration."""
+"""Measures the rest and the count of an iteration."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 
 
@@ -44,9 +44,9 @@ def iteration_of(
     eps: float,
     results: Sequence[Tensor | None] = (None, None, None),
 ) -> Gaussian:
-    """Return what an iteration starts from, and its numbers, as the kernels take them."""
+    """Return the tensors and numbers of an iteration, as the kernels take them."""
     mean, variance, log_weight = state
-    if variance is not None and eps == 0.0:  # a variance of 0 says nothing: the kernels' 1 / (2 variance) is then 0
+    if variance is not None and eps == 0.0:  # a variance of 0 has no effect: 1 / (2 variance) must be 0
         variance = variance.masked_fill(variance == 0.0, torch.inf)
     given = (mean, None if mean is None else variance, log_weight, *betas, *results)
     tensors = [None if tensor is None else tensor.contiguous() for tensor in given]
@@ -91,9 +91,9 @@ def _total_gate(call: Call) -> Tensor:
 def _beta_gradients(
     call: Call, betas: Sequence[Tensor | None], found: Tensor | None, devidence: Tensor, counts: Tensor
 ) -> list[Tensor | None]:
-    """Return dbeta_use and dbeta_ignore: from the kernels' sums where every child has its own, else from the counts.
+    """Return dbeta_use and dbeta_ignore: from the kernels' sums if every child has its own, else from the counts.
 
-    ``sum_i w_im = n_m``: without betas of its own a child need not be looked at again.
+    ``sum_i w_im = n_m``: for betas that children share the counts are enough.
     """
     gradients: list[Tensor | None] = []
     for k, beta in enumerate(betas):
@@ -112,9 +112,9 @@ def gaussian_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T iterations.
 
-    They are summed over iterations. Where means or variances have a gradient, what counts and means lost to rounding is
-    measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`).
-    Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
+    They are summed over iterations. If means or variances have a gradient, a sweep first measures what counts and means
+    lost to rounding; it skips tiles without a tight parent (see :mod:`.gaussian_kernels`). Option 1: as for
+    :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
     mean, variance, log_weight, beta_use, beta_ignore, counts, means, variances, eps = own
     iterations = len(counts)

@@ -1,4 +1,4 @@
-"""The algebra of Gaussian routing (see :mod:`.forward`, :mod:`.backward`), and what prepares its backward.
+"""The algebra of Gaussian routing (see :mod:`.forward`, :mod:`.backward`), and the kernel before its backward.
 
 ``a_im = alpha_m - <p_m, (V_im - mu_m)^2>`` with ``p = 1 / (2 sigma^2)``, or 1 without a variance, ``w_im = g_i
 softmax_m a_im``, and of these weights count, mean, variance and evidence (Hinton et al. 2018; Heinsen 2019).
@@ -6,17 +6,18 @@ softmax_m a_im``, and of these weights count, mean, variance and evidence (Hinto
 Results: (counts, means, variances, evidence); given gradients: (A, B, K, means, devidence), see
 :func:`_prepare_kernel`; gradients of the parents: (dmean, dvariance, dlog_weight).
 
-**Moments** are kept as West (1979) does: the mean as an offset ``lo`` from a *base*, and the sum of squares about it,
-both corrected child by child; ranges of children meet by Chan's formula. The base is the parents' mean, or without one
-the first vote that counts. No offset that all votes have in common then costs a digit, nor do votes far from the base.
+**Moments** are kept as in West (1979): the mean as an offset ``lo`` from a *base*, and the sum of squares about it,
+both corrected child by child; ranges of children are joined by Chan's formula. The base is the parents' mean, or
+without one the first vote that counts. Then neither an offset that all votes share nor their distance from the base
+costs digits.
 
 Backward, with ``d_im = V_im - means_m``: ``t_im = K_m + <A_m + B_m d_im, d_im> + (beta_use_im + beta_ignore_im) dz_m``,
 ``da_im = w_im (t_im - sum_m' r_im' t_im')``, ``dg_i = sum_m r_im t_im - sum_m beta_ignore_im dz_m``,
 ``dV_im = w_im (A_m + 2 B_m d_im) - 2 p_m da_im (V_im - mu_m)``.
 
-**The rest** ``sum_i w_im d_im`` is ``eps means_m`` on paper. But means are rounded, so that every d_im is off by the
-same, and dV with it unless A knows the rest of the numbers at hand; nor is ``n_m`` quite the sum of weights that are
-made again. That shows where one child makes a parent: there a sweep of its own measures the rest and the count.
+**The rest** ``sum_i w_im d_im`` is ``eps means_m`` on paper. But means are rounded, which shifts every d_im, and dV
+with it unless A contains the rest of the same values; and weights made again do not quite sum to ``n_m``. This matters
+if a parent has a single child: for such parents another sweep measures the rest and the count.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from .tiles import (
 )
 
 TIGHT = tl.constexpr(2.0**-6)
-"""A parent is tight, and its rest measured, where a variance is below this share of its squared mean."""
+"""A parent is tight, and its rest is measured, if a variance is below this share of its squared mean."""
 
 
 class Gaussian(NamedTuple):
     """The tensors and numbers of a Gaussian routing.
 
-    ``counts`` to ``variances`` are its results, for the rest; ``use_i`` to ``ignore_m`` the betas' strides, 0 where all
-    children, or all parents, have the same.
+    ``counts`` to ``variances`` are its results, to measure the rest; ``use_i`` to ``ignore_m`` are the betas' strides,
+    0 if all children, or all parents, share them.
     """
 
     mean: Any
@@ -232,7 +233,7 @@ def gain(iteration, grads, given, vote, i, at, tile):
 def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
     """Return w_im, da_im, dg_i, and the gradients of the betas.
 
-    With betas dg_i is this tile's part alone; the first tile's has what the softmax over all parents gives.
+    With betas dg_i is only this tile's part; that of the softmax over all parents is in the first tile's.
     """
     gains = gain(iteration, grads, given, vote, child.i, at, tile)
     coefficients = responsibilities(iteration, parents, vote, normalizer, at, tile)
@@ -244,7 +245,7 @@ def dscore(iteration, parents, grads, given, vote, child, normalizer, average, a
     weights = tl.where(opened, coefficients * gate, 0.0)
     dscores = tl.where(opened, weights * (gains - mean[:, None]), 0.0)
     dgate = mean
-    duse = dscores  # of a form that Triton can return; nobody asks without betas
+    duse = dscores  # of a form that Triton can return; unused without betas
     dignore = dscores
     if grads[4] is not None:
         duse = weights * given[4]
@@ -281,7 +282,7 @@ def dstart(results, tile):
 
 @triton.jit
 def dadd(iteration, parents, state, results, vote, dscores):
-    """Add one child's share."""
+    """Add one child's part."""
     first, second, zeroth = state
     if results[0] is not None:
         first += spread(dscores) * (vote - parents[0])
@@ -294,7 +295,7 @@ def dadd(iteration, parents, state, results, vote, dscores):
 
 @triton.jit
 def dfinish(iteration, state, results, part, at, poses, tile, HOW: tl.constexpr):
-    """Put dmean, dvariance and dlog_weight of a range of children where they belong."""
+    """Store dmean, dvariance and dlog_weight of a range of children."""
     begin = part.to(tl.int64) * poses
     begin_pose = begin * (tile.C * tile.E)
     precision = 1.0
@@ -313,7 +314,7 @@ GAUSSIAN = Algebra(load, score, start, add, join, finish, None, load_grads, gain
 
 @triton.jit
 def tight_parents(iteration, at):
-    """Return which parents ``[BL, BM]`` have a variance that is nothing beside its squared mean, and the means."""
+    """Return which parents ``[BL, BM]`` have a variance that is tiny beside its squared mean, and the means."""
     means = load_pose(iteration.means, at)
     tight = (at.pose_mask & (load_pose(iteration.variances, at) < means * means * TIGHT)).to(tl.int32)
     return tl.max(tl.max(tight, axis=0), axis=0) > 0, means
@@ -357,7 +358,7 @@ def join_rest(iteration, state, other):
 
 @triton.jit
 def finish_rest(iteration, state, results, at, tile):
-    """Store rest and count: what was measured of tight parents, and of others what they are on paper."""
+    """Store rest and count: as measured for tight parents, as on paper for others."""
     tight, means = tight_parents(iteration, at)
     put_pose(results[0], tl.where(spread(tight), state[0], iteration.eps * means), at, STORE)
     put_each(results[1], tl.where(tight, state[1], load_each(iteration.counts, at)), at, STORE)
@@ -373,7 +374,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     """A = dmu / N, B = dvariance / N, K = dn - <B, variance>, with N = n + eps, dmu = dmean - 2 rest dvariance / N.
 
-    They are what t_im is made of: the gradient of a weight, by way of count, mean and variance.
+    From them follows t_im, the gradient of a weight, through count, mean and variance.
     """
     p = tl.program_id(0).to(tl.int64) * tile.BL + tl.arange(0, tile.BL)
     at = place(tile, p, p < poses, 0, 1)

@@ -1,12 +1,14 @@
-"""What the host does for every routing: workspace, the launches of forward and of backward, the deterministic mode.
+"""The host side of every routing: workspace, the launches of forward and of backward, the deterministic mode.
 
-Workspace, beside the outputs, with "parents" short for the B * L * M * C * E numbers of one parents tensor in float32:
-forward, what a routing sums up (attention one parents, pooling as much and two numbers a parent, the Gaussian one twice
-or three times as much and two numbers a parent) for each range of children where positions are too few for the device
-(together at most a few tiles a processor), and 2 * B * L * I numbers where competing parents take two sweeps;
-backward, as many ranges for the gradients of the parents, 3 * B * L * I numbers for two sweeps, and in half precision
-the float32 sums that are rounded in the end; where the mode is deterministic or many children share their matrices,
-parts of dW of 64 MiB together. Iterations are walked one after the other into the same sums.
+Workspace, beside the outputs. "Parents" are the B * L * M * C * E values of one parents tensor in float32.
+
+Forward: if positions are too few for the device, the sums of each range of children (attention: one parents; pooling:
+one parents and two values for each parent; Gaussian: two or three parents and two values for each parent), in all at
+most a few tiles for each processor. If competing parents take two sweeps, 2 * B * L * I values.
+
+Backward: the parents' gradients of each range, 3 * B * L * I values for two sweeps, and in half precision the float32
+sums that are rounded in the end. If the mode is deterministic or many children share their matrices, parts of dW, 64
+MiB in all. All iterations add to the same sums.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ALONE = (1, 1, 1, 1, 0, 0, 1, 1)  # every child is seen once, by one position
 
 
 def _normalizers(call: Call, iteration: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
-    """Sweep over all parents once: for every (position, child) the log-sum-exp of its scores.
+    """Return the log-sum-exp of scores over all parents, for every (position, child).
 
     With given gradients also the average gain, weighed by the coefficients.
     """
@@ -59,9 +61,9 @@ def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scor
     Parameters
     ----------
     iteration
-        What the iteration starts from, and its numbers.
+        Its tensors and numbers.
     scored
-        Whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
+        Whether a child's logits may differ between parents; else no softmax is needed.
     """
     chosen = call.schedule(backward=False)
     normalizers = None
@@ -107,11 +109,11 @@ class Gradients:
     wanted
         Which of the gradients of children, weight, bias and gate.
     parents
-        Which of the gradients that the parents have (:attr:`fastcaps.triton_kernels.call.Routing.gradients`).
+        Which of the parents' gradients (:attr:`fastcaps.triton_kernels.call.Routing.gradients`).
     betas
-        Whether every child and parent has its own pair of numbers in the gradients of the betas.
+        Whether gradients of the betas have a pair of values for every child and parent.
     each_tile
-        Whether every tile of parents has its own part in a gate's gradient.
+        Whether every tile of parents has its own part of a gate's gradient.
     iterations
         How many there are.
     found
@@ -131,19 +133,20 @@ class Gradients:
         self.bias = self.call.tensors[2] if with_bias else None
 
     def add(self, iteration: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
-        """Add the gradients of an iteration, from those of its sums and whatever else its algebra wants."""
+        """Add the gradients of an iteration, from ``grads``: those of its sums, and other tensors of its algebra."""
         call, given = self.call, {"iteration": iteration, "grads": grads}
         swept: list[tuple[Tensor, Tensor | None]] = []
 
         def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
             if not call.routing.traits.competing or chosen.tiles == 1 or not (scored or self.gate):
                 return None, None
-            if not swept:  # both kernels can use what it finds, whatever their tiles
+            if not swept:  # both kernels use the result, whatever their tiles
                 swept.append(_normalizers(call, iteration, chosen, grads))
             return swept[0]
 
         matrices = self.weight or self.bias is not None or self.betas
-        # Atomics of many children to the same matrices queue up: programs that own these make the votes once more.
+        # Atomic additions of many children to the same matrices would queue up: instead each program owns matrices, and
+        # the votes are made once more.
         apart = call.deterministic or _MANY_SHARE * call.groups <= call.children
         if apart and matrices:
             self._add_matrices(given, sweep)
@@ -157,7 +160,7 @@ class Gradients:
         return self.found[name]
 
     def _add_matrices(self, given: dict[str, Any], sweep: Any) -> None:
-        """Add dW, dbias (of every parent) and dbetas, every sum in one order."""
+        """Add dW, dbias (of every parent) and dbetas, summed in a fixed order."""
         call, bias = self.call, self.bias
         chosen, (rows, inner, columns) = matrix_schedule(call.facts), call.pose
         tile, parts = chosen.tile, (chosen.position_splits, chosen.splits)
@@ -216,9 +219,9 @@ class Gradients:
                 found["children"] = torch.empty(children.shape, device=call.device, dtype=dtype)
         tile, within = call.tile(chosen), chosen.positions * chosen.rows <= chosen.depth and chosen.votes >= inner
         if dweight is None and within and call.precision != "ieee":
-            # Triton lays out the warps of products in a row alike: along the rows, if one has no more columns than rows
-            # (few rows are one warp's). Then each warp holds all votes. dW has many columns; in its absence dP gets
-            # more. No load ahead: that takes the registers.
+            # Triton lays out the warps of consecutive products alike: along the rows, if one has no more columns than
+            # rows (few rows go to one warp). Then each warp holds all votes. dW has many columns; without it, dP gets
+            # more. One stage: loading ahead takes too many registers.
             tile = {**call.tile(chosen, 2 * chosen.depth), "num_stages": 1}
         make = call.zeros if ordered else call.empty
         parents = tuple(
@@ -270,12 +273,12 @@ class Gradients:
 
 
 def shapes_of(*tensors: Tensor | None) -> list[Sequence[int] | None]:
-    """Return the shapes of what there is."""
+    """Return the shapes of the tensors; None for those that are absent."""
     return [None if tensor is None else tensor.shape for tensor in tensors]
 
 
 class Answer:
-    """Gradients as the ops return them: empty where they are not wanted, 0 where they were not found.
+    """Gradients as the ops return them: empty if not wanted, 0 if not computed.
 
     ``shapes`` are those of the op's tensors, None where one is absent; the last ``wide`` of them are in float32.
     """

@@ -53,7 +53,7 @@ def pooling_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery of T iterations, summed over them; the head is that of S.
 
-    Whether a child behind a gate of 0 is broken (NaN or infinite) every tile of parents decides for itself. Option 1:
+    Every tile of parents decides for itself whether a child behind a gate of 0 is broken (NaN or infinite). Option 1:
     as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
     (grad,), (query, sums, logsumexp, scale, normalize) = heads, own

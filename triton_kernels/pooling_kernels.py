@@ -1,10 +1,10 @@
 """The algebra of pooling routing (see :mod:`.forward`, :mod:`.backward`).
 
 ``a_im = scale <Q_m, K_im>``, ``r_im = g_i exp(a_im) / Z_m``, ``Z_m = sum_i g_i exp(a_im)``, ``S_m = sum_i r_im V_im``,
-with keys K that are the votes or their directions (Zhao & Huang 2019). Children compete, so that a tile of parents need
-not know of others, and the softmax goes along with the walk over children, as FlashAttention's does.
+with keys K that are the votes or their directions (Zhao & Huang 2019). Children compete, so tiles of parents are
+independent, and the softmax is online over the children, as in FlashAttention.
 
-Results: (parents, S, log Z); sums of a range: S and Z about exp(top), and top; given gradients: (dS, S, log Z);
+Results: (parents, S, log Z); sums of a range: S and Z relative to exp(top), and top; given gradients: (dS, S, log Z);
 gradients of the parents: (dQ,).
 
 Backward, with ``t_im = <dS_m, V_im> - <dS_m, S_m>`` and ``e_im = exp(a_im - log Z_m)``: ``da_im = r_im t_im``,
@@ -36,7 +36,7 @@ def score(iteration, parents, vote, tile):
 
 @triton.jit
 def start(iteration, tile):
-    """Return (S, Z, top) of no children: S and Z about exp(top), which without a query is 1."""
+    """Return (S, Z, top) of no children: S and Z relative to exp(top), which without a query is 1."""
     top = tl.zeros([tile.BL, tile.BM], tl.float32)
     if iteration.query is not None:
         top = tl.full([tile.BL, tile.BM], float("-inf"), tl.float32)
@@ -45,7 +45,7 @@ def start(iteration, tile):
 
 @triton.jit
 def finite(top):
-    """Return ``top``, or 0 where nobody is there: infinity less itself must not make NaN."""
+    """Return ``top``, or 0 without children: infinity minus itself must not make NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -74,7 +74,7 @@ def add(iteration, parents, state, vote, child, normalizer, at, tile):
 
 @triton.jit
 def join(iteration, state, other):
-    """Return the sums of two ranges of children, about the higher top."""
+    """Return the sums of two ranges of children, relative to the higher top."""
     higher = tl.maximum(state[2], other[2])
     shift = finite(higher)
     fade, rise = tl.exp(state[2] - shift), tl.exp(other[2] - shift)
@@ -83,7 +83,7 @@ def join(iteration, state, other):
 
 @triton.jit
 def finish(iteration, state, results, at, tile):
-    """Store the parents, S and log Z; 0 and -infinity where nobody is there."""
+    """Store the parents, S and log Z; without children 0 and -infinity."""
     sums, total, top = state
     empty = total == 0.0
     sums *= spread(tl.where(empty, 0.0, 1.0 / total))
@@ -97,7 +97,7 @@ def finish(iteration, state, results, at, tile):
 
 @triton.jit
 def load_grads(grads, at):
-    """Return the tile of dS, ``-<dS, S>``, log Z (0 where nobody is there), and where that is."""
+    """Return the tile of dS, ``-<dS, S>``, log Z (0 without children), and which parents have no children."""
     slope, log_total = load_pose(grads[0], at), load_each(grads[2], at)
     empty = log_total == float("-inf")
     return slope, -inner_product(slope, load_pose(grads[1], at)), tl.where(empty, 0.0, log_total), empty

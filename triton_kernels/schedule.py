@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 class Limits:
     """What a program may hold.
 
-    ``forward`` and ``backward`` are for routings that keep three tiles (attention: votes, query, sums) and five; what
-    others keep tell their :class:`Traits`.
+    ``forward`` and ``backward`` are for routings that keep three tiles (attention: votes, query, sums) and five; the
+    :class:`Traits` of other routings say what they keep.
     """
 
     forward: int = 32  # numbers of one tile that a thread holds
     backward: int = 16
-    warps: tuple[int, int] = (8, 16)  # the most, and the most where the pose of one parent alone asks for it
+    warps: tuple[int, int] = (8, 16)  # the most; and the most if the pose of a single parent needs them
     positions: int = 64  # the most
     resident: int = 16  # warps that one processor should get: children are split over programs until there are as many
     part_bytes: int = 1 << 26  # the most for parts of dW in the deterministic mode, unless one part is larger
@@ -23,16 +23,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a schedule must know of a routing, by default as attention is: above all how much its programs keep on chip.
+    """The properties of a routing that its schedule depends on; the defaults are attention's.
 
-    ``competing``: whether parents compete for a child, so that tiles of them cost a second sweep. Else a program takes
-    as few as fill it.
+    ``competing``: whether parents compete for a child, so that several tiles of them cost a second sweep. Else a
+    program takes only as many parents as fill it.
     """
 
-    forward: int = 1  # how many times as many tiles forward keeps where votes are made column by column,
-    products: int = 1  # or by matrix products,
-    backward: int = 1  # and how many backward
-    pose: int = 1  # what a pose counts as at least, where numbers of a parent, not of its pose, fill registers too
+    forward: int = 1  # tiles that a forward keeps, as a multiple of attention's, if votes are made column by column,
+    products: int = 1  # or by matrix products;
+    backward: int = 1  # the same of a backward
+    pose: int = 1  # the least size that a pose counts as: values of the parent also fill registers
     competing: bool = True
     same_votes: bool = False  # whether votes must have the same bits in all kernels
 
@@ -57,8 +57,8 @@ class Facts:
     parents: int
     pose: tuple[int, int, int]  # (C, D, E)
     groups: int = 1
-    products: bool | None = None  # whether votes are matrix products: False where they are none, None: to be decided
-    tensor_cores: bool = False  # whether products may run there: half precision, or float32 with TF32 allowed
+    products: bool | None = None  # whether votes are matrix products; None: the schedule decides
+    tensor_cores: bool = False  # whether products may use them: half precision, or float32 with TF32 allowed
     processors: int = 132  # of an H200
     limits: Limits = LIMITS
     traits: Traits = ATTENTION
@@ -82,7 +82,7 @@ class Schedule:
     splits: int  # ranges of children
     per_split: int  # children of a range
     warps: int  # of a program
-    competing: bool = True  # whether tiles of parents need to know of each other
+    competing: bool = True  # whether tiles of parents depend on each other
 
     @property
     def numbers(self) -> int:
@@ -101,7 +101,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class MatrixSchedule:
-    """How dW, dbias and dbetas are made in a fixed order: in parts that are added up in order."""
+    """How dW, dbias and dbetas are summed in a fixed order: in parts that are added up in order."""
 
     tile: Schedule  # its splits are not used
     depth: int  # rows of the matrices that a program gathers
@@ -130,15 +130,15 @@ def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     limits, traits, positions, (rows, inner, columns) = facts.limits, facts.traits, facts.positions, facts.pose
     rows, columns = power_of_two(rows), power_of_two(columns)
     unit = max(rows * columns, traits.pose)
-    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least, and half of the rows there.
+    # A matrix product needs at least 16 rows (positions x C), half of them not padding, and 16 columns (parents x E).
     least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
     least = least_positions * least_parents * unit
     products = 2 * max(1, positions) * rows >= _DOT if facts.products is None else facts.products
     products = products and all(
         least <= 32 * limits.warps[1] * traits.per_thread(limits, way, True) for way in (False, True)
     )
-    # Votes are products where the depth makes it pay. Backward sums over parents (dP) and positions (dW) by products in
-    # any case, for column by column that costs a barrier each; its votes are products too, unless bits would change.
+    # Votes are products if the depth is large enough. Backward sums over parents (dP) and positions (dW) always by
+    # products: column by column each would cost a barrier. Its votes are products too, unless bits would change.
     deep = facts.products is True or inner >= (_DOT // 2 if facts.tensor_cores else _DOT)
     votes = _DOT if products and (deep or (backward and not traits.same_votes)) else 0
     products = products if backward else votes > 0
@@ -152,7 +152,7 @@ def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     if not traits.competing:
         tile_parents = max(least_parents, min(tile_parents, target // (least_positions * unit)))
     if tile_parents * least_positions * unit > usual:
-        # Two sweeps. Sixteen warps, with 128 registers a thread, only where the poses themselves are that large.
+        # Two sweeps. Sixteen warps, with 128 registers a thread, only if the poses themselves are that large.
         capacity = max(usual, least_positions * least_parents * unit)
         tile_parents = max(least_parents, capacity // (least_positions * unit))
     tile_positions = least_positions
@@ -178,7 +178,7 @@ def matrix_schedule(facts: Facts) -> MatrixSchedule:
     least = {"positions": max(tile.positions, _ceil(_DOT, rows)), "parents": max(tile.parents, _ceil(_DOT, columns))}
     tile = replace(tile, votes=schedule(facts).votes, **least)  # type: ignore[arg-type]
     if 2 * max(1, positions) * rows < _DOT:
-        # Too few rows for one: outer products, whose sum a thread holds 32 numbers of.
+        # Too few rows for one: outer products, of whose sum a thread holds 32 values.
         few = power_of_two(max(1, positions))
         room = 32 * 32 * limits.warps[0] // (few * rows)
         depth = max(1, min(power_of_two(inner), _DOT, room // columns))

@@ -1,7 +1,7 @@
 """squash_sum in Triton: ``out = a squash(x) [+ b squash(y)]`` over capsules in channels, and its gradients.
 
-A program has a tile of pixels of one type of one sample: all numbers of their capsules, ``[D, P]``, so that lengths
-stay on chip. It reads and writes each number once. Workspace: none; the same input gives the same bits.
+A program has a tile of pixels of one type of one sample: all values of their capsules, ``[D, P]``, so that lengths
+stay on chip. It reads and writes each value once. Workspace: none; the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from .call import current, launch, tensor_refusal
 from .schedule import power_of_two
 
-LONG = tl.constexpr(1e15)  # as in csrc/algebra/squash_sum.h: a number whose square is far from the end of float32
-_TILE = 2048  # numbers of a tile: of each summand a program keeps that many
+LONG = tl.constexpr(1e15)  # as in csrc/algebra/squash_sum.h: a value whose square is far below float32's maximum
+_TILE = 2048  # values of a tile: a program keeps as many of each summand
 
 
 def refusal(
@@ -27,7 +27,7 @@ def refusal(
 
 @triton.jit
 def _capsules(start, at, inside, RELU: tl.constexpr):
-    """Load a tile of capsules [D, P], after the ReLU; what is not there is 0."""
+    """Load a tile of capsules [D, P], after the ReLU; absent values are 0."""
     value = tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
         value = tl.where(value <= 0, 0.0, value)  # NaN stays
@@ -60,7 +60,7 @@ def _forward_part(x, a, at, inside, number, pixel, RELU: tl.constexpr):
 
 @triton.jit
 def _place(pixels, blocks, dim, D: tl.constexpr, P: tl.constexpr):
-    """Where this program's numbers [D, P] and coefficients [P] lie, and which of them there are."""
+    """Return where this program's values [D, P] and coefficients [P] lie, and which of them exist."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     p = tl.program_id(0) % blocks * P + tl.arange(0, P)
     k = tl.arange(0, D)
@@ -88,7 +88,7 @@ def _backward_part(x, a, dx, da, grad, at, inside, number, pixel, RELU: tl.const
     if da is not None:
         tl.store(da + number, (share * size * along).to(da.dtype.element_ty), mask=pixel)
     if dx is not None:
-        share *= shrink  # for the numbers before they were shrunk
+        share *= shrink  # for the values before they were shrunk
         if a is not None:
             share *= tl.load(a + number, mask=pixel, other=0.0).to(tl.float32)
         bend = (2 / (1 + size * size) - 1) * along
@@ -144,7 +144,7 @@ def squash_sum_backward(
     relu: bool,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, a, y and b; empty ones for those that ``needs``, a bit for each, does not name."""
+    """Return the gradients of x, a, y and b; empty if the gradient's bit in ``needs`` is 0."""
     programs, sizes = _tiles(x, types)
     given = dict(zip(("grad", "x", "a", "y", "b"), _dense(grad, x, a, y, b), strict=True))
     found: dict[str, Tensor | None] = {

@@ -1,6 +1,6 @@
-"""What the kernels are compiled to, for a GPU that need not be there: registers, spills, shared memory.
+"""The resources of compiled kernels, without a GPU: registers, spills, shared memory.
 
-Triton's launcher compiles for whatever target a driver names, and here one names what is asked for: so
+Triton's launcher compiles for the target that its driver names. The driver here names any target, so
 ``compiled_for("sm_90", ...)`` works on any machine with Triton. Not under TRITON_INTERPRET=1, where kernels are Python
 functions.
 """
@@ -23,12 +23,12 @@ from .call import Launch
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel, specialised for a launch, takes of a GPU."""
+    """The resources of one kernel, specialised for a launch."""
 
     kernel: str
     num_warps: int
     n_regs: int  # of a thread
-    n_spills: int  # words of memory of a thread's own: registers that were spilled, and little else
+    n_spills: int  # words of a thread's local memory: almost only spilled registers
     shared: int  # bytes of a program
 
 
@@ -40,7 +40,7 @@ def target_of(name: str) -> GPUTarget:
 
 
 class _Driver:
-    """What Triton asks a driver for before it launches; what it compiles it keeps under the device's name."""
+    """The part of a driver that Triton uses before a launch. Triton caches compiled kernels by the device's name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -73,7 +73,7 @@ def build(target: str, launch: Launch) -> Any:
     if not isinstance(launch.kernel, triton.JITFunction):
         raise RuntimeError("kernels are interpreted (TRITON_INTERPRET=1) and cannot be compiled")
     arguments, driver = dict(launch.arguments), triton.runtime.driver
-    if target_of(target).backend == "hip":  # as Call.precision chooses where torch is built for it
+    if target_of(target).backend == "hip":  # as Call.precision is if torch is built for ROCm
         arguments["tile"] = arguments["tile"]._replace(PRECISION=tl.constexpr("ieee"))
     before, driver._active = driver._active, _Driver(target)  # reset_active() would look for a device
     try:
@@ -83,7 +83,7 @@ def build(target: str, launch: Launch) -> Any:
 
 
 def compiled_for(target: str, launch: Launch) -> Compiled:
-    """Compile the kernel of a launch for ``"sm_80"``, ``"sm_90"``, ``"gfx942"`` and the like, and say what it takes."""
+    """Compile the kernel of a launch for ``"sm_80"``, ``"sm_90"``, ``"gfx942"`` and the like; return its resources."""
     built = build(target, launch)
     if "cubin" in built.asm:
         registers, spills = _nvidia_resources(built.asm["cubin"])

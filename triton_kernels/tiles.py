@@ -1,14 +1,14 @@
-"""What the kernels share: how children are seen, the votes of one child, the tiles of a parents tensor.
+"""Code that the kernels share: children as positions see them, the votes of one child, the tiles of a parents tensor.
 
 A *tile* holds the poses of every (position l, parent m), shape ``[BC, BE, BL, BM]`` for rows c and columns e of a pose,
-each size a power of two; numbers beyond the true sizes are zero and stay zero. Triton deals the last dimensions out to
-lanes and then to warps: a lane is a parent, a warp has positions, a pose stays within a thread, and so do sums over it.
+each size a power of two; values beyond the true sizes are zero and stay zero. Triton distributes the last dimensions
+over lanes and then warps: a lane is a parent, a warp has positions, and a pose, and sums over it, stay within a thread.
 
 ``V_im = P_i W_gm + bias_im`` is made for one child i at a time and never leaves the program. Without weights the vote
-is the child itself; unless a bias tells the parents apart, it is kept once for all of them, ``[BC, BE, BL, 1]``.
+is the child itself; unless parents have different biases, it is kept once for all of them, ``[BC, BE, BL, 1]``.
 
-Named tuples carry what belongs together through the kernels. Numbers in them that a kernel is compiled for are
-``tl.constexpr``; Triton also compiles anew for a stride of 1 or a multiple of 16.
+Named tuples group the arguments of the kernels. Their compile-time values are ``tl.constexpr``; Triton also compiles
+again for a stride of 1 or a multiple of 16.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COUNTS = (
     "positions", "H", "W", "N", "Ho", "Wo", "I", "M", "G", "blocks", "tiles", "first_tile", "first_child", "last_child",
     "per_split", "poses", "splits", "group_children",
 )  # fmt: skip
-"""Arguments whose values no kernel is compiled for. Triton else compiles anew for 1 and for multiples of 16."""
+"""Arguments for whose values no kernel is compiled. Otherwise Triton compiles again for 1 and for multiples of 16."""
 STORE, ADD, ATOMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Ways to :func:`put` numbers: over what is there; added to it, where nobody else adds; added while others do."""
+"""Ways to :func:`put` values: overwrite; add, if no other program adds; add atomically."""
 
 
 class Votes(NamedTuple):
-    """What votes are made of: pointers, or None; strides; what is compiled in, the window's numbers among them.
+    """The inputs of the votes: pointers, or None; strides; compile-time values, among them the window.
 
     ``INDEX``: the type of offsets in children, in gates, in the matrices of a group, and in the gradients of these.
     """
@@ -104,7 +104,7 @@ class Windows(NamedTuple):
     gradients of both, which are contiguous.
     """
 
-    exists: Any  # whether there is such a position
+    exists: Any  # whether the position exists
     row: Any
     column: Any
     child: Any
@@ -123,9 +123,9 @@ class Block(NamedTuple):
 class Child(NamedTuple):
     """One child, as positions see it.
 
-    ``at``: a pointer to it, to which a position adds where its window begins; ``seen``: whether it is there, not in the
-    padding; ``opened``: and its gate is not 0, where that hides a child; ``cell``: where its gradients lie, likewise
-    from where a window begins.
+    ``at``: a pointer to it, relative to a window's beginning; ``seen``: whether it exists, not in the padding;
+    ``opened``: whether its gate is also not 0, if a gate of 0 hides children; ``cell``: where its gradients lie, also
+    relative to a window's beginning.
     """
 
     i: Any
@@ -139,9 +139,9 @@ class Child(NamedTuple):
 class At(NamedTuple):
     """Where a tile lies in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``; its ``positions``.
 
-    ``base`` leads to a position, in 64 bits; ``pose`` from there to a number, in 32 bits: a tile of offsets fills
-    registers. That is enough, since one position's parents have fewer than 2**31 numbers (``Routing.refusal``). Offsets
-    of parents behind the last may overflow; their mask keeps them from being used.
+    ``base`` is the offset of a position, in 64 bits; ``pose`` that of a value from there, in 32 bits, because a tile of
+    offsets fills registers. 32 bits are enough: one position's parents have fewer than 2**31 values
+    (``Routing.refusal``). Offsets of parents after the last may overflow, but are masked.
     """
 
     positions: Any
@@ -156,7 +156,7 @@ class At(NamedTuple):
 
 
 def kernel(function: Callable[..., None]) -> triton.JITFunction:
-    """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew.
+    """Return the kernel, which Triton does not compile again for new values of :data:`COUNTS`.
 
     Compiled code has the name of the routing that the kernel is compiled for: ``attention_forward_kernel``.
     """
@@ -172,7 +172,7 @@ def kernel(function: Callable[..., None]) -> triton.JITFunction:
 def windows_of(votes, sizes, p):
     """Return where the windows of flat positions ``p`` begin; row and column may be below 0.
 
-    Positions beyond the last get the last one's windows, so that their addresses stay within memory; masks do the rest.
+    Positions after the last get the last one's windows, so that their addresses are valid; masks exclude them.
     """
     inside = tl.minimum(p, sizes.positions - 1).to(sizes.positions.dtype)
     area = sizes.Ho.to(sizes.positions.dtype) * sizes.Wo
@@ -229,14 +229,14 @@ def matrices_of(votes, sizes, i):
 
 @triton.jit
 def pose_offsets(tile):
-    """Return where the numbers of one parent's pose lie, as ``[BC, BE, 1, 1]``, and which of these are there."""
+    """Return where the values of one parent's pose lie, as ``[BC, BE, 1, 1]``, and which of them exist."""
     c, e = tl.arange(0, tile.BC)[:, None, None, None], tl.arange(0, tile.BE)[None, :, None, None]
     return c * tile.E + e, (c < tile.C) & (e < tile.E)
 
 
 @triton.jit
 def parent_offsets(tile, first, M):
-    """Return where the parents from ``first`` on lie in ``[M, C, E]``, and which of their numbers are there."""
+    """Return where the parents from ``first`` on lie in ``[M, C, E]``, and which of their values exist."""
     offsets, mask = pose_offsets(tile)
     m = first + tl.arange(0, tile.BM)[None, None, None, :]
     return m * (tile.C * tile.E) + offsets, mask & (m < M)
@@ -255,13 +255,13 @@ def place(tile, p, exists, first, M):
 
 @triton.jit
 def load_pose(pointer, at, other=0.0):
-    """Return a tile of a parents tensor, in float32; ``other`` where nothing is."""
+    """Return a tile of a parents tensor, in float32; ``other`` where it is padding."""
     return tl.load(pointer + at.base + at.pose, mask=at.pose_mask, other=other).to(tl.float32)
 
 
 @triton.jit
 def load_each(pointer, at):
-    """Return a number for each parent of a tile; 0 where nothing is."""
+    """Return a value for each parent of a tile; 0 where it is padding."""
     return tl.load(pointer + at.each, mask=at.each_mask, other=0.0)
 
 
@@ -273,12 +273,12 @@ def put_pose(pointer, tile, at, HOW: tl.constexpr):
 
 @triton.jit
 def put_each(pointer, values, at, HOW: tl.constexpr):
-    """:func:`put` a number for each parent of a tile."""
+    """:func:`put` a value for each parent of a tile."""
     put(pointer + at.each, values, at.each_mask, HOW)
 
 
 INTERPRETED = tl.constexpr(not isinstance(place, triton.JITFunction))
-"""Whether Triton interprets kernels (TRITON_INTERPRET=1): products of bfloat16 numbers are wrong there."""
+"""Whether Triton interprets kernels (TRITON_INTERPRET=1): products of bfloat16 are wrong there."""
 
 
 @triton.jit
@@ -302,7 +302,7 @@ def load_matrices(votes, tile, matrices, at, k, BK: tl.constexpr):
 
 @triton.jit
 def matrix_rows(votes, tile, matrices, at):
-    """Return pointers to row 0 of the matrices of one group as a tile, and which of it are there."""
+    """Return pointers to row 0 of the matrices of one group as a tile, and which of them exist."""
     m = (at.first + tl.arange(0, tile.BM))[None, None, None, :].to(votes.INDEX)
     e = tl.arange(0, tile.BE)[None, :, None, None].to(votes.INDEX)
     return matrices + (m * votes.ws_m + e * votes.ws_e), (m < at.M) & (e < tile.E)
@@ -310,7 +310,7 @@ def matrix_rows(votes, tile, matrices, at):
 
 @triton.jit
 def pose_rows(votes, tile, child, windows, seen):
-    """Return pointers to column 0 of the poses of one child, ``[BC, 1, BL, 1]``, and which of them are there."""
+    """Return pointers to column 0 of the poses of one child, ``[BC, 1, BL, 1]``, and which of them exist."""
     c = tl.arange(0, tile.BC)[:, None, None, None].to(votes.INDEX)
     return child.at + (windows.child[None, None, :, None] + c * votes.cs_c), seen[None, None, :, None] & (c < tile.C)
 
@@ -319,9 +319,8 @@ def pose_rows(votes, tile, child, windows, seen):
 def make_vote(votes, sizes, tile, block, child, at, seen):
     """Return the votes of one child as a tile, zero where it is not ``seen`` or the tile is padding.
 
-    By matrix products (positions times rows against parents times columns), else one column of the pose times one row
-    of the matrix after the other. Absent children are not a product with a mask: a bias or a weight of infinity must
-    not make one NaN.
+    Made by matrix products (positions x rows by parents x columns), or column by column of the pose. Absent children
+    are masked in the end, not multiplied by 0: an infinite bias or weight must not make NaN.
     """
     matrices = matrices_of(votes, sizes, child.i)
     if votes.weight is None:
@@ -358,19 +357,19 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
 
 @triton.jit
 def inner_product(left, right):
-    """Return ``<X_m, Y_m>`` over the numbers of a pose: two tiles to ``[BL, BM]``."""
+    """Return ``<X_m, Y_m>`` over the values of a pose: two tiles to ``[BL, BM]``."""
     return tl.sum(tl.sum(left * right, axis=0), axis=0)
 
 
 @triton.jit
 def spread(values):
-    """Return ``[BL, BM]`` as something to multiply a tile with."""
+    """Return ``[BL, BM]`` in a shape that multiplies a tile."""
     return values[None, None, :, :]
 
 
 @triton.jit
 def directions(vectors):
-    """Return u, 1 / |u| and 1 / |v|, where u is the vector times a number that lets no square overflow or vanish.
+    """Return u, 1 / |u| and 1 / |v|, where u is the vector v, scaled so that no square overflows or vanishes.
 
     Both inverses are 0 for a vector of zero.
     """
@@ -400,7 +399,7 @@ def real_parents(at, tile):
 def coefficients_of(logits, normalizer, at, tile):
     """Return ``r = softmax over m`` of logits ``[BL, BM]``.
 
-    With ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
+    With ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile may have only some of them.
     """
     logits = tl.where(real_parents(at, tile), logits, float("-inf"))
     if normalizer is not None:
@@ -417,16 +416,16 @@ def equal_coefficients(at, tile):
 
 @triton.jit
 def unbroken(dgate, witness, opened):
-    """Return the gradient of a gate, but 0 where a gate of 0 hides a child that is NaN or infinite.
+    """Return the gradient of a gate, but 0 if a gate of 0 hides a child that is NaN or infinite.
 
-    ``witness`` tells: a sum over the child's votes. Any other hidden child may learn to open its gate.
+    ``witness``: a sum over the child's votes, which shows that. Gates of other hidden children may learn to open.
     """
     return tl.where(opened | (tl.abs(witness) < float("inf")), dgate, 0.0)
 
 
 @triton.jit
 def put(pointer, values, mask, HOW: tl.constexpr):
-    """Store numbers, or add them to what is there."""
+    """Store values, or add them to those in memory."""
     if HOW == ATOMIC:
         tl.atomic_add(pointer, values, mask=mask, sem="relaxed")
     elif HOW == ADD:

@@ -1,14 +1,14 @@
 """The verbs of votes in Triton: scores, sums and pull, see :mod:`fastcaps.ops.verbs`.
 
-They are three algebras for the kernels of all routings (:mod:`.forward`, :mod:`.backward`). The softmax over parents is
-missing: the shares are a table of coefficients that the caller gives, one for each position, child and parent. With r
+They are three algebras for the kernels of all routings (:mod:`.forward`, :mod:`.backward`). Instead of a
+softmax over parents they take a table of coefficients, one for each position, child and parent. With r
 the coefficients, Y the targets (or means) and p the precisions (1 if absent):
 
-``scores``: ``a_im = <Y_m, V_im>``, or squared ``<p_m, (V_im - Y_m)^2>``, one number for each pair.
+``scores``: ``a_im = <Y_m, V_im>``, or squared ``<p_m, (V_im - Y_m)^2>``, one value for each pair.
 ``sums``: ``S_m = sum_i r_im (V_im - Y_m)``, or squared ``sum_i r_im (V_im - Y_m)^2``; Y is 0 if absent.
 ``pull``: ``dV_im = r_im Y_m``, or squared ``2 r_im p_m (V_im - Y_m)``, and from it dP, dW and dbias.
 
-Workspace, see :mod:`.launches`: scores have none. Coefficients are read where they lie, unless their batch and grid
+Workspace, see :mod:`.launches`: scores have none. Coefficients are read in place, unless their batch and grid
 dimensions have no common stride: then they are copied.
 """
 
@@ -32,7 +32,7 @@ from .tiles import STORE, inner_product, load_pose, put_pose, spread
 class Verb(NamedTuple):
     """The tensors of a verb.
 
-    ``pairs``: one number for each position, child and parent, with its three strides: the scores that are made, or the
+    ``pairs``: one value for each position, child and parent, with its three strides: the resulting scores, or the
     coefficients.
     """
 
@@ -59,7 +59,7 @@ def load(verb, at, tile):
 
 @triton.jit
 def pairs_of(verb, i, at, tile):
-    """Return pointers to the numbers of child i, ``[BL, BM]``."""
+    """Return pointers to the values of child i, ``[BL, BM]``."""
     m = (at.first + tl.arange(0, tile.BM)).to(tl.int64)
     start = at.positions * verb.pairs_p + tl.cast(i, tl.int64) * verb.pairs_i
     return verb.pairs + start[:, None] + (m * verb.pairs_m)[None, :]
@@ -84,7 +84,7 @@ def score(verb, parents, vote, tile):
 
 @triton.jit
 def start_scores(verb, tile):
-    """Return sums of nothing: scores are stored child by child."""
+    """Return no sums: scores are stored child by child."""
     return (0.0,)
 
 
@@ -132,7 +132,7 @@ def finish_sums(verb, state, results, at, tile):
 
 @triton.jit
 def load_nothing(grads, at):
-    """Return no given gradients: r and Y are what pull starts from."""
+    """Return no given gradients: pull starts from r and Y."""
     return 0.0
 
 
@@ -153,13 +153,13 @@ def dvote(verb, parents, given, vote, weights, dscores):
 
 @triton.jit
 def start_pull(results, tile):
-    """Return sums of nothing: parents get no gradient."""
+    """Return no sums: parents get no gradient."""
     return (0.0,)
 
 
 @triton.jit
 def add_pull(verb, parents, state, results, vote, dscores):
-    """Return the same."""
+    """Return the state unchanged."""
     return state
 
 
@@ -168,7 +168,7 @@ def finish_pull(verb, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Do nothing."""
 
 
-# All three make the same bits of a vote: a distance may be a small difference of a vote and a mean.
+# All three make votes with the same bits: a distance may be a small difference between a vote and a mean.
 TRAITS = Traits(competing=False, same_votes=True)
 SCORES = Routing(
     "vote_scores", Algebra(load, score, start_scores, store_scores, None, finish_scores), sums=(), traits=TRAITS
@@ -246,7 +246,7 @@ def vote_pull(
     options: int,
     limits: Limits = LIMITS,
 ) -> tuple[Tensor, ...]:
-    """Return dchildren, dweight and dbias of ``sum_im r_im a_im``, a the scores: those that ``needs`` names.
+    """Return dchildren, dweight and dbias of ``sum_im r_im a_im``, a the scores; empty unless in ``needs``.
 
     Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """

@@ -11,7 +11,7 @@ FASTCAPS_FORMULA X dlogit(X weight, X gain, X average, Scalar<X> scale) {
   return weight * scale * (gain - average);
 }
 
-// One value of dV = g r dS + da Q. A parent's value may be a single one for all lanes.
+// One value of dV = g r dS + da Q. Y, a parent's value, may be a scalar that all lanes of X share.
 template <class X, class Y>
 FASTCAPS_FORMULA X dvote(X weight, Y ds, X da, Y q) {
   return weight * ds + da * q;

@@ -1,7 +1,7 @@
 // Parents explain the children's votes, each by a diagonal Gaussian:
 //   a = alpha - sum (V - mu)^2 p, p = 1 / (2 variance), r = softmax over parents, w = g r,
 //   n = sum_i w, means = sum_i w V / (n + eps), variances = sum_i w (V - means)^2 / (n + eps).
-// A parent's value may be a single one Y for all lanes of X.
+// Y, a parent's value, may be a scalar that all lanes of X share.
 #pragma once
 
 #include "number.h"
@@ -16,8 +16,8 @@ FASTCAPS_FORMULA X distance(X from_mean, Y p) {
 
 // ---- moments: the running mean, and the squares around it (West 1979) ----
 
-// Adds a vote: `moved` is w / n with the new n, `counts` is the old n times that. The mean may be a sum of another
-// type, which is more precise.
+// Adds a vote: `moved` is w / n with the new n, `counts` is `moved` times the old n. The mean may have another, more
+// precise type.
 template <class X, class Mean>
 FASTCAPS_FORMULA void add(X from_base, X moved, X counts, Mean& mean, X& square) {
   const X d = from_base - mean;
@@ -25,8 +25,8 @@ FASTCAPS_FORMULA void add(X from_base, X moved, X counts, Mean& mean, X& square)
   square += counts * d * d;
 }
 
-// Adds the moments of other votes (Chan et al. 1979): `fraction` is their n divided by the joint n, `counts` this n
-// times that.
+// Adds the moments of other votes (Chan et al. 1979): `fraction` is their n divided by the joint n, `counts` is
+// `fraction` times this n.
 template <class X>
 FASTCAPS_FORMULA void join(X other_mean, X other_square, X fraction, X counts, X& mean, X& square) {
   const X d = other_mean - mean;

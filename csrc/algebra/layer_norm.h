@@ -7,20 +7,20 @@ namespace fastcaps {
 
 template <class X>
 struct LayerNorm {
-  // The mean has a second part, the remainder of its rounding: the backward needs differences that sum to 0 to their
-  // own precision, which matters for poses of two values.
+  // `remainder` is what rounding the mean lost: the backward needs differences that sum to 0 in their own precision,
+  // which matters for poses of two values.
   X mean, remainder, rstd;
 
   FASTCAPS_FORMULA LayerNorm(const X* S, int64_t count, X eps) {
-    const Scalar<X> numbers = Scalar<X>(count);
+    const Scalar<X> size = Scalar<X>(count);
     X sum{}, square{};
     for (int64_t k = 0; k < count; ++k) sum += S[k];
-    mean = sum / numbers;
+    mean = sum / size;
     remainder = X{};
     for (int64_t k = 0; k < count; ++k) remainder += S[k] - mean;
-    remainder /= numbers;
+    remainder /= size;
     for (int64_t k = 0; k < count; ++k) square += centred(S[k]) * centred(S[k]);
-    rstd = (X{} + 1) / Number<X>::sqrt(square / numbers + eps);
+    rstd = (X{} + 1) / Number<X>::sqrt(square / size + eps);
   }
   FASTCAPS_FORMULA X centred(X s) const { return (s - mean) - remainder; }
   FASTCAPS_FORMULA X normal(X s) const { return centred(s) * rstd; }

@@ -1,7 +1,6 @@
-// The steps of one parent's pose between two iterations: squash, LayerNorm, unit length. A pose is a struct that knows
-// where its values are, with
-//   each(f)                    f(number, k) for all values that it holds, k their index in the pose
-//   sum(f), mean(f), largest() of f(number, k), of the magnitude: over the whole pose
+// The steps of one parent's pose between two iterations: squash, LayerNorm, unit length. A pose is a struct with
+//   each(f)            calls f(value, k) for all values that it holds; k is the index in the pose
+//   sum(f), mean(f)    of f(value, k) over the whole pose; largest(): the largest magnitude
 #pragma once
 
 #include "number.h"
@@ -70,8 +69,8 @@ FASTCAPS_FORMULA void unit(const Pose& pose) {
   pose.each([&](X& x, int64_t) { x /= by; });
 }
 
-// LayerNorm without its affine, to mean 0 and variance 1; returns 1 / sqrt(variance + eps). It centres twice, as the
-// backward needs differences that sum to 0 to their own precision, which matters for poses of two values.
+// LayerNorm without its affine, to mean 0 and variance 1; returns 1 / sqrt(variance + eps). It centres twice: the
+// backward needs differences that sum to 0 in their own precision, which matters for poses of two values.
 template <class Pose, class X = typename Pose::X>
 FASTCAPS_FORMULA X standardise(const Pose& pose, X eps) {
   for (int repeat = 0; repeat < 2; ++repeat) {

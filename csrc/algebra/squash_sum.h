@@ -9,8 +9,8 @@ namespace fastcaps {
 template <class T>
 inline constexpr T kLong = sizeof(T) == 4 ? T(1e15) : T(1e150);
 
-// The factor that scales a capsule whose largest value is `largest` down to kLong, 1 if it is not longer. The squash of
-// so long a capsule is its direction to the last bit, so it does not change. Infinity and NaN stay.
+// The factor that scales a capsule whose largest value is `largest` down to kLong, 1 if it is not longer. So long a
+// capsule's squash is its direction to the last bit: scaling does not change it. Infinity and NaN stay.
 template <class X>
 FASTCAPS_FORMULA X shrink(X largest) {
   const Scalar<X> most = kLong<Scalar<X>>;

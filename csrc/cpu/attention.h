@@ -132,7 +132,7 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
   using Base = QueryBackward<T, X, Attention>;
   using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::MCE;
   using V = Vec<T>;
-  static constexpr int kScores = 2;  // a, then g r; h, then s da
+  static constexpr int kScores = 2;  // see BackwardItem::scores
 
   // State: dS and Q.
   static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }
@@ -150,13 +150,14 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
     gather_parents<T>(in, tile, compute_storage<T>, with.given_sums, in.M, in.C, in.E, sums);
     X *dweight = with.dnorm ? dnorm : nullptr, *part = dnorm + 2 * CE;
     zero(dnorm, 4 * CE);
-    // Sums in a lane without a position are 0: with eps = 0 they would divide by 0, and gradients add lanes up.
+    // In a lane without a position sums are 0: with eps = 0 they would divide by 0, and the NaN would enter the sum
+    // over lanes.
     const X eps = where_alive<T>(tile, X{} + T(with.eps), T(1));
     for (int64_t m = 0; m < in.M; ++m) {
       layer_norm_backward(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE,
                           dweight ? part : nullptr, dweight ? part + CE : nullptr);
       if (!dweight || (m % 64 < 63 && m + 1 < in.M)) continue;
-      for (int64_t k = 0; k < 2 * CE; ++k) dnorm[k] += part[k];  // long sums lose digits one by one
+      for (int64_t k = 0; k < 2 * CE; ++k) dnorm[k] += part[k];  // long sums, added one by one, lose digits
       zero(part, 2 * CE);
     }
     if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));

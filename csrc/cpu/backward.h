@@ -1,6 +1,6 @@
-// One pass, backward, by recomputation: what the passes have in common. Votes are made again; the gradient of each is
-// added to those of its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. The passes of several iterations
-// over the same votes may be one call: dV is then the sum over the iterations.
+// The backward that all passes share. It makes the votes again and adds the gradient dV of each vote to those of its
+// child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. A call may have several iterations over the same votes:
+// dV is then the sum over the iterations.
 //
 // An item owns a group of samples and a range of child types n (with all their places in the window), so no other item
 // writes the same children's gradients. It walks over its children block by block, and with each block over all rows of
@@ -48,17 +48,28 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   using Call = BackwardCall<typename Pass::Operands>;
   static constexpr bool kSharing = kLane == Lanes::kSharing;
   static constexpr int64_t kJoined = Pass::kJoined;
-  static constexpr int64_t kAddedAtOnce = 64, kNumbersAtOnce = 256;  // parents; sums of more lose digits one by one
+  static constexpr int64_t kAddedAtOnce = 64, kNumbersAtOnce = 256;  // parents, and values: longer sums lose digits
 
   std::vector<Pass> passes;  // of every iteration
   const int64_t iterations, state_size, result_size, parents_at_once;
+  // `scores` has kScores planes [slot][parent] for each iteration. score() fills them, dscore() replaces most of them:
+  //
+  //   plane   attention, folded     gaussian           pooling
+  //   0       a, then w = g r       a, then w = g r    e = exp(a - logsumexp), then r = g e
+  //   1       <dS, V>, then s da    t, then da         t, then c = s da / |V|
+  //   2                                                1 / |V|
+  //   3                                                <Q, V> / |V|^2, then d = c <Q, V> / |V|^2
+  //
+  // with a the logit (its plane holds it to base 2), and t = dL/dw (gaussian) or <dS, V> - <dS, S> + dlogsumexp
+  // (pooling). dvote() reads: dV = w dS + s da Q (attention), r dS + c Q - d V (pooling), or that of
+  // algebra/gaussian.h.
   V *dP, *dP_sums, *scores, *highest, *local;
   X *scratch, *inner_states, *inner_results, *seen_state;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
-  bool needs_vote = false;  // any iteration does
-  bool kept = false;        // the votes of the block in hand are
-  bool unsafe = false;      // windows leave the grid and parents are not finite: 0 times those is not 0
+  bool needs_vote = false;  // whether any iteration needs votes
+  bool kept = false;        // whether the block's votes are kept
+  bool unsafe = false;      // windows leave the grid and parents are not finite: 0 times such a parent is NaN
   int64_t item = 0;
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
@@ -83,7 +94,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
 
   // Values in the sums of votes for `many` parents; for folded votes, of one group of children.
   int64_t target_numbers(int64_t many) const { return summed_numbers<Pass>(in, many); }
-  // The parents of iteration k before row t of a walk.
+  // The state of row t of a walk in iteration k.
   const X* state(int64_t t, int64_t k) const {
     return Pass::kFolds ? inner_states + k * target_numbers(in.M) : states + (t * iterations + k) * state_size;
   }
@@ -138,7 +149,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     dW = call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.row_groups ? group : item)
                       : nullptr;
     dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
-    if ((kSharing || Pass::kFolds) && in.G > 1) {  // one group of children that share weights after another
+    if ((kSharing || Pass::kFolds) && in.G > 1) {  // one group of children that share weights at a time
       for (int64_t c = at * in.G / schedule.ranges; c < (at + 1) * in.G / schedule.ranges; ++c) {
         range = {c, 1, in.G, in.I / in.G};
         walk(count);
@@ -276,8 +287,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // The gradients of row t's parents; null if they are not wanted, as in a call of several iterations unless it is
-  // folded. target(): those to which votes are added, which belong to the block if lanes are children.
+  // The gradients of row t's parents; null if they are not wanted, as in an unfolded call of several iterations.
+  // target(): the sums to which votes are added: the block's if lanes are children, else the row's.
   X* result(int64_t t, int64_t k) const {
     if constexpr (Pass::kFolds) return inner_results + k * target_numbers(in.M);
     return results ? results + t * result_size : nullptr;
@@ -324,7 +335,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       if (has_results()) join_lanes<kMany>(m0);
   }
 
-  // The gradients of the parents themselves: where lanes are children the block's are cleared. Votes at hand are added.
+  // Starts the gradients of the parents: clears the block's if lanes are children, and adds the votes that exist
+  // already.
   template <int kMany>
   FASTCAPS_INLINE void begin_parents(int64_t m0) {
     for (int which = 0; which < kMany; ++which)
@@ -337,13 +349,14 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       }
   }
 
-  // Votes for parent m, from slot 0 on, that are not to be made: the poses themselves, or those that were kept.
+  // The votes for parent m from slot 0 on, if they exist already: the poses themselves, or kept votes. Else null.
   FASTCAPS_INLINE const V* votes_at_hand(int64_t m) const {
     if (are_poses<Pose>(weights.weight) && !weights.bias) return P;
     return kept ? votes_of(m, 0) : nullptr;
   }
 
-  // Of unit j of the block's row t: dV, unless it is met at once, and what its votes add to everything but matrices.
+  // For unit j of the block's row t: computes dV (with kAtOnce dP and dW too), and adds to the gradients of parents,
+  // betas and bias.
   template <int kMany>
   FASTCAPS_INLINE void gradients_of_votes(int64_t m0, int64_t j, int64_t t, int64_t slot, const Weight* W,
                                           const Weight* bias) {
@@ -389,7 +402,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // dP += dV W^T of unit j in all rows, for parents [m0, m0 + kMany), unless it was met at once.
+  // dP += dV W^T of unit j in all rows, for parents [m0, m0 + kMany), unless gradients_of_votes added it.
   template <int kMany>
   FASTCAPS_INLINE void add_child_gradients(int64_t j, int64_t m0, const Weight* W) {
     if constexpr (Base::kCanTile)
@@ -409,10 +422,10 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // The block's gradients of parents [m0, m0 + kMany), whose lanes are children, into those of the rows.
+  // Adds the block's gradients of parents [m0, m0 + kMany), whose lanes are children, to those of the rows.
   template <int kMany>
   FASTCAPS_INLINE void join_lanes(int64_t m0) {
-    const int64_t last = m0 % kJoined;  // of parents whose lanes are added up together; more are to come
+    const int64_t last = m0 % kJoined;  // of the kJoined parents whose lanes are added up together
     if (last + 1 < kJoined && m0 + 1 < in.M) return;
     for (int64_t t = 0; t < results_at_once(block.nt); ++t)
       for (int which = 0; which < kMany; ++which) {
@@ -425,7 +438,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       }
   }
 
-  // Numbers [first, first + count) of dV of one unit and parent, of all iterations; kCount of them, if it is not 0.
+  // Values [first, first + count) of dV of one unit and parent, over all iterations. kCount: `count`, or 0 if it is not
+  // a constant.
   template <int kCount>
   FASTCAPS_INLINE void vote_gradient(int64_t m, int64_t row, int64_t slot, const V* vote, int first, int count,
                                      V* sum) const {
@@ -437,7 +451,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int64_t k = 1; k < iterations; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
   }
 
-  // Whether the gradients of votes are at once added to those of the children, which are the votes themselves.
+  // Whether votes are the poses, so that dV is added to dP directly.
   bool gradient_is_childs() const { return Pose::kIdentity && !unsafe && !dB; }
   FASTCAPS_INLINE void add_vote_gradient(int64_t m, int64_t row, int64_t slot, const V* vote, V* sum) const {
     for (int64_t k = 0; k < iterations; ++k)
@@ -445,7 +459,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
                                                int(CE), [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
   }
 
-  // What `count` votes, of units from `slot` on, add to the gradient of parent m of the block's row t.
+  // Adds `count` votes, of units from `slot` on, to the gradient of parent m of the block's row t.
   FASTCAPS_INLINE void add_to_parent(int64_t m, int which, int64_t t, int64_t slot, const V* votes, int64_t count) {
     for (int64_t k = 0; k < iterations; ++k)
       passes[k].add(state(block.t0 + t, k), m, scores_of(k) + slot * in.M + m, slots * in.M, votes, count,

@@ -1,4 +1,4 @@
-// Units of children at hand, for a few rows: their poses, gates and, where they fit, votes. Unit j of row t has slot
+// A block: units of children for a few rows, with their poses, gates and, if they fit, votes. Unit j of row t has slot
 // t * block_children + j. Forward and backward walk over children in such blocks.
 #pragma once
 
@@ -12,7 +12,7 @@ template <class T, class Pose, Lanes kLane, class Call>
 struct Block {
   using V = Vec<T>;
   static constexpr bool kChildLanes = kLane != Lanes::kPositions;
-  using X = std::conditional_t<kChildLanes, T, V>;  // a row's numbers
+  using X = std::conditional_t<kChildLanes, T, V>;  // one of a row's values
   using Weights = WeightsOf<T, kLane, Pose::kDynamic || Pose::kTiles != 1>;
   using Weight = typename Weights::Weight;
   using Units = UnitsOf<T, kChildLanes>;
@@ -22,8 +22,8 @@ struct Block {
       kHasTiles && kLane == Lanes::kPositions && std::is_same_v<T, float> && !Pose::kIdentity &&
       (Pose::kDynamic || Pose::kTiles > 1) &&
       (std::is_same_v<Call, ForwardCall<Attention>> || std::is_same_v<Call, BackwardCall<Attention>>);
-  // Votes are made and met in one go, unless those of several parents, units or tiles are made together, or child by
-  // child.
+  // Whether each vote is used as soon as it is made: not if those of several parents, units or tiles are made together,
+  // or child by child.
   bool made_one_by_one(int64_t rows) const {
     if (kLane == Lanes::kChildren) return !votes_by_child;
     if (tiled) return false;
@@ -35,11 +35,11 @@ struct Block {
   const Pose pose;
   Weights weights;
   const int64_t slots, CE, CD;
-  Tile<T>* tiles;  // where the rows are
+  Tile<T>* tiles;  // the rows' positions
   V *P, *gates, *votes_kept;
   T* votes_by_child;  // of a unit for a parent; null where matrices are transposed
-  const bool tiled;   // matrices of bfloat16 meet poses and gradients of bfloat16, in tiles,
-  V* pairs;           // made of these in pairs of neighbours; poses [slots][D / 2]
+  const bool tiled;   // AMX multiplies bfloat16 matrices by bfloat16 poses and gradients,
+  V* pairs;           // stored here in pairs of neighbours; poses [slots][D / 2]
   BFloat16* turned;   // a matrix, transposed
   Range range{};      // the children of the walk
 
@@ -61,14 +61,14 @@ struct Block {
         pairs(tiled ? arena.take<V>(slots * CD / 2) : nullptr),
         turned(tiled ? arena.take<BFloat16>(in.D * in.E) : nullptr) {}
 
-  // A large matrix that one child has for itself would take longer to transpose to lanes than to be read.
+  // A child's own large matrix would take longer to transpose to lanes than to read.
   bool makes_votes_by_child() const {
     return kLane == Lanes::kChildren && Pose::kDynamic && in.weight && in.D * in.E >= kLargeMatrix && in.E % n == 0;
   }
 
   int64_t children_at_once() const { return schedule.block_children * Units::kUnit; }
-  // Where one of the schedule's ranges of `all` children begins: with a whole unit, so that no lane is empty before the
-  // last.
+  // Where one of the schedule's ranges of `all` children begins: at a whole unit, so that only the last unit has empty
+  // lanes.
   int64_t edge(int64_t at, int64_t all) const {
     return min(at * ((all + Units::kUnit - 1) / Units::kUnit) / schedule.ranges * Units::kUnit, all);
   }
@@ -91,8 +91,8 @@ struct Block {
     if (in.gate.data) silence<T>(P + slot * CD, gates + slot, count, CD);
   }
 
-  // All votes of a block, to be kept. Where a parent's are few, those of several parents at once: each number of a pose
-  // that is read then serves many products.
+  // Makes all votes of a block, to be kept. If a parent's votes have few values, those of several parents are made at
+  // once: each value read from a pose then serves many products.
   void make_votes(int64_t count, int64_t rows) {
     if constexpr (kLane == Lanes::kChildren && Pose::kDynamic)
       if (votes_by_child) return make_votes_by_child(count, rows);
@@ -102,7 +102,7 @@ struct Block {
         for (int64_t m = 0; m < in.M; ++m) make_votes_in_tiles(count, rows, m);
         return;
       }
-    constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // theirs are transposed one by one
+    constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // matrices are transposed one by one
     int64_t m = 0;
     for (; m + kMany <= in.M; m += kMany) make_votes<kMany>(count, rows, m);
     for (; m < in.M; ++m) make_votes<1>(count, rows, m);
@@ -153,10 +153,9 @@ struct Block {
     }
   }
 
-  static constexpr int kAhead = 2048;  // numbers; a child's matrices follow one another
+  static constexpr int kAhead = 2048;  // values; a child's matrices follow one another
 
-  // The same child by child: a vector holds numbers of a matrix's row as it lies, and it is the votes that are
-  // transposed.
+  // The same child by child: a vector holds part of a matrix row, and the votes are transposed instead of the matrix.
   void make_votes_by_child(int64_t count, int64_t rows) {
     for (int64_t j = 0; j < count; ++j)
       for (int64_t m = 0; m < in.M; ++m)

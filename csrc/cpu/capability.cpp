@@ -56,7 +56,7 @@ const char* forced() {
   return name == nullptr || *name == '\0' ? nullptr : name;
 }
 
-// The highest that there is, or the forced one; null if that cannot be had.
+// The highest available level, or the forced one; null if that is not available.
 const Level* chosen() {
   static const Level* const found = [] {
     const Level* best = nullptr;

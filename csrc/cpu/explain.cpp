@@ -8,14 +8,14 @@
 namespace fastcaps {
 namespace {
 
-// What the caller told besides the sizes (capability.h).
+// The facts of a call, beside its sizes (capability.h).
 struct Facts {
   bool backward, has_state;
   int64_t iterations, copied;
 };
 
-// `start`: the parents that a call starts from; whether there are some is all that counts here. A backward of several
-// iterations is described as it comes last, where what is summed over them is made in one.
+// `start`: the operand with the parents that a call starts from; only whether it is set matters here. Of a backward of
+// several iterations this describes the last kernel call, which computes what is summed over iterations.
 template <class Operands>
 std::string describe(const Votes& in, const Facts& facts, View Operands::* start) {
   ForwardCall<Operands> call{in};

@@ -1,7 +1,7 @@
 // The attention pass for many children that share each matrix. Agreement and weighted sum are linear in the votes, so
 // the matrix may act on the parents instead: with U_m = Q_m W^T, of the shape of a child's pose,
 //   <Q, P W> = <U, P>,  S = sum_i r_i P_i W = (sum_i r_i P_i) W
-// A type's children are met together; a vote then costs 2 C D multiplications and no matrix. Votes that are the
+// All children of a type are walked together; a vote then costs 2 C D multiplications and no matrix. Votes that are the
 // children's poses (and a bias) need no matrix: U = Q.
 #pragma once
 
@@ -10,14 +10,14 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Products of a row's poses (numbers over the lanes, or single ones) with a matrix of scalars [D, E].
+// Products of a row's poses (vectors over the lanes, or scalars) with a matrix of scalars [D, E].
 template <class T, class X>
 struct PullBack {
   static constexpr bool kSingle = kOnePosition<T, X>;
 
-  static constexpr int n = kLanes<T>, kAhead = 2048;  // numbers
+  static constexpr int n = kLanes<T>, kAhead = 2048;  // values
 
-  // f(row, m) for each row of all parents m: no division meets the loops inside.
+  // Calls f(row, m) for each row of all parents m, without divisions.
   template <class F>
   static FASTCAPS_INLINE void each_row(const Votes& in, F&& f) {
     int64_t row = 0;
@@ -62,7 +62,7 @@ struct PullBack {
     });
   }
 
-  // S[m] += P[m] W[m] for all m; P of one parent serves all where `one`.
+  // S[m] += P[m] W[m] for all m; `one`: all parents share the first one's P.
   static void add_to_parents(const Votes& in, const X* P, bool one, const T* W, X* S) {
     const int64_t D = in.D, E = in.E;
     each_row(in, [&](int64_t row, int64_t m) {
@@ -120,7 +120,7 @@ struct FoldedForward : AttentionForward<T, X> {
   const int64_t CD;
   explicit FoldedForward(const ForwardCall<Attention>& call_) : Base(call_), CD(in.child_size()) {}
 
-  // State: Q, then U. Results: S before the others, which are sums of poses.
+  // State: Q, then U. Results: S, then sums of poses.
   static int64_t state_numbers(const ForwardCall<Attention>& call) {
     const Votes& in = call.votes;
     return in.parents_size() + in.M * in.child_size();
@@ -128,7 +128,7 @@ struct FoldedForward : AttentionForward<T, X> {
   static int64_t numbers_before(const Votes& in) { return in.parents_size(); }
   static int64_t summed_size(const Votes& in) { return in.child_size(); }
 
-  // Equal shares of the same poses: one sum for all parents. A bias of their own makes the poses differ.
+  // With equal shares all parents have the same sum of poses, unless each has its own bias.
   bool one_sum(int64_t iteration) const { return Base::equal(iteration) && in.bias_stride_m == 0; }
   void enter(int64_t iteration, const T* W, X* state) const {
     if (!Base::equal(iteration)) PullBack<T, X>::to_children(in, state, W, state + in.parents_size());
@@ -162,7 +162,7 @@ struct FoldedBackward : AttentionBackward<T, X> {
   FoldedBackward(const BackwardCall<Attention>& call_, const Attention& with_)
       : Base(call_, with_), CD(in.child_size()), MCD(in.M * CD) {}
 
-  // State of a row and a group of children: Y and U. Results: dQ of a row; of a group of children Z, X.
+  // Of a row and a group of children: Y and U as the inner state, Z and X as inner results. Result of a row: dQ.
   static int64_t summed_size(const Votes& in) { return in.child_size(); }
   bool needs_vote() const { return true; }
 
@@ -198,8 +198,8 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
 };
 
-// The walk of a backward item (see BackwardItem::walk), row by row: maps the parents to the children's poses before it,
-// and their gradients to the parents after it.
+// The walk of a backward item (see BackwardItem::walk), row by row: first maps the row's parents to the children's
+// poses, and in the end their gradients back to the parents.
 template <class Item>
 void walk_folded(Item& item, int64_t row_count) {
   item.weights.enter(item.range, 0, 1);
@@ -216,13 +216,13 @@ void walk_folded(Item& item, int64_t row_count) {
     for (int64_t k = 0; k < iterations; ++k)
       item.passes[k].leave(W, item.inner_results + k * inner_size,
                            item.results ? item.results + t * item.result_size : nullptr);
-    for (int64_t m = 0; dW && m < item.in.M; ++m)  // a matrix' gradient is close while all iterations add to it
+    for (int64_t m = 0; dW && m < item.in.M; ++m)  // all iterations add to a matrix' gradient while it is in cache
       for (int64_t k = 0; k < iterations; ++k)
         item.passes[k].add_weight_gradient(m, state + k * item.state_size, item.inner_results + k * inner_size, dW);
   }
 }
 
-// Returns the state of row t, with 0 in lanes whose windows hold no child of the range: NaN times their 0 is not 0.
+// Returns the state of row t, with 0 in lanes whose windows hold no child of the range: there NaN times 0 is not 0.
 template <class Item>
 const typename Item::X* seen(Item& item, int64_t t) {
   using T = typename Item::Number;

@@ -1,4 +1,4 @@
-// One pass, or all iterations of a routing, forward: what the passes have in common. A row walks through its children
+// The forward that all passes share: of one pass, or of all iterations of a routing. A row walks through its children
 // in blocks. Votes of a block stay in registers, or in cache if they fit, until their weights are known; otherwise they
 // are made again. No vote reaches memory. Rows are independent, so if children are not cut into ranges, a row makes all
 // its iterations here.
@@ -43,8 +43,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   const Pass pass;
   const int64_t state_size;
   const int64_t before, result_size;     // of a row's results: values that no vote is added to, and all of them
-  X *states, *results;                   // of the rows at hand
-  V *logits, *highest, *shares, *local;  // highest: logit of a unit; later what compete() returned
+  X *states, *results;                   // of the current rows
+  V *logits, *highest, *shares, *local;  // highest: a unit's highest logit, later the factor from compete()
   int64_t iteration = 0;
 
   FASTCAPS_NOINLINE ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
@@ -115,7 +115,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
 
   static constexpr bool kByGroup = kLane == Lanes::kSharing || Pass::kFolds;
 
-  // Where a range of children begins: with a group that shares its weights, if there are as many groups as ranges.
+  // Where a range of children begins: at a group that shares its weights, if there are enough groups for the ranges.
   int64_t edge(int64_t at) const {
     if (kByGroup && schedule.ranges <= in.G) return at * in.G / schedule.ranges * (in.I / in.G);
     return Base::edge(at, in.I);
@@ -152,7 +152,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       if (pass.wants_base()) find_base(t);
   }
 
-  // Add up the ranges of children of one row in their order, and finish.
+  // Adds up the ranges of children of one row in their order, and finishes.
   void finish_row(int64_t row) {
     iteration = call.iteration;
     place(row, 0);
@@ -165,15 +165,14 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       std::memcpy(static_cast<X*>(call.state) + row * state_size, state(0), size_t(state_size) * sizeof(X));
   }
 
-  // Units [0, count) of children from number `first` of the range on, for rows [0, nt): unit j of row t has slot t *
-  // block_children + j.
+  // One block: units [0, count), of which the first begins with child `first` of the range, for rows [0, nt). Unit j of
+  // row t has slot t * block_children + j.
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = schedule.block_children;
     const bool equal = pass.equal(iteration);
     const bool keeps = schedule.keep_votes && (schedule.stay || !equal || !Pass::kEvenSums);
     weights.enter(range, first, count);
-    if (schedule.stay &&
-        iteration > call.iteration) {  // poses, and votes if kept, are as the iteration before left them
+    if (schedule.stay && iteration > call.iteration) {  // poses and kept votes are still there
       score_again(count, nt);
     } else {
       for (int64_t t = 0; t < nt; ++t) Base::load_silenced(tiles[t], t, first, count);
@@ -243,7 +242,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     return share;
   }
 
-  // Adds up the lanes of the last parents up to m, once they are kJoined or m is the last of `all`.
+  // Adds up the lanes of the last parents once there are kJoined of them, or m is the last of `all`.
   void join_lanes(int64_t t, int64_t m, int64_t all) {
     if constexpr (kChildLanes) {
       const int64_t last = m % kJoined;
@@ -279,7 +278,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       if (pass.one_sum(iteration)) many = 1;
     for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
-      if (Pass::kFolds && !weights.bias)  // poses as they are: a sum stays in registers for all of them
+      if (Pass::kFolds && !weights.bias)  // the votes are the poses: a sum stays in registers for all of them
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children;
           pass.add(state(t), m, P + slot * CD, shares + slot * Pass::kShares, count, target(t), in_target(m));
@@ -297,7 +296,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
   }
 
-  // For parents of row t without a mean: their sums are centred on the votes of the first child that exists.
+  // Row t's parents have no mean: centres their sums on the votes of the first child that exists.
   void find_base(int64_t t) {
     bool found[n];
     for (int r = 0; r < n; ++r) found[r] = kChildLanes ? r > 0 : r >= tiles[t].count;
@@ -314,10 +313,10 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     T gate[n], take[n];
     store<T>(gate, gates[0]);
     bool any = false, all = true;
-    int stand_in = -1;  // where lanes are children: the one that stands in
+    int first_lane = -1;  // if lanes are children: that of the first child that exists
     for (int r = 0; r < n; ++r) {
       const bool now = gate[r] != 0 && !found[kChildLanes ? 0 : r];
-      if (now && kChildLanes) found[0] = true, stand_in = r;
+      if (now && kChildLanes) found[0] = true, first_lane = r;
       take[r] = now ? T(1) : T(0);
       found[r] = found[r] || (now && !kChildLanes);
       any = any || now;
@@ -331,7 +330,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         if constexpr (kChildLanes) {
           T lane[n];
           store<T>(lane, v);
-          base[k] = lane[stand_in];
+          base[k] = lane[first_lane];
         } else {
           base[k] = mask != 0 ? v : base[k];
         }

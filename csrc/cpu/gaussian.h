@@ -1,12 +1,12 @@
-// The Gaussian pass: parents explain the children's votes, each by a diagonal Gaussian (../algebra/gaussian.h).
-// Sums are kept as the running mean and the squares about it (West 1979), both about a base near the votes: the mean of
-// the iteration before, or some child's votes. No common offset of the votes and no distance from the base costs
-// digits.
+// The Gaussian pass: parents explain the children's votes, each by a diagonal Gaussian (../algebra/gaussian.h). Sums
+// are kept as the running mean and the squares about it (West 1979), both relative to a base near the votes: the
+// previous iteration's mean, or a child's votes. So neither an offset that all votes share nor their distance from the
+// base costs digits.
 //
-// Backward (docs/algebra.md), rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were
-// rounded. As rounded the means are off, and every d by as much, and the weights made again are not quite those that
-// were counted: small variances make large logits, whose last digits the state does not keep. Where a variance is
-// nothing beside its mean, rest and n are summed from the same d and w, so that both cancel as they should.
+// Backward (docs/algebra.md): without rounding, rest = sum_i w (V - means) would be eps means, and n the given count.
+// But rounded means shift every d = V - means, and weights computed again differ slightly from those that were counted:
+// small variances make large logits, whose last digits the state does not keep. If a variance is tiny beside its
+// squared mean, rest.h therefore sums rest and n from the same d and w as the gradients, so that the errors cancel.
 #pragma once
 
 #include "../algebra/gaussian.h"
@@ -16,7 +16,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Numbers of a pose met at once: there are registers for two sums each.
+// Values of a pose that are added at once: there are registers for two sums of each.
 inline constexpr int kNumbersAtOnce = kManyRegisters ? 8 : 4;
 
 // The betas of a unit of children for one parent.
@@ -36,7 +36,7 @@ struct Betas {
 
   static FASTCAPS_INLINE Vec<T> at(const T* beta, int64_t stride_i, int64_t stride_m, const Range& range, int64_t q,
                                    int64_t m) {
-    if (stride_i == 0) return broadcast(beta[m * stride_m]);  // and no divisions
+    if (stride_i == 0) return broadcast(beta[m * stride_m]);  // without the divisions of Range::child
     if (!kChildLanes) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
     T lane[kLanes<T>];
     for (int r = 0; r < kLanes<T>; ++r)
@@ -67,7 +67,7 @@ struct GaussianForward {
   explicit GaussianForward(const ForwardCall<Gaussian>& call_)
       : call(call_), in(call.votes), with(call.with), betas(with.betas), CE(in.parent_size()) {}
 
-  // Results: the mean and the squares about it, both about the base; n and the evidence.
+  // Results: the mean and the squares about it, both relative to the base; n and the evidence.
   static int64_t summed_size(const Votes& in) { return in.parent_size(); }
   static int64_t numbers_before(const Votes&) { return 0; }
   // State: the base and p; alpha.
@@ -121,7 +121,7 @@ struct GaussianForward {
   FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, const Range& range, int64_t first, int64_t count,
                              int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
-    V some{};  // of a few children: added one by one, hundreds lose digits
+    V some{};  // the evidence of a few children: hundreds, added one by one, lose digits
     for (int64_t j = 0; j < count; ++j) {
       const V w = row[j * in.M], sum = n + w, moved = sum == 0 ? V{} : w / sum;
       share[2 * j] = moved;
@@ -194,7 +194,7 @@ struct GaussianForward {
     const Planes<const X> from{other, in.M, CE, 2};
     for (int64_t m = 0; m < in.M; ++m) {
       const X before = *to.number(0, m), n = *from.number(0, m), sum = before + n;
-      const X share = sum == 0 ? X{} : n / sum;  // of a sum that is barely a number 1 / sum is none
+      const X share = sum == 0 ? X{} : n / sum;  // 1 / sum would overflow for a denormal sum
       for (int64_t k = 0; k < CE; ++k)
         gaussian::join(X(from.pose(0, m)[k]), X(from.pose(1, m)[k]), share, before * share, to.pose(0, m)[k],
                        to.pose(1, m)[k]);
@@ -244,7 +244,7 @@ template <class T, class X>
 struct GaussianBackward {
   using Operands = Gaussian;
   using V = Vec<T>;
-  static constexpr int kScores = 2;  // a, then w; t, then da
+  static constexpr int kScores = 2;  // see BackwardItem::scores
   static constexpr int kSumPoses = 2, kSumNumbers = 1;
   static constexpr bool kBetas = true, kRest = true, kFolds = false;
   static constexpr int kJoined = 1;
@@ -253,7 +253,7 @@ struct GaussianBackward {
   const Gaussian& with;
   const Betas<T, X> betas;
   const int64_t CE;
-  V shared[2][8] = {};  // of betas that children share, a block's part of duse and dignore for the parents at hand
+  V shared[2][8] = {};  // duse and dignore of betas that children share: a block's part, for the current parents
 
   GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
       : call(call_), in(call.votes), with(with_), betas(with.betas), CE(in.parent_size()) {}
@@ -318,10 +318,10 @@ struct GaussianBackward {
     }
     T sum{};
     add_lanes<T>(&tight, 1, &sum);
-    return sum != 0;  // nor is NaN: a broken position may have a neighbour that is tight
+    return sum != 0;  // true for NaN too: beside a NaN position another may be tight
   }
 
-  // A tight variance is a smaller part of its squared mean than this.
+  // A variance is tight if it is below this share of its squared mean.
   static constexpr T kTight = T(1) / 64;
 
   X* count(X* scratch) const { return scratch + in.M; }
@@ -335,7 +335,7 @@ struct GaussianBackward {
   }
   void take_rest(X* state, X* scratch) const {
     const Planes<X> to = parents(state);
-    const auto loose = *tight_of(scratch) == 0;  // a sample's numbers depend on no other sample of the vector
+    const auto loose = *tight_of(scratch) == 0;  // a lane's values depend on no other lane
     const X *base = to.pose(kBase, 0), *means = to.pose(kMeans, 0);
     X *u = to.pose(kU, 0), *s = to.pose(kS, 0);
     for (int64_t m = 0; m < in.M; ++m) {
@@ -395,7 +395,7 @@ struct GaussianBackward {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
     const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
-    const V w = row[0], da = with.mean.data ? row[stride] : V{};  // else no vote is in it, and its NaN is nobody's
+    const V w = row[0], da = with.mean.data ? row[stride] : V{};  // else no vote affects it: NaN must not spread
     each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
       const V off = vote[k] - base[k];
       put(at, gaussian::dvote(w, u[k], s[k], off - means[k], da, p[k], off));

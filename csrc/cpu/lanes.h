@@ -1,7 +1,7 @@
 // A lane is usually a position: element k of every vector belongs to the k-th position of a tile.
 //
 // A tile is kLanes consecutive positions (b, ho, wo). Its poses are read in place, whatever their strides, and
-// transposed so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane,
+// transposed so that value j of a pose is one vector over the tile. Softmax over parents then never leaves a lane,
 // weights are broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
 //
 // If there are too few positions for that (a set at batch 1), a lane is a child. Weights are then vectors, transposed
@@ -16,7 +16,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Row r of `lane` (stride 1, `count` numbers each) becomes column r: out[j][r] = lane[r][j]; a null lane reads as 0.
+// Row r of `lane` (stride 1, `count` values each) becomes column r: out[j][r] = lane[r][j]; a null lane reads as 0.
 template <class T, class S>
 FASTCAPS_NOINLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out) {
   constexpr int n = kLanes<T>;
@@ -59,7 +59,7 @@ FASTCAPS_NOINLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>*
   }
 }
 
-// A pose (or several, one after another) of `rows` x `cols` numbers per lane, with any strides.
+// A pose (or several, one after another) of `rows` x `cols` values per lane, with any strides.
 template <class T, class S>
 FASTCAPS_NOINLINE void gather_poses(const S* const* lane, int64_t rows, int64_t cols, int64_t row_stride,
                                     int64_t col_stride, Vec<T>* out) {
@@ -106,7 +106,7 @@ struct Tile {
     }
   }
 
-  // Where the first lane alone finds it.
+  // The same for the first lane only.
   template <class S>
   FASTCAPS_INLINE S* first_child(const Votes& in, S* data, const int64_t* stride, int64_t i) const {
     const int64_t at = i / in.N;
@@ -148,7 +148,7 @@ FASTCAPS_INLINE void with_storage(Storage storage, const void* data, F&& f) {
 template <class T, class X>
 inline constexpr bool kOnePosition = std::is_same_v<X, T>;
 
-// `many` poses of `rows` x `columns` numbers from a strided [B, Ho, Wo, M, C, E] tensor (or [B, Ho, Wo, M], 1 x 1).
+// `many` poses of `rows` x `columns` values from a strided [B, Ho, Wo, M, C, E] tensor (or [B, Ho, Wo, M], 1 x 1).
 template <class T, class X>
 FASTCAPS_NOINLINE void gather_parents(const Votes& in, const Tile<T>& tile, Storage storage, const View& view,
                                       int64_t many, int64_t rows, int64_t columns, X* out) {

@@ -19,7 +19,7 @@ namespace fastcaps {
 
 FASTCAPS_LEVELS(FASTCAPS_LEVEL)
 
-// The level in use, 0 the lowest; and whether the user forced it. A forced level that cannot be had is refused where
+// The level in use, 0 the lowest; and whether the user forced it. A forced level that is not available is refused where
 // the library is loaded (fastcaps/backends.py); a later call uses the portable build.
 int level_in_use();
 bool level_is_forced();

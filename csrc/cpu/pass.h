@@ -14,17 +14,17 @@ inline constexpr int64_t kLargeMatrix = 1024;
 // positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
 // threads, so the same input gives the same bits.
 struct Schedule {
-  int64_t row_groups = 1, samples = 0;  // groups of rows; samples of one (0: a group may end within a sample)
+  int64_t row_groups = 1, samples = 0;  // groups of rows; samples of a group (0: it may end within a sample)
   int64_t ranges = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
-  int64_t rows_per_group = 1;                  // rows
+  int64_t rows_per_group = 1;
   int64_t block_children = 1, block_rows = 1;  // children and rows whose votes are on chip at once
-  int64_t weight_parts = 1;     // backward, of dW: one a group where ranges own their weights, else one an item
-  bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
-  bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
-  bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
+  int64_t weight_parts = 1;                    // parts of dW: one a group if ranges own their weights, else one an item
+  bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of children
+  bool shared_weights = false;  // lanes are children that share weights and bias, which stay scalars
+  bool keep_votes = true;       // votes stay in cache between the two halves of a pass; else they are made again
   // poses (and votes, if kept) stay in scratch between iterations; a block then holds all children
   bool stay = false;
-  bool folded = false;  // parents are pulled back to the children's poses, and no votes made (folded.h)
+  bool folded = false;  // matrices act on the parents, and no votes are made (folded.h)
 
   int64_t items() const { return row_groups * ranges; }
   int64_t rows() const { return row_groups * rows_per_group; }
@@ -94,9 +94,9 @@ struct ForwardCall {
   Votes votes;
   Operands with{};
   Schedule schedule{};
-  int64_t iteration = 0, iterations = 1, total = 1;  // a launch's first and number; the call's number
+  int64_t iteration = 0, iterations = 1, total = 1;  // a launch's first; how many it has; how many the call has
   void* partial = nullptr;                           // [ranges, rows, values of a row's results] if ranges > 1
-  void* state = nullptr;  // [rows, values of a row's parents], from iteration to iteration if ranges > 1
+  void* state = nullptr;  // [rows, values of a row's parents], kept between iterations if ranges > 1
 };
 
 template <class Operands>
@@ -108,10 +108,10 @@ struct BackwardCall {
   void* dgate = nullptr;      // [B, H, W, N], zeroed
   Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
   Parts dbias{};              // of every item, zeroed
-  void* state = nullptr;      // [rows, iterations, numbers]: the parents and their gradients, made by backward_prepare
-  void* partial = nullptr;    // [ranges, rows, numbers]: the parents' gradients of each item, of a single iteration
+  void* state = nullptr;      // [rows, iterations, values]: parents and their gradients, made by backward_prepare
+  void* partial = nullptr;    // [ranges, rows, values]: the parents' gradients, of a single iteration
 
-  bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
+  bool wants_votes() const { return dchildren || dweight || dbias; }  // whether a gradient needs dV
 };
 
 // Values of a row: its parents and results in a forward, its parents and their gradients in a backward.
@@ -136,10 +136,10 @@ struct Kernels {
   int64_t (*backward_scratch)(const Backward&);
   RowNumbers (*forward_row)(const Forward&);
   RowNumbers (*backward_row)(const Backward&);
-  bool (*own_pose)(const Forward&);  // whether there are kernels for the call's pose only
+  bool (*own_pose)(const Forward&);  // whether a kernel is specialised for the call's pose
 };
 
-// squash_sum's, for rows begin to end. Rows share nothing, so that the bits do not depend on the number of threads.
+// squash_sum for rows begin to end. Rows share nothing, so the bits do not depend on the number of threads.
 struct SquashSumKernels {
   void (*forward)(const SquashSum&, int64_t begin, int64_t end);
   void (*backward)(const SquashSum&, int64_t begin, int64_t end);

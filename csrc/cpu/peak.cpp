@@ -6,16 +6,16 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// A chain's next step waits for its last: four cycles, and two such units, make eight chains; more are on the safe
-// side. Chains end at 2 and stay there, as numbers that overflow or vanish might take longer.
+// Each step of a chain waits four cycles for the one before, and a core has two multiply-add units: eight chains are
+// enough, more are on the safe side. All chains converge to 2, since values that overflow or vanish might take longer.
 double multiply_adds(int64_t rounds) {
   constexpr int kChains = kManyRegisters ? 24 : 12;
   const VecF half = in_register(broadcast(0.5f)), one = in_register(broadcast(1.0f));
   VecF chains[kChains];
-  unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { chains[k] = broadcast(float(k)); });  // else one would stand for all
+  unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { chains[k] = broadcast(float(k)); });  // equal ones would be merged
   for (int64_t round = 0; round < rounds; ++round)
     unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { chains[k] = chains[k] * half + one; });
-  VecF sum{};  // asked for below, so that the compiler leaves nothing out
+  VecF sum{};  // used below, so that the compiler omits nothing
   unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { sum += chains[k]; });
   return all(sum >= 0) ? 2.0 * kChains * kLanes<float> * double(rounds) : 0;
 }

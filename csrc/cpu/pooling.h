@@ -10,8 +10,8 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// <Q, V> / |V| and 1 / |V| from <Q, V> and |V|^2. Where the square of a lane leaves the range of T, votes are measured
-// once more, in units of their largest number; not for the sake of lanes whose `counts` is 0.
+// <Q, V> / |V| and 1 / |V| from <Q, V> and |V|^2. If a lane's square leaves the range of T, votes are measured again,
+// in units of their largest value, unless the lane's `counts` is 0.
 template <class T>
 struct UnitKey {
   using V = Vec<T>;
@@ -29,8 +29,8 @@ struct UnitKey {
         const V size = v < 0 ? -v : v;
         largest = size > largest ? size : largest;
       });
-      const auto good = within | (largest == 0) | ((largest - largest) != 0);  // and broken lanes
-      if (!all(good)) {  // a lane's numbers depend on no other lane
+      const auto good = within | (largest == 0) | ((largest - largest) != 0);  // and lanes with NaN or infinity
+      if (!all(good)) {  // a lane's values depend on no other lane
         unit = good ? unit : largest;
         V dots{}, squares{};
         each_vote([&](int k, V v) FASTCAPS_LAMBDA {
@@ -59,7 +59,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   using V = Vec<T>;
   static constexpr int kSumNumbers = 2;
 
-  // Results: sums of e V, the largest logit (to base 2), sums of e below it.
+  // Results, with e = g 2^(a - top): sums of e V; top, the largest logit (to base 2); sums of e.
   template <class Y>
   static FASTCAPS_INLINE void begin(Planes<Y> result) {
     for (int64_t m = 0; m < result.many; ++m) *result.number(0, m) += kLowest<T>;
@@ -80,9 +80,9 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   }
 
   FASTCAPS_INLINE V compete(V*, V, V) const { return V{}; }
-  FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
+  FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // the logit that all share
 
-  // Logits of a block's children to 2^(a - top), with what was summed below an older top brought down to the new.
+  // Converts the logits a of a block's children to 2^(a - top), and rescales earlier sums if the top rises.
   FASTCAPS_INLINE void weigh(const V* row, const V*, const V* gates, const Range&, int64_t, int64_t count, int64_t,
                              Planes<V> to, int64_t m, V* share) const {
     V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
@@ -98,7 +98,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     top = high;
   }
 
-  // The lanes' sums below the largest logit of all of them and of the row.
+  // Adds up the lanes' sums, rescaled to the largest logit of all lanes and of the row.
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
       const Planes<X> to = planes_of<PoolingForward>(result, in, in.M);
@@ -149,7 +149,7 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
       X* s = S + m * CE;
       if (with.rule == Rule::kSquash) {
         squash(PoseInMemory<X>{s, CE});
-      } else if (!last) {  // the direction of what was written
+      } else if (!last) {  // directions are those of the stored sums
         for (int64_t k = 0; k < CE; ++k) s[k] = rounded<T>(in.storage, s[k]);
         unit(PoseInMemory<X>{s, CE});
       }
@@ -164,7 +164,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   using Base = QueryBackward<T, X, Pooling>;
   using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
-  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
+  // see BackwardItem::scores
   static constexpr int kScores = 4;
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp.
@@ -207,7 +207,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     });
     V one = broadcast(T(1)), asked = dot[0] + dot[1];
     if (with.normalize) {
-      const V counts = in.gate.data ? broadcast(T(1)) : gate;  // a gate that is shut has a gradient
+      const V counts = in.gate.data ? broadcast(T(1)) : gate;  // even a gate of 0 has a gradient
       const UnitKey<T> key(asked, square[0] + square[1], counts, q, each_vote);
       one = key.inverse, asked = key.cosine;
     }
@@ -232,7 +232,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
       row[stride + m] = with.detach ? V{} : da * row[2 * stride + m];
       row[3 * stride + m] *= row[stride + m];
     }
-    return with.detach ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
+    return with.detach ? dgate - dgate : dgate;  // 0, or NaN if not finite: so BackwardItem finds broken children
   }
 
   template <int kCount>

@@ -1,5 +1,5 @@
-// What rounding leaves over of a Gaussian's moments (gaussian.h): one more sweep over a row's children, before the
-// gradients', summing weights and w (V - means) with the numbers that the gradients will meet.
+// The rest that rounding leaves in a Gaussian's moments (gaussian.h): before the gradients, another sweep over a row's
+// children sums w and w (V - means), from the same values that the gradients will use.
 #pragma once
 
 #include "backward.h"
@@ -7,7 +7,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Of iteration k of the row in hand, whose parents are in `state`.
+// For iteration k of the current row, whose parents are in `state`.
 template <class Item>
 void find_rest(Item& item, int64_t k, typename Item::X* state) {
   const Votes& in = item.in;

@@ -5,9 +5,9 @@
 namespace fastcaps {
 namespace {
 
-// Sizes that the figures in docs/performance.md were measured with. Votes of a block live in the second-level cache
-// (1 to 2 MiB a core on the machines measured), beside the weights and parents that meet them; where two children's or
-// more fit the first (32 to 48 KiB) beside the parents, no more are met at once.
+// Sizes that the figures in docs/performance.md were measured with. Votes of a block live in the second-level cache (1
+// to 2 MiB a core on the machines measured), beside their weights and parents. If those of two children or more fit the
+// first-level cache (32 to 48 KiB) beside the parents, a block has no more children.
 constexpr int64_t kCloseBytes = 44 << 10;        // children, matrices, votes and parents of such a block
 constexpr int64_t kVoteBytes = 384 << 10;        // votes kept at once, if a single child's do not need more
 constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes are computed twice instead
@@ -19,8 +19,8 @@ constexpr int64_t kPartialBytesLeast = 1 << 20;  // within these bounds
 constexpr int64_t kPartialBytes = 32 << 20;
 constexpr int64_t kWeightParts = 64 << 20;       // weight gradients of items that share their weights, all together
 constexpr int64_t kItems = 64;                   // enough to keep the threads of a large machine busy
-constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
-// What a byte of a backward's partial results costs, in multiply-adds: it is handed out, cleared, added to and read.
+constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item
+// What a byte of a backward's partial results costs, in multiply-adds: it is allocated, cleared, added to and read.
 constexpr double kOperationsPerByte = 12;
 
 double votes_bytes(const Votes& in, const Task& task) {
@@ -67,7 +67,8 @@ bool share_weights(const Votes& in, const Task& task) {
   return in.positions() * 2 <= task.lanes || stays;
 }
 
-// If positions are too few to fill the lanes, children do. If each has its own weights, those are transposed first.
+// If positions are too few to fill the lanes, children do. If each child has its own weights, those are transposed
+// first.
 bool use_child_lanes(const Votes& in, const Task& task) {
   return share_weights(in, task) || (!task.folded && in.positions() * 4 <= task.lanes && in.I >= task.lanes);
 }
@@ -82,8 +83,8 @@ void schedule_block_of_child_lanes(const Votes& in, const Task& task, Schedule& 
   schedule.block_children = schedule.keep_votes ? std::clamp<int64_t>(kVoteBytesMost / 4 / votes, 1, 8) : 4;
 }
 
-// Children that share their weights: nothing is saved by meeting several rows at once, and results cost a sum over the
-// lanes at the end of every block, so that a block should be long, if need be too long to be kept.
+// Children that share their weights: several rows at once save nothing, and each block ends with a sum over the lanes.
+// So blocks should be long, if necessary too long for their votes to be kept.
 void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.child_lanes = schedule.shared_weights = true;
   schedule.block_rows = 1;
@@ -93,8 +94,8 @@ void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule
       std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 16);
 }
 
-// Where all children of a row fit, they are met once for all iterations. Where votes are the children themselves
-// (identity) or are never made (folded), none are kept; blocks may be longer instead.
+// If all children of a row fit in cache, they are loaded once for all iterations. If votes are the children themselves
+// (identity) or are never made (folded), none are kept, and blocks may be longer.
 void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   if (task.identity || task.folded) {
     schedule.keep_votes = false;
@@ -108,16 +109,16 @@ void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.block_children = units(in, task, schedule.child_lanes);
 }
 
-// A cost, raised for idle threads: with items of one size, by a sixteenth of how much longer machines of 2 to 64
-// threads take on average than if every thread worked to the end. More threads are for larger calls, and no
-// cut is worth much more work.
+// Raises a cost for idle threads: by a sixteenth of the share by which a call takes longer because some threads finish
+// their items early, on average over machines of 2 to 64 threads. Not by more: large machines are for larger calls, and
+// no cut is worth much more work.
 double with_idle_threads(double cost, int64_t items) {
   double longer = 0;
   for (const int64_t threads : {2, 8, 32, 64}) longer += double(threads * ceil_div(items, threads)) / 4;
   return cost * (1 + (longer / double(items) - 1) / 16);
 }
 
-// Calls f(ranges) for the numbers of ranges to compare: items just below a power of two leave few threads idle.
+// Calls f(ranges) for each count of ranges to compare: items just below a power of two leave few threads idle.
 template <class F>
 void each_number_of_ranges(int64_t row_groups, int64_t most, F&& f) {
   f(1);
@@ -168,7 +169,7 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
   double best = 0;
   each_number_of_ranges(schedule.row_groups, most, [&](int64_t ranges) {
     const double parts = ranges > 1 ? double(ranges * schedule.rows() * row_bytes) : 0;  // a byte: 4 multiply-adds
-    const double again = ranges > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made every iteration
+    const double again = ranges > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made in every iteration
     const double cost = with_idle_threads(work * again + 4 * parts, schedule.row_groups * ranges);
     if (best != 0 && cost >= best) return;
     best = cost;
@@ -193,7 +194,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
   once.iterations = 1;                                 // nothing stays from iteration to iteration
   const bool child_lanes = use_child_lanes(in, once);  // then all positions are one group
   const bool by_group = (task.folded || (child_lanes && share_weights(in, once))) && in.G > 1;
-  const bool owned = in.G % in.N == 0 || by_group;  // a range's weights are nobody else's
+  const bool owned = in.G % in.N == 0 || by_group;  // no other range has a range's weights
   const int64_t most_ranges = by_group ? in.G : child_lanes ? ceil_div(in.N, lanes) : in.N;
   const int64_t most_groups = child_lanes ? 1 : std::clamp<int64_t>(in.B, 1, kItems);
   for (int64_t wanted = 1; wanted <= most_groups; wanted *= 2) {
@@ -229,11 +230,11 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
     const int64_t children = ceil_div(in.N, best.ranges) * in.window.kh * in.window.kw;  // of an item
     best.block_children = std::min(best.block_children, children);
   }
-  if (task.identity) {  // nothing is kept, and nothing gained by longer blocks
+  if (task.identity) {  // nothing is kept, so longer blocks gain nothing
     best.keep_votes = false;
     best.block_children = std::min<int64_t>(best.block_children, 8);
   }
-  if (task.folded) {  // row by row, and no votes; what is kept of a unit of children is its shares, of every iteration
+  if (task.folded) {  // row by row, without votes; of a unit of children only the shares are kept, of every iteration
     best.folded = true;
     best.keep_votes = false;
     best.block_rows = 1;

@@ -12,8 +12,8 @@ struct Task {
   int64_t lanes;   // positions that make a tile
   int64_t number;  // bytes of the compute type
   RowNumbers row;
-  int64_t iterations;  // of a routing, forward; whose gradients are made together, backward
-  int64_t copied = 0;  // numbers of the gradients that every item has a copy of: bias, betas
+  int64_t iterations;  // forward: of the routing; backward: whose gradients are made together
+  int64_t copied = 0;  // values of the gradients that every item has a copy of: bias, betas
   bool shared;         // children of one type, or of several, share weights and bias
   bool identity;       // votes are the children themselves
   bool folded;         // the matrices act on the parents (folded.h)

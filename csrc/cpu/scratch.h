@@ -5,7 +5,7 @@
 
 namespace fastcaps {
 
-// FASTCAPS_GUARD_SCRATCH is set: a step out of a piece of scratch memory ends the process.
+// Whether FASTCAPS_GUARD_SCRATCH is set: then an access beyond a piece of scratch memory ends the process.
 bool guards_scratch();
 inline constexpr int64_t kGuardBytes = 1 << 14;  // whole pages on every system
 void guard(void* page);

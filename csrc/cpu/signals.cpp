@@ -14,7 +14,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// What is used of Python: the library is not linked to it, so Python tells where it lies. Null where there is none.
+// Python's functions. The library is not linked to Python, so Python passes their addresses. Null without Python.
 struct Python {
   int (*take_gil)();                           // PyGILState_Ensure
   void (*leave_gil)(int);                      // PyGILState_Release
@@ -25,8 +25,8 @@ struct Python {
 const Python* python = nullptr;
 thread_local void* raised[3] = {};  // by a handler that this thread's last call ran, for fastcaps_cpu_raise
 
-// The process's first thread, or the one that called fork. Where Python's main thread is another, in a program that
-// embeds it, calls are just not interrupted.
+// The process's first thread, or the one that called fork. If Python's main thread is another, as in a program that
+// embeds Python, calls are not interrupted.
 bool on_main_thread() {
 #if defined(__linux__)
   return syscall(SYS_gettid) == getpid();

@@ -10,7 +10,7 @@
 
 namespace fastcaps {
 
-// Watches over a call whose items several threads run. Made on the thread that the call came from; only that one asks.
+// Watches over a call whose items several threads run. Created on the calling thread, which alone asks Python.
 class SignalWatch {
  public:
   // Whether a handler raised; the results are then incomplete.

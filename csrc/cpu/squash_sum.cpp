@@ -1,5 +1,5 @@
 // The kernels of squash_sum of one instruction set. A lane is a position: neighbouring pixels of a channel are
-// neighbours in memory. So number k of kLanes capsules is one vector, and a capsule's length is summed up in its lane.
+// neighbours in memory. So value k of kLanes capsules is one vector, and a capsule's length is summed up in its lane.
 #include "../algebra/squash_sum.h"
 
 #include "pass.h"
@@ -25,8 +25,8 @@ FASTCAPS_INLINE void store_pixels(S* p, int64_t count, Vec<T> v) {
   for (int64_t k = 0; k < count; ++k) p[k] = narrow<S>(wide[k]);
 }
 
-// Of kLanes capsules x: size = |x|, share = |x| / (1 + |x|^2), falloff = 1 / (1 + |x|^2), where very long capsules have
-// been shrunk first. slope is the share of the capsule as it was before; its gradient is scaled by that.
+// Of kLanes capsules x: size = |x|, share = |x| / (1 + |x|^2), falloff = 1 / (1 + |x|^2), after very long capsules are
+// shrunk. slope is the share before that, which scales the capsule's gradient.
 template <class T>
 struct Sizes {
   Vec<T> size, share, falloff, slope;
@@ -43,7 +43,7 @@ FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
     squares += x[k] * x[k];
   }
   const T most = kLong<T>;
-  // as a rule all capsules are zero or of numbers whose squares neither overflow nor vanish
+  // usually all capsules are zero or have squares that neither overflow nor vanish
   if (all((largest == 0) | ((largest > 1 / most) & (largest < most)))) {
     const V size = Number<V>::sqrt(squares), falloff = 1 / (1 + squares), share = size * falloff;
     return {size, share, falloff, share};
@@ -54,7 +54,7 @@ FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
   return {size, share, 1 / (1 + size * size), share * by};
 }
 
-// Loads the capsules at `count` pixels: x[k] is number k of each, after the ReLU.
+// Loads the capsules at `count` pixels: x[k] is value k of each, after the ReLU.
 template <class T, class S>
 FASTCAPS_INLINE void load_capsules(const SquashSum& call, int64_t dim, const S* from, int64_t count, Vec<T>* x) {
   for (int64_t k = 0; k < dim; ++k) {
@@ -63,7 +63,7 @@ FASTCAPS_INLINE void load_capsules(const SquashSum& call, int64_t dim, const S* 
   }
 }
 
-// Room for two capsules in every lane: in registers where kDim is the number of their numbers, in memory where it is 0.
+// Room for two capsules in every lane: in registers if kDim is their dimension, in memory if it is 0.
 template <class T, int kDim>
 struct Room {
   explicit Room(int64_t) {}

@@ -1,7 +1,7 @@
 // Vectors of lanes: the widest registers of the instruction set this file is compiled for.
 //
-// Everything here is inlined and lives in a namespace of its own per instruction set (FASTCAPS_NAMESPACE), so that the
-// linker can never serve an AVX-512 body to a caller on a machine without it.
+// Everything here is inlined and lives in a namespace for each instruction set (FASTCAPS_NAMESPACE), so that the linker
+// can never serve an AVX-512 body to a caller on a machine without it.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 #define FASTCAPS_NAMESPACE FASTCAPS_CONCAT(isa, FASTCAPS_ISA)
 #define FASTCAPS_INLINE inline __attribute__((always_inline))
 #define FASTCAPS_LAMBDA __attribute__((always_inline))
-// What is long, and called with enough to do: one copy of it for all kernels keeps the library's build short.
+// For long functions that do much per call: one copy for all kernels shortens the build.
 #define FASTCAPS_NOINLINE __attribute__((noinline))
 
 namespace fastcaps {
@@ -89,8 +89,8 @@ FASTCAPS_INLINE void store(T* p, Vec<T> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// x, in a register, and the compiler forgets how it came there: it would load it anew for each use, where loads are
-// what is scarce, or fuse its product with a sum.
+// Returns x in a register and hides its origin: otherwise the compiler would load it again for each use, though loads
+// are the bottleneck, or fuse its product with a sum.
 template <class V>
 FASTCAPS_INLINE V in_register(V x) {
 #if defined(__AVX512F__)
@@ -107,7 +107,7 @@ FASTCAPS_INLINE V in_register(V x) {
 
 template <class V>
 FASTCAPS_INLINE V max(V a, V b) {
-  return a > b ? a : b;  // a NaN in `a` loses; softmax still makes it NaN through exp
+  return a > b ? a : b;  // ignores a NaN in `a`; in softmax exp makes it NaN again
 }
 
 // Whether a comparison holds in every lane.
@@ -124,7 +124,7 @@ FASTCAPS_INLINE bool all(Mask holds) {
 #endif
 }
 
-// f of a number, or of every lane of a vector.
+// f of a scalar, or of every lane of a vector.
 template <class T, class X, class F>
 FASTCAPS_INLINE X each_lane(X x, F&& f) {
   if constexpr (std::is_same_v<X, T>) {
@@ -141,9 +141,8 @@ inline constexpr double kLog2E = 1.44269504088896340736;  // 1 / ln 2
 
 // 2^x for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
 // 2^x = 2^n 2^r, r = x - n in [-1/2, 1/2], with a polynomial for 2^r. Adding 1.5 * 2^23 rounds x to the integer n in
-// the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN stays NaN. Below
-// kLowest the answer is 0, as good as exact beside the 1 of the maximum: it keeps denormal numbers, slow on many
-// processors, out of the sums.
+// the low bits; with the exponent's bias added, these bits shifted up are 2^n. NaN stays NaN. Below kLowest the result
+// is 0, exact enough beside the maximum's 1: denormal values, slow on many processors, stay out of the sums.
 FASTCAPS_INLINE VecF exp2_nonpositive(VecF x) {
   const float kLowest = -115.0f, kRound = 12582912.0f + 127.0f;
   const VecF shifted = x + kRound, r = x - (shifted - kRound);
@@ -174,7 +173,7 @@ FASTCAPS_INLINE Vec<T> exp2_any(Vec<T> x) {
   return x > most ? broadcast(T(__builtin_inf())) : inside;
 }
 
-// ln x = k ln 2 + ln m, m in [sqrt(1/2), sqrt(2)), to about one unit in the last place, for normal numbers alone.
+// ln x = k ln 2 + ln m, m in [sqrt(1/2), sqrt(2)), to about one unit in the last place, only for normal values.
 FASTCAPS_INLINE VecF log_normal(VecF x) {
   const VecI k = ((VecI)x - 0x3f3504f3) >> 23;
   const VecF n = __builtin_convertvector(k, VecF), r = (VecF)((VecI)x - (k << 23)) - 1.0f, square = r * r;
@@ -300,7 +299,7 @@ FASTCAPS_INLINE void store_as(S* p, Vec<T> v) {
 
 }  // namespace FASTCAPS_NAMESPACE
 
-// The formulas' numbers (csrc/algebra): lane by lane.
+// Number (csrc/algebra) for vectors: lane by lane.
 template <class T>
 struct NumberOfLanes {
   using Scalar = T;

@@ -1,4 +1,4 @@
-// The inner loops of the verbs: rows of votes made, met by what is asked of them, and pulled back.
+// The inner loops of the verbs: make rows of votes, compute scores and sums from them, and pull gradients back.
 #pragma once
 
 #include "scratch.h"
@@ -13,7 +13,7 @@ constexpr int kRows = 4;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, zeros behind.
+// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, with zeros after them.
 template <class T, class X>
 FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int64_t step_e, int64_t count,
                             int64_t rows, int64_t E, int64_t tile, int64_t flat, T* to) {
@@ -26,7 +26,7 @@ FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int
   };
   if constexpr (std::is_same_v<T, X>)
     if (step_e == 1 && step_row == E && count == tile)
-      for (int64_t k = 0; k + n <= rows * E; k += n) {  // n numbers of n parents, transposed
+      for (int64_t k = 0; k + n <= rows * E; k += n) {  // n values of n parents, transposed
         T* at[n];
         for (int r = 0; r < n; ++r) at[r] = next();
         for (int64_t m = 0; m < tile; m = m + n < tile && m + 2 * n > tile ? tile - n : m + n) {
@@ -35,7 +35,7 @@ FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int
           transpose<T>(lanes);
           for (int r = 0; r < n; ++r)
             if (at[r] + m + n <= to + rows * flat)
-              store<T>(at[r] + m, lanes[r]);  // what it writes too far comes later
+              store<T>(at[r] + m, lanes[r]);  // the next values overwrite what exceeds the tile
             else
               for (int64_t l = 0; m + l < tile; ++l) at[r][m + l] = lanes[r][l];
         }
@@ -50,26 +50,26 @@ FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int
     for (int64_t pad = E * tile; pad < flat; ++pad) to[k * flat + pad] = 0;
 }
 
-// A row of votes' numbers, what it meets, and where what is made of it goes: a flat row of scores, of the votes'
-// gradient, the sums of votes and of their squares.
+// One row: its operands (the child's row x, or the votes; coefficients r; `about`: targets or means), and its results,
+// as flat rows: scores, the votes' gradient, sums and square sums; and dx, the gradient of x.
 template <class T>
 struct Row {
   const T *x, *bias, *r, *about, *precisions;
   T *scores, *dvotes, *sums, *squares, *dx;
 };
 
-// Rows and the block of children that they meet.
+// A block of children, and what all rows have in common.
 template <class T>
 struct Meeting {
   const T* weight;  // [children, D, flat]; null: x are the votes themselves
-  int64_t weight_step, bias_step, x_step, r_step, dvotes_step, dx_step;  // from child to child; of scores it is flat
+  int64_t weight_step, bias_step, x_step, r_step, dvotes_step, dx_step;  // from child to child; `flat` for scores
   int64_t D, flat, begin, end;                                           // children begin to end
-  const int64_t* starts;                                                 // of a vector of a flat row: its first parent
-  bool together;                                                         // rows belong to one pose
-  bool once;                                                             // dx is stored, not added to
+  const int64_t* starts;  // of each vector of a flat row: its first parent
+  bool together;          // rows belong to one pose
+  bool once;              // dx is stored, not added to
 };
 
-// R rows and U vectors from v on.
+// R rows and U vectors from v on, for all children of the block. `first`: scores are stored, not added to.
 template <class T, Kind kind, int R, int U>
 FASTCAPS_INLINE void meet(const Meeting<T>& with, const Row<T>* rows, int64_t v, bool first) {
   using V = Vec<T>;
@@ -161,7 +161,7 @@ FASTCAPS_NOINLINE void meet_all(const Meeting<T>& with, const Row<T>* rows, int6
   });
 }
 
-// lane k: the sum over lanes of x[k]; a transpose whose halves are added at every step.
+// Lane k of the result is the sum over lanes of x[k]: a transpose that adds halves at every step.
 template <class T, int kBlock = 1>
 FASTCAPS_INLINE Vec<T> lane_sums(Vec<T>* x) {
   constexpr int n = kLanes<T>;
@@ -207,7 +207,7 @@ FASTCAPS_INLINE void pull_rows(const Meeting<T>& with, const Row<T>* rows, int64
   if constexpr (kChild) {
     T sums[kSums];
     unroll<kSums / n>([&](auto k) FASTCAPS_LAMBDA { store<T>(sums + k * n, lane_sums<T>(dx + k * n)); });
-    unroll<R>([&](auto i) FASTCAPS_LAMBDA {  // read before written: a row's numbers are one vector
+    unroll<R>([&](auto i) FASTCAPS_LAMBDA {  // all are read before any is written: a row's values are one vector
       T *to = rows[i].dx + j * with.dx_step + d, found[K];
       unroll<K>([&](auto k) FASTCAPS_LAMBDA { found[k] = with.once ? sums[i * K + k] : to[k] + sums[i * K + k]; });
       unroll<K>([&](auto k) FASTCAPS_LAMBDA { to[k] = found[k]; });
@@ -235,13 +235,13 @@ FASTCAPS_INLINE T sum_of(const T* x, int64_t count) {
   return total;
 }
 
-// Sums of many terms: `near` joins `far` before it has more than `most`.
+// Sums of many terms: `near` is added to `far` before it has more than `most` terms.
 template <class T>
 struct LongSum {
   T* near = nullptr;
   double* far = nullptr;
   int64_t size, most, terms = 0;
-  bool joined = false;  // else far holds nothing
+  bool joined = false;  // whether far has values
 
   LongSum(bool wanted, int64_t size, int64_t most, Arena& arena) : size(size), most(most) {
     if (wanted) near = arena.take<T>(size), far = arena.take<double>(size);

@@ -1,5 +1,6 @@
-// The kernels of the verbs of one instruction set; verbs.h says how numbers lie. Children come in blocks whose matrices
-// are packed, positions inside: a position's rows, or rows of four positions where a pose is one row, meet the block.
+// The kernels of the verbs for one instruction set; verbs.h describes the layout. The walk goes over blocks of
+// children, whose matrices are packed, and for each block over positions: it takes the rows of one position, or of four
+// if a pose has one row.
 #include "verb_rows.h"
 
 namespace fastcaps {
@@ -24,9 +25,9 @@ struct Walk {
   Row<T>* rows;
   int64_t* starts;
   LongSum<T> dweight, dbias;
-  int64_t tile = 0, first_parent = 0, parents = 0;          // at hand
-  int64_t packed = -1, packed_count = 0, packed_tile = -1;  // whose matrices are: group of the first child, how many
-  int64_t item = 0, range = 0, samples = 0;                 // the item, its range of children; a pull's of samples
+  int64_t tile = 0, first_parent = 0, parents = 0;          // the current tile
+  int64_t packed = -1, packed_count = 0, packed_tile = -1;  // packed matrices: the first child's group; children; tile
+  int64_t item = 0, range = 0, samples = 0;  // the item; its range of children; a pull's range of samples
 
   Walk(const VerbCall& call, void* scratch)
       : call(call),
@@ -96,14 +97,14 @@ struct Walk {
               in.bias_stride_m, E, 1, parents, C, E, call.tile, flat, biases + j * C * flat);
   }
 
-  // Meets children i to i + count, all under one cell of the window, at places from `at` to `end`.
+  // Processes children i to i + count, all in one cell of the window, at positions from `at` to `end`.
   void meet_places(int64_t i, int64_t count, Place at, int64_t end) {
     const Window& w = in.window;
     const int64_t cell = i / in.N, dy = cell / w.kw * w.dh - w.ph, dx = cell % w.kw * w.dw - w.pw;
     Meeting<T> with{};
     with.weight = in.weight ? weights : nullptr;
     with.weight_step = weight_step(), with.bias_step = bias_step(), with.dx_step = C * D, with.once = call.once();
-    with.dvotes_step = call.makes_votes() ? row_count() * flat : 0;  // the votes' gradients of one child at a time
+    with.dvotes_step = call.makes_votes() ? row_count() * flat : 0;  // 0: one child's dvotes at a time
     with.D = D, with.starts = starts, with.flat = flat, with.end = count, with.together = C > 1;
     for (int64_t many = 0; at.p < end;) {
       Place places[kRows];
@@ -129,14 +130,14 @@ struct Walk {
     }
   }
 
-  // Fetches what the next position will want; `stride` leads from sample to sample, row to row and column to column.
+  // Prefetches the next position's values; `stride` is that of samples, rows and columns.
   template <class X>
   void fetch_next(const X* from, const int64_t* stride, int64_t down, int64_t right, int64_t count) const {
     from += in.Wo > 1 ? right * stride[2] : in.Ho > 1 ? down * stride[1] : stride[0];
     for (int64_t k = 0; k < min(count, 256); k += 64 / int64_t(sizeof(X))) __builtin_prefetch(from + k);
   }
 
-  // The rows of the `which`th position at hand, whose window has children i to i + count at (y, x).
+  // Sets the rows of the `which`th position of a group, whose window has children i to i + count at (y, x).
   void set_rows(int64_t which, const Place& at, int64_t y, int64_t x, int64_t i, int64_t count, Meeting<T>& with) {
     const int64_t *s = in.children.stride, type = i % in.N, row0 = C > 1 ? 0 : which, size = C * D;
     const int64_t own[] = {in.H * in.W * in.N * size, in.W * in.N * size, in.N * size};  // of dchildren
@@ -174,7 +175,7 @@ struct Walk {
     }
   }
 
-  // Poses in the type of sums; without matrices as flat rows, which are the votes.
+  // Copies poses in the type of sums; without matrices as flat rows, which are the votes.
   const T* copy_poses(const S* child, int64_t count, T* to, int64_t row_step) const {
     const int64_t *s = in.children.stride, copies = in.weight ? 1 : call.tile;
     for (int64_t j = 0; j < count; ++j)
@@ -187,8 +188,8 @@ struct Walk {
     return to;
   }
 
-  // Coefficients of children i to i + count: one after the other, and begun again for a vector more, so that whatever
-  // parent a vector begins with it is read from there.
+  // Returns coefficients of children i to i + count. Each child's are repeated for one more vector: a vector may begin
+  // with any parent and continues with the first after the last.
   const T* coefficients_of(int64_t which, const Place& at, int64_t i, int64_t count, int64_t& step) {
     const int64_t* t = call.coefficients.stride;
     const T* all = static_cast<const T*>(call.coefficients.data) + at.b * t[0] + at.y * t[1] + at.x * t[2] + i * t[3] +
@@ -202,7 +203,7 @@ struct Walk {
     for (int64_t j = 0; j < count; ++j) {
       T* out = to + j * step;
       const T* from = all + j * t[3];
-      if (step_m == 1 && t[3] == M && M == many && (count - j) * M >= ceil_div(M, n) * n) {  // may read the next's
+      if (step_m == 1 && t[3] == M && M == many && (count - j) * M >= ceil_div(M, n) * n) {  // reads past this child
         for (int64_t k = 0; k < last; k += M)
           for (int64_t m = 0; m < M && k + m < last; m += n) store<T>(out + k + m, load<T>(from + m));
       } else {
@@ -226,7 +227,7 @@ struct Walk {
     }
   }
 
-  // Scores of children i to i + count: sums over e of flat rows; zeros without them.
+  // Writes scores of children i to i + count: sums over e of flat rows; zeros if `from` is null.
   void write_scores(int64_t p, int64_t i, int64_t count, const T* from) {
     T* to = static_cast<T*>(call.scores) + (p * in.I + i) * in.M + first_parent;
     for (int64_t j = 0; j < count; ++j, to += in.M)
@@ -234,7 +235,7 @@ struct Walk {
         Vec<T> sum{};
         for (int64_t e = 0; from && e < E; ++e) sum += load<T>(from + j * flat + e * call.tile + m);
         if (m + n <= parents || (call.tiles == 1 && j + 1 < count && parents - m + in.M >= n))
-          store<T>(to + m, sum);  // beyond the parents it writes where the next child's scores will be
+          store<T>(to + m, sum);  // the next child's scores overwrite what is beyond the parents
         else
           for (int64_t k = 0; m + k < parents; ++k) to[m + k] = sum[k];
       }
@@ -274,7 +275,7 @@ struct Walk {
     dbias.count(bias_step() ? 1 : children);
   }
 
-  // Of votes that are the children's poses: sums over the parents.
+  // If votes are the children's poses: dx gets the sums over the parents.
   void add_runs(const Meeting<T>& with, int64_t count, int64_t j) {
     for (int64_t k = 0; k < count; ++k)
       for (int64_t e = 0; e < E; ++e) {
@@ -283,7 +284,7 @@ struct Walk {
       }
   }
 
-  // Adds what the packed matrices' gradient has come to.
+  // Adds the gradient of the packed matrices to the result.
   void leave_weights() {
     if (!dweight.near) return;
     if (packed >= 0) {
@@ -300,7 +301,7 @@ struct Walk {
   void leave_biases(int64_t i, int64_t count) {
     if (!dbias.near) return;
     T* out = call.dbias.part<T>(call.own_bias() ? samples : item);
-    const int64_t together = in.bias_stride_m ? 1 : parents;  // that have one bias
+    const int64_t together = in.bias_stride_m ? 1 : parents;  // parents that share a bias
     for (int64_t j = 0; j < (bias_step() ? count : 1); ++j)
       for (int64_t m = 0; m < parents; m += together) {
         T* to = out + (i + j) * in.bias_stride_i + (first_parent + m) * in.bias_stride_m;
@@ -340,7 +341,7 @@ struct Walk {
     leave_weights();
   }
 
-  // Sums of the range of children at some positions.
+  // Clears the range's sums at positions from `from` to `until`.
   void clear_sums(int64_t from, int64_t until) {
     for (void* sums : {call.sums, call.squares})
       for (int64_t k = from * C * flat; sums && k < until * C * flat; ++k)
@@ -363,7 +364,7 @@ struct Walk {
   }
 };
 
-// f<T, S>() of the types of sums and of what lies in memory.
+// Calls f<T, S>() with the type of sums and the type in memory.
 template <class F>
 auto with_types(const Votes& in, F&& f) {
   if (in.storage == Storage::kFloat64) return f.template operator()<double, double>();

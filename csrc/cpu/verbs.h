@@ -1,8 +1,7 @@
 // The verbs on the CPU: scores of pairs, weighted sums of votes, and the pull: gradients of children, weight and bias.
 //
-// A child's pose is C rows. Parents come in tiles whose values lie beside each other, [e][m] with m fastest, padded
-// once to whole vectors: a *flat* row. A vote's row is a row of the child times [D, flat], its matrices packed that
-// way.
+// A child's pose has C rows. A *flat* row holds the values of a tile of parents, [e][m] with m fastest, padded at the
+// end to whole vectors. A row of votes is a row of the child times its matrices, packed as [D, flat].
 #pragma once
 
 #include "pass.h"
@@ -15,7 +14,7 @@ struct VerbCall {
   Votes votes;
   Kind kind = kDots;
   int64_t tile = 1, tiles = 1;                 // parents of a tile, and how many tiles
-  int64_t flat = 0, block = 1;                 // numbers of a flat row; children whose matrices are packed at once
+  int64_t flat = 0, block = 1;                 // values of a flat row; children whose matrices are packed at once
   int64_t place_ranges = 1, child_ranges = 1;  // an item has one of each; of a pull, ranges of samples and child types
   View coefficients;                           // [B, Ho, Wo, I, M]
   const void *about = nullptr, *precisions = nullptr;  // targets or means: flat poses, or a single row (step 0)
@@ -32,12 +31,12 @@ struct VerbCall {
   int64_t items() const { return (kind < kPull ? tiles : 1) * place_ranges * child_ranges; }
   // Whether a pull makes votes.
   bool makes_votes() const { return kind == kPullSquared || scores || sums || squares; }
-  // Whether a pull meets each child once, and may store its gradient.
+  // Whether a pull reaches each child once, and so stores its gradient instead of adding to it.
   bool once() const {
     const Window& w = votes.window;
     return tiles == 1 && w.kh * w.kw * w.sh * w.sw == 1 && w.ph == 0 && w.pw == 0;
   }
-  // Whether items that share no child type share no matrix either, nor entry of the bias.
+  // Whether items with different child types also have different matrices, and entries of the bias.
   bool own_weights() const { return votes.weight && votes.G % votes.N == 0; }
   bool own_bias() const { return votes.bias_stride_i != 0 || votes.I == 1; }
 };

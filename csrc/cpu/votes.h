@@ -7,13 +7,13 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// Poses known at compile time unroll into registers; Rows x Cols is the block of votes held there at once.
+// Poses known at compile time are unrolled into registers, which hold kRows x kCols votes at once.
 template <int C_, int D_, int E_>
 struct StaticPose {
   static constexpr bool kIdentity = false, kDynamic = false;
-  static constexpr int C = C_, D = D_, E = E_, kNumbers = C * E;  // numbers of a vote; 0: known at run time
-  static constexpr int kLimit = kManyRegisters ? 18 : 12;         // of votes in registers,
-  static constexpr int kGradientLimit = kManyRegisters ? 18 : 8;  // and of their gradients, beside what meets them
+  static constexpr int C = C_, D = D_, E = E_, kNumbers = C * E;  // values of a vote; 0: known at run time
+  static constexpr int kLimit = kManyRegisters ? 18 : 12;         // votes in registers,
+  static constexpr int kGradientLimit = kManyRegisters ? 18 : 8;  // and their gradients, beside the operands
   static constexpr int largest_divisor(int of, int limit) {
     int best = 1;
     for (int k = 1; k <= limit && k <= of; ++k)
@@ -27,11 +27,12 @@ struct StaticPose {
   // Weights' gradients: vectors by vectors.
   static constexpr int kWeightRows = largest_divisor(D, kManyRegisters ? 6 : 4);
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
-  // Rows of a vote's gradient that meet matrix and child while they are in registers; 0: it is written down first.
+  // Rows of a vote's gradient that multiply matrix and child from registers; 0: the gradient is stored first.
   static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kGradientLimit / E);
-  // Parents whose votes, when they are few numbers each, are made together; tiles, where a row meets a large matrix.
+  // What is made together: parents whose votes have few values; units that share matrices; tiles, if matrices are
+  // large.
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
-  static constexpr int kUnits = C > 1 ? 1 : 4;  // units that share their matrices meet them together
+  static constexpr int kUnits = C > 1 ? 1 : 4;
   static constexpr int kTiles = C > 1 || D* E < kLargeMatrix ? 1 : kManyRegisters ? 4 : 2;
   // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (weight_gradients.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
@@ -97,13 +98,13 @@ FASTCAPS_INLINE void product(int rows, int cols, int depth, A&& a, B&& b, Init&&
   }
 }
 
-// Whether votes are the children's own poses: that there are no weights is known at compile time or met at run time.
+// Whether votes are the children's own poses: known at compile time (kIdentity) or at run time (no weights).
 template <class Pose, class Weight>
 FASTCAPS_INLINE bool are_poses(const Weight* W) {
   return Pose::kIdentity || (Pose::kDynamic && W == nullptr);
 }
 
-// W and bias: numbers of type `Weight`, a scalar for all lanes or a vector over them.
+// `Weight`, the type of W and bias: a scalar for all lanes, or a vector over them.
 
 // V = P W + bias, vote by vote: sink(index in C x E, vote).
 template <class T, class Pose, class Weight, class Sink>
@@ -118,14 +119,14 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, bias ? v + bias[c * pose.E + e] : v); });
 }
 
-// f(first, many) for [0, count), kMost at a time while there are so many, then half of it.
+// Calls f(first, many) for [0, count) in groups of kMost, and the remainder in groups of half the size, and so on.
 template <int kMost, class F>
 FASTCAPS_INLINE void each_group(int64_t count, F&& f, int64_t first = 0) {
   for (; first + kMost <= count; first += kMost) f(first, std::integral_constant<int, kMost>{});
   if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
 }
 
-// S[k] += sum over `count` votes of weight[j * stride] * vote j's number k, `size` numbers each.
+// S[k] += sum over `count` votes of weight[j * stride] * vote j's value k, `size` values each.
 template <class V>
 FASTCAPS_INLINE void add_votes(const V* votes, const V* weight, int64_t stride, int64_t count, int64_t size, V* S) {
   each_group<8>(size, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
@@ -137,7 +138,7 @@ FASTCAPS_INLINE void add_votes(const V* votes, const V* weight, int64_t stride, 
   });
 }
 
-// f of numbers [first, first + count) of a pose: unrolled where kCount says how many they are.
+// Calls f(index, k) for the values [first, first + count) of a pose; unrolled if kCount is `count`, not 0.
 template <int kCount, class F>
 FASTCAPS_INLINE void each_number(int first, int count, F&& f) {
   if constexpr (kCount > 0)
@@ -146,10 +147,10 @@ FASTCAPS_INLINE void each_number(int first, int count, F&& f) {
     for (int k = 0; k < count; ++k) f(first + k, k);
 }
 
-// The matrix that is met next: large ones come from memory, and are asked for part by part while one is at work.
+// The next matrix. Large ones come from memory: it is prefetched part by part while the current one is used.
 struct Next {
   const char* data;
-  int64_t number;  // bytes of one
+  int64_t number;  // bytes of a value
 
   template <int kNumbers>
   FASTCAPS_INLINE void prefetch(int part) const {
@@ -157,9 +158,8 @@ struct Next {
   }
 };
 
-// Votes of poses of a single row, kUnits of them at once, `apart`, for kParents whose matrices follow one another and
-// whose biases are bias_m apart: sink(which unit, which parent, index in E, vote). A number that is read then serves
-// many products.
+// Votes of kUnits single-row poses, which lie `apart`, for kParents parents, whose matrices follow one another and
+// whose biases lie bias_m apart: sink(unit, parent, index in E, vote). Each value read serves many products.
 template <int kUnits, int kParents, class T, class Pose, class Weight, class Sink>
 FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W,
                                    const Weight* bias, int64_t bias_m, Next next, Sink&& sink) {
@@ -173,7 +173,7 @@ FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t ap
       });
 }
 
-// Their way back: dP += dV W^T of kMany tiles.
+// Their backward: dP += dV W^T of kMany tiles.
 template <int kMany, class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>* dV, const Weight* W, int64_t apart,
                                                  Next next, Vec<T>* dP) {
@@ -187,7 +187,7 @@ FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>*
       });
 }
 
-// Where the votes of a unit for a parent come from when they are asked for.
+// Where the votes of a unit for a parent come from.
 enum class Source { kMade, kMadeAndKept, kKept };
 
 template <Source kSource, class T, class Pose, class Weight, class Sink>
@@ -249,7 +249,7 @@ FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int6
       [&](int c, int d, Vec<T> v) FASTCAPS_LAMBDA { dP[c * pose.D + d] = v; });
 }
 
-// dP += dV W^T and dW += P^T dV of one unit; gradient(first, g) writes the numbers of dV from `first` on.
+// dP += dV W^T and dW += P^T dV of one unit; gradient(first, g) writes the values of dV from `first` on.
 template <class T, class Pose, class Weight, class Gradient>
 FASTCAPS_INLINE void add_both_gradients(const Pose&, Gradient&& gradient, const Vec<T>* P, const Weight* W, Vec<T>* dP,
                                         Vec<T>* dW) {
@@ -275,8 +275,8 @@ FASTCAPS_INLINE void add_both_gradients(const Pose&, Gradient&& gradient, const 
   }
 }
 
-// dW += sum of P^T dV over `units` poses and vote gradients, `stride` units apart; each lane for itself; = where dW is
-// new.
+// dW += sum of P^T dV over `units` poses and vote gradients, `stride` units apart; each lane for itself. If `is_new`,
+// dW is overwritten.
 template <class T, class Pose>
 FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, int64_t units, int64_t stride, const Vec<T>* P,
                                          const Vec<T>* dV, bool is_new, Vec<T>* dW) {
@@ -290,11 +290,11 @@ FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, int64_t units, int64_
 }
 
 // Products of bfloat16 matrices by AMX: a tile is a register of 16 rows of 64 bytes. In assembly, because compilers
-// have the instructions only for a source that is compiled for them throughout.
+// offer the instructions only to sources compiled for AMX throughout.
 
-// Bytes from row to row of a left factor [rows, 32 depth] and of the product; to the next 32 columns of the left
-// factor; from right factor to right factor, [depth][16 pairs of rows][16 lanes], and to its next 32 rows; from product
-// to product.
+// In bytes. Left factor [rows, 32 depth]: from row to row, and to its next 32 columns. Right factors [depth][16 pairs
+// of rows][16 lanes]: from one to the next, and to a factor's next 32 rows. Products: from row to row, and from one to
+// the next.
 struct Strides {
   int64_t left_row, left_step, right, right_step, product_row, product;
 };
@@ -361,8 +361,8 @@ FASTCAPS_INLINE VecF paired(VecF a, VecF b) {
   }(std::make_integer_sequence<int, 32>{});
 }
 
-// to[e][d] = W[d][e], and prefetches the matrix that follows: to the second level, where more lines can be on their
-// way.
+// to[e][d] = W[d][e], and prefetches the matrix that follows: to the second-level cache, which allows more pending
+// lines.
 FASTCAPS_NOINLINE inline void transpose_matrix(const BFloat16* W, int64_t D, int64_t E, BFloat16* to) {
   const BFloat16* next = W + D * E;
   for (int64_t d = 0; d < D; d += 32)

@@ -1,6 +1,6 @@
-// A block going backward: the gradients of its votes, dV, and the places where those of its matrices, dW = P^T dV,
-// gather. Poses with small matrices have a vector over the lanes for each weight, whose lanes are added up once, at the
-// end. For vector poses dW is a matmul over the lanes: poses and vote gradients transposed back into rows of scalars.
+// A block of the backward: the gradients of its votes, dV, and of its matrices, dW = P^T dV. For small matrices dW has
+// a vector over the lanes for each weight, whose lanes are added up once, at the end. For vector poses dW is a matmul
+// over the lanes, of poses and vote gradients transposed to rows of scalars.
 #pragma once
 
 #include "block.h"
@@ -15,22 +15,22 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   using Base::kChildLanes, Base::n, Base::child_of;
   using typename Base::V;
   static constexpr bool kByRows = Pose::kWeightGradientByRows && kLane != Lanes::kChildren;
-  // Poses whose vote gradients are not written down give both gradients, if only one is wanted, too.
+  // Whether dP and dW are computed at once from dV in registers, even if only one of them is wanted.
   static constexpr bool kAtOnce = Pose::kGradientRows > 0;
   static constexpr int64_t kOneMatrixBytes = 1 << 20;
 
   const int64_t DE;
-  const bool shared;      // children of a walk have all the same matrices,
-  const bool one_matrix;  // of which a lane's sums are kept to its end
+  const bool shared;      // whether all children of a walk share their matrices,
+  const bool one_matrix;  // and the lanes' sums of dW are kept until its end
   V *dV, *dW_lanes = nullptr;
-  V* bias_sums;  // [kTogether, C * E], of a bias that children share: long sums lose digits one by one
+  V* bias_sums;  // [kTogether, C * E], of a bias that children share: long sums, added one by one, lose digits
   T *P_rows = nullptr, *dV_rows = nullptr;
   V *dV_pairs = nullptr, *P_across = nullptr,
-    *dV_across = nullptr;          // in tiles; across: pairs of two tiles of positions
-  T *dW = nullptr, *dB = nullptr;  // of the item in hand, if they are wanted
+    *dV_across = nullptr;          // for AMX; across: pairs from two tiles of positions
+  T *dW = nullptr, *dB = nullptr;  // of the current item; null if not wanted
   struct {
     int64_t first, count, t0, nt;
-  } block{};  // in hand: units [0, count) of children from number `first` of the range on, for rows [t0, t0 + nt)
+  } block{};  // units [0, count), the first begins with child `first` of the range; rows [t0, t0 + nt)
 
   WeightGradients(const Call& call, const Pose& pose, Arena& arena)
       : Base(call, pose, arena, call.schedule.rows_per_group),
@@ -55,7 +55,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     if (kByRows) P_rows = arena.take<T>(slots * n * in.D), dV_rows = arena.take<T>(schedule.block_rows * n * in.E);
   }
 
-  // Of the range's child q and parent m.
+  // Where dW of the range's child q and parent m is.
   T* gradient_of(int64_t q, int64_t m) const { return dW + weights.offset(range.child(q), m); }
   // Where the lanes' sums of unit j and parent m are, and whether they begin with row t.
   V* sums_of(int64_t j, int64_t m) const {
@@ -63,8 +63,8 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   }
   bool sums_begin(int64_t j, int64_t t) const { return shared ? !one_matrix && j == 0 && t == 0 : block.t0 + t == 0; }
 
-  // Children [first, first + count) of the range are next, and have been met in all rows. One with matrices of its own
-  // is met once: their gradient is cleared here, while it is about to be in cache.
+  // Before and after all rows process children [first, first + count) of the range. A child with own matrices occurs
+  // once in a call: their gradient is cleared here, just before it is used.
   void begin_children(int64_t first, int64_t count) {
     if (dW_lanes && one_matrix && first == 0) zero(dW_lanes, in.M * DE);
     if (dW && in.G == in.I && !Base::tiled)
@@ -77,7 +77,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
       add_lane_sums<T>(sums_of(j, 0), in.M * DE, gradient_of(first + j, 0));
   }
 
-  // The block's poses as rows of scalars, and a unit's vote gradients.
+  // Transposes the block's poses, and a unit's vote gradients, to rows of scalars.
   void transpose_poses() {
     if constexpr (Base::kCanTile)
       for (int64_t j = 0; P_across && j < block.count; ++j)
@@ -97,15 +97,15 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     scatter_rows<false, T>(lane, length, numbers);
   }
 
-  // to[k] = pairs of number k of tiles t and t + 1; 0 for one past the last.
+  // to[k] = pairs of value k of tiles t and t + 1; 0 for a tile past the last.
   void pair_tiles(const V* numbers, int64_t t, int64_t count, V* to) const {
     const V* next = t + 1 < block.nt ? numbers + schedule.block_children * count : nullptr;
     for (int64_t k = 0; k < count; ++k) to[k] = paired(numbers[k], next ? next[k] : V{});
   }
   V* across(int64_t j, int64_t t) const { return P_across + (j * ((schedule.block_rows + 1) / 2) + t / 2) * CD; }
 
-  // dP += dV W^T and dW += P^T dV of unit j and parent m in all rows, as products of bfloat16 in tiles; no dP: not
-  // wanted.
+  // dP += dV W^T and dW += P^T dV of unit j and parent m in all rows, as bfloat16 products by AMX. dP: null if it is
+  // not wanted.
   void add_in_tiles(int64_t j, int64_t m, V* dP) {
     constexpr int64_t kVec = sizeof(V);
     const int64_t D = in.D, E = in.E, stride = schedule.block_children;
@@ -132,7 +132,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     });
   }
 
-  // What unit j adds for parents [m0, m0 + kMany), where its matrices are its own.
+  // Adds unit j's part of dW for parents [m0, m0 + kMany), if its matrices are not shared.
   template <int kMany>
   FASTCAPS_INLINE void add_unit(int64_t j, int64_t m0) {
     const int64_t q = child_of(block.first, j);
@@ -148,7 +148,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
       scatter_rows<true, T>(lane, DE, dW_lanes);
     }
   }
-  // What the block adds for parent m, the `which`-th at hand, where all children share its matrix.
+  // Adds the block's part of dW for parent m, the `which`-th of the current ones, if all children share its matrix.
   FASTCAPS_INLINE void add_block(int64_t m, int which) {
     if (!dW || !dW_lanes || !shared) return;
     const int64_t stride = schedule.block_children;
@@ -158,7 +158,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     if (!one_matrix) add_lane_sums<T>(sums_of(0, m), DE, gradient_of(block.first, m));
   }
 
-  // What a unit's vote gradients for parent m, the `which`-th at hand, add.
+  // Adds a unit's part of dbias for parent m, the `which`-th of the current ones.
   void add_bias_gradient(int64_t q, int64_t m, int which, const V* sum) {
     const auto at = [&](int64_t k) { return dB + range.child(k) * weights.bias_i + m * weights.bias_m; };
     if (bias_sums) {
@@ -180,7 +180,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   }
 
  private:
-  // dW[d, e] += sum over lanes of P[d] dV[e]: e in vectors now.
+  // dW[d, e] += sum over lanes of P[d] dV[e]: with vectors along e.
   void add_by_rows(const T* poses, int positions, T* to) {
     constexpr int D = Pose::D, E = Pose::E, kMost = kManyRegisters ? 4 : 2, kCols = E / n < kMost ? E / n : kMost;
     product<4, kCols, V>(

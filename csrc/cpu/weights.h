@@ -9,7 +9,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// What lanes are (see lanes.h): positions; children with weights of their own; children that share them all.
+// What lanes are (see lanes.h): positions; children with own weights; children that share weights.
 enum class Lanes { kPositions, kChildren, kSharing };
 
 // The weights and biases of a block's units: in the user's memory, or, if lanes are children with their own weights,
@@ -24,7 +24,7 @@ struct WeightsOf {
   const int64_t G, M, size, pose, bias_i, bias_m;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
   T* wide = nullptr;
-  const T **matrices, **biases;  // of each lane at hand, or each unit where its lanes share them; for parent 0
+  const T **matrices, **biases;  // for parent 0, of each lane, or of each unit if its lanes share them
 
   WeightsOf(const Votes& in, Arena& arena, int64_t units)
       : weight(static_cast<const T*>(in.weight)),
@@ -45,8 +45,8 @@ struct WeightsOf {
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
 
-  // Units [0, count) are those that begin with child `first` of the range. Divisions are made here, once for all
-  // parents.
+  // Sets the matrices and biases of units [0, count), of which the first begins with child `first` of the range. All
+  // divisions are here, once for all parents.
   void enter(const Range& range, int64_t first, int64_t count) {
     for (int64_t k = 0; k < count * kLanesEach; ++k) {
       const int64_t q = first + k * kStep;
@@ -173,7 +173,7 @@ FASTCAPS_INLINE void zero(X* p, int64_t count) {
   std::memset(p, 0, size_t(count) * sizeof(X));
 }
 
-// out[k] += the sum over lanes of a row's numbers.
+// out[k] += the sum over lanes of a row's values.
 template <class T, class X>
 FASTCAPS_INLINE void add_lanes(const X* v, int64_t count, T* out) {
   if constexpr (kOnePosition<T, X>)

@@ -15,7 +15,7 @@ struct AttentionForward {
   bool asks = LEAN || args.query.data;  // there is a query; else all coefficients are 1 / M
 
   FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
-    each_patch<Pose, R>([&](int r, int p) {  // one pass brings the scale with it, the iterations of a routing do not
+    each_patch<Pose, R>([&](int r, int p) {  // the lean kernel scales the query here, the other its logits
       load_query(lane, r, p, LEAN ? args.scale * kLog2E : 1.0f, query[r][p]);
       each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
     });
@@ -41,7 +41,7 @@ struct AttentionForward {
     each_patch<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.in_tile(r)];
       const float weight = coefficient[r][p] * seen.gate;
-      if (seen.gate != 0.0f)  // else it leaves no trace, whatever it is; nor does padding, whose gate is 0
+      if (seen.gate != 0.0f)  // a gate of 0, as of padding, silences even NaN
         each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
     });
   }

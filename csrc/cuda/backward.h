@@ -1,7 +1,8 @@
 // The walk of every pass, backward: votes are made again, the policy turns them into their gradients, and those become
-// the gradients of children, weights and bias. In a policy (see forward.h) dvote(stage, gradients, votes) takes the
-// place of score and add: votes become dL/dV, 0 for what takes no part. It returns false where the launch only collects
-// statistics, or measures (kMeasures: there are such launches; kGates: gates' gradients are added up by the block).
+// the gradients of children, weights and bias. Instead of score and add a policy (see forward.h) has dvote(stage,
+// gradients, votes): it replaces votes by dL/dV, or by 0 if they take no part, and returns false if the launch only
+// collects statistics or measures. kMeasures: there are measuring launches. kGates: the block adds up the gates'
+// gradients.
 #pragma once
 
 #include "forward.h"
@@ -90,8 +91,8 @@ struct StageGradients {
   FASTCAPS_DEVICE float* weights(int warp_position, int parent) const {
     return weight + (warp_position * lane.block_parents() + place(parent)) * Pose::kWeightStride;
   }
-  // Some lanes put down dW of their first parent while others do of their second, which would lie on the same banks
-  // (4x4 poses: kParents * 20 floats on). So each four of the second ones change places with the next four.
+  // Some lanes store dW of their first parent while others store dW of their second, which would use the same banks
+  // (4x4 poses: kParents * 20 floats on). So among second parents each four swap places with the next four.
   static FASTCAPS_DEVICE int place(int parent) {
     constexpr bool kMeet = Pose::kEach == 2 && Pose::kWeightStride == 20 && Pose::kParents % 8 == 0;
     return kMeet ? parent ^ parent / (kMeet ? Pose::kParents : 1) % 2 * 4 : parent;
@@ -150,7 +151,7 @@ struct StageGradients {
     }
   }
 
-  // What a child's gate gains from the lane's parents at its r-th position: summed over those of the warp.
+  // Stores the part of a gate's gradient at the lane's r-th position, summed over the warp's parents.
   FASTCAPS_DEVICE void put_gate(int r, float gain) const {
     gain = lane.sum_parents(gain);
     if (lane.speaks_for_position()) gates[lane.in_tile(r) * args.warps_parents + lane.warp_parent] = gain;
@@ -214,8 +215,7 @@ struct StageGradients {
     }
   }
 
-  // Where weights are large, dL/dV itself is put down; the block makes dW from it and the children
-  // (flush_large_weights).
+  // If weights are large: stores dL/dV itself, from which the block makes dW (flush_large_weights).
   FASTCAPS_DEVICE void put_votes(const Patches<Pose, R>& dvotes) const {
     static_assert(Pose::kPatchRows == 1, "large weights belong to vectors");
     each_patch<Pose, R>([&](int r, int p) {
@@ -248,7 +248,7 @@ struct StageGradients {
     }
   }
 
-  // All warps' dP of a stage, added up and brought to the children.
+  // Adds all warps' dP of a stage to the gradients of the children.
   FASTCAPS_DEVICE void flush_children(int first, int count) const {
     constexpr int V = Pose::kVector;
     const int rows = lane.padded_rows(), depth = lane.padded_depth(), vectors = depth / V;
@@ -315,7 +315,7 @@ struct StageGradients {
     }
   }
 
-  // dW = sum over the tile's positions of P^T dV, four by four numbers a thread; children that share their weights are
+  // dW = sum over the tile's positions of P^T dV, four by four values a thread; children that share their weights are
   // added up first.
   template <Storage S>
   FASTCAPS_DEVICE void flush_large_weights(const Stage<Pose>& stage, int first, int count) const {
@@ -386,7 +386,7 @@ FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, const Stage<Pose>&
   if (!LEAN && args.dbias) differentiate_bias(lane, stage, votes);
 }
 
-// Is there a position in the tile that a launch for tight ones is for? All threads find the same.
+// Whether the tile has a tight position. All threads find the same.
 FASTCAPS_DEVICE bool any_tight(const PassArgs& args, const Position* tile) {
   bool any = false;
   for (int k = 0; k < args.tile_size; ++k) any = any || (tile[k].exists() && args.tight[tile[k].index] != 0.0f);
@@ -427,7 +427,7 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
       if constexpr (State::kGates)
         if (args.dgate) {
           gradients.flush_gates(first.seen, t, count);
-          barrier();  // what was seen is read to the end
+          barrier();  // `seen` is read to the end
         }
       if constexpr (Pose::kWeightStride > 0)
         if (args.dweight) gradients.flush_weights(t, count);

@@ -35,7 +35,7 @@ zero_kernel(const FASTCAPS_CONSTANT ZeroArgs zero) {
 
 constexpr int kMostAlongY = 65535;  // blocks of a grid
 
-// May rows of children be copied in vectors of so many numbers?
+// Whether rows of children can be copied in vectors of `each` values.
 bool copies_in_vectors(const Votes& v, int each) {
   const View& x = v.children;
   if (x.stride[5] != 1 || v.D % each != 0) return false;
@@ -44,7 +44,7 @@ bool copies_in_vectors(const Votes& v, int each) {
   return reinterpret_cast<uintptr_t>(x.data) % (size_t(bytes_of(v.storage)) * size_t(each)) == 0;
 }
 
-// How many colours keep positions apart that see the same child, along one axis.
+// How many colours separate positions that see the same child, along one axis.
 int colours(int64_t kernel, int64_t stride, int64_t dilation, int64_t positions) {
   const int64_t apart = ceil_div(dilation * (kernel - 1) + 1, stride);
   return int(apart < positions ? apart : positions);
@@ -55,7 +55,7 @@ int colours(int64_t kernel, int64_t stride, int64_t dilation, int64_t positions)
 // Vectors are read from addresses that are multiples of 16.
 Call::Call(const char* op, const VoteTensors& tensors, int64_t options_)
     : OpCall(tensors, 16), pass(*pass_of(op)), given_votes(votes), options(options_) {
-  // Pooling has kernels for a vector of 16 numbers without weights: a matrix of as many is one, if its rows are dense.
+  // Pooling has kernels for vectors of 16 values without weights. A matrix of 16 values is one, if its rows are dense.
   flat = op == std::string("pooling") && !given.weight && votes.C > 1 && votes.child_size() == 16 &&
          votes.children.stride[4] == votes.D * votes.children.stride[5];
   if (flat) votes.D = votes.E = 16, votes.C = 1;
@@ -106,7 +106,7 @@ void Call::take(const Schedule& c) {
   args.by_tile = Divider(c.tile_size);
   args.by_rows = Divider(int64_t(c.rows) * c.kernel->patch_rows);
   args.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
-  // Half precision fits into tf32, and of three products each takes its own part of a weight.
+  // Half precision fits into tf32, and three products split each weight themselves.
   if (c.kernel->products == 1 && args.storage == Storage::kFloat32 && votes.positions() > 0) {
     rounded = empty({given.weight->numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(rounded.numel(), 1024), 1, 256},
@@ -149,7 +149,7 @@ Tensor Call::collect(const Schedule& c, int numbers) {
   const int at_a_time = places(c, numbers * count);
   const Tensor statistics = empty({at_a_time, count, numbers});
   args.statistics = floats(statistics), args.collect = at_a_time;
-  Schedule all = c;  // nothing is added up: no sums are to be kept few
+  Schedule all = c;  // no sums are made, so groups need not be few
   all.groups = c.tiles;
   for (int block = 0; block < c.parent_blocks; block += at_a_time)
     launch(all, block, std::min(at_a_time, c.parent_blocks - block));

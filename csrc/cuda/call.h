@@ -8,9 +8,10 @@
 
 namespace fastcaps::gpu {
 
-// How many products of tf32 may one product be made of (see tensor.h)? One where numbers may be rounded: half-precision
-// numbers lose nothing by it; the gradients of votes, which backward rounds too, lose what bfloat16 does not show and
-// float16 would: it has another `half`. Three where the user wants float32 of what may be rounded; 0: none.
+// How many tf32 products make one product (see tensor.h): 1 if values may be rounded to tf32, 3 if the user wants about
+// float32's precision, 0 if nothing may be rounded. Half-precision values lose nothing by rounding. The backward also
+// rounds the gradients of votes, which is too coarse for float16. So `half`, the half precision that may be rounded
+// besides bfloat16, is float16 in a forward and bfloat16 in a backward.
 inline int products(int64_t options, Storage storage, Storage half) {
   const bool rounds = (options & kTf32) || storage == Storage::kBFloat16 || storage == half;
   return !rounds ? 0 : (options & kTf32x3) && storage == Storage::kFloat32 ? 3 : 1;
@@ -20,7 +21,7 @@ inline Machine machine() { return {multiprocessors(), shared_limit()}; }
 
 inline float* floats(const Tensor& x) { return x.numel() ? static_cast<float*>(data_of(x)) : nullptr; }
 
-// Blocks for a kernel whose threads each take a few of `count` things.
+// Blocks for a kernel whose threads take a few of `count` elements each.
 inline Grid blocks_for(int64_t count) {
   const int64_t blocks = ceil_div(count, 256);
   return {blocks < 4096 ? blocks : 4096, 1, 256};
@@ -40,7 +41,7 @@ inline Tensor over(const Tensor& x, int64_t dim) {
 struct Call : OpCall {
   const Pass& pass;
   const Votes given_votes;
-  bool flat;  // the kernels see vectors in the place of matrices (`votes`)
+  bool flat;  // the kernels treat matrix poses as vectors, as `votes` does
   int64_t options;
   PassArgs args{};
   Tensor rounded;  // weights, kept alive
@@ -50,12 +51,12 @@ struct Call : OpCall {
   Tensor empty(const Shape& shape) const {
     return new_tensor(children, shape, ScalarType::Float, "results and workspace");
   }
-  Tensor zeros(const Shape& shape) const {  // torch takes as long to fill no numbers as to fill some
+  Tensor zeros(const Shape& shape) const {  // torch takes as long for an empty tensor as for a small one
     Tensor x = empty(shape);
     return x.numel() == 0 ? x : torch::stable::zero_(x);
   }
   Shape poses(int64_t iterations = 0) const { return poses_shape(given_votes, iterations); }
-  // A tensor of poses, dense where they are to be seen as vectors.
+  // A tensor of poses, made dense if the kernels treat them as vectors.
   MaybeTensor posed(const MaybeTensor& x) { return x && flat ? MaybeTensor(as_dense(*x)) : x; }
   // The memory of a tensor in its own type, dense; null without one.
   const void* as_given(const MaybeTensor& x) { return x ? data_of(dense(*x, storage)) : nullptr; }
@@ -65,40 +66,39 @@ struct Call : OpCall {
 
   // How a task is cut, or an error that says why no kernel takes it.
   Schedule cut(const Task& task, const Bias& bias) const;
-  // The schedule of so many iterations. One launch takes several, each of whose blocks sees all children of its
-  // positions.
+  // The schedule of a forward. Several iterations are one launch, whose blocks see all children of their positions.
   Schedule schedule_forward(int64_t iterations) const;
   void take(const Schedule& c);
 
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
               int colour_y = 0, int colour_x = 0);
-  // How many blocks of parents a launch takes where each puts down so many numbers for itself.
+  // How many blocks of parents a launch takes if each stores `numbers` values of its own.
   int places(const Schedule& c, int64_t numbers) const;
-  // The softmax over parents that do not fit into one block, `numbers` for each position and child: by a launch of all
-  // blocks, or as many at a time as there are places for, and one that joins what they know.
+  // Computes the softmax over parents that do not fit into one block, as `numbers` values for each position and child:
+  // launches all blocks, or as many at a time as places() allows, then joins their parts.
   Tensor collect(const Schedule& c, int numbers);
 
-  // How many ranges' results there are for every parent, and one of them: numbers of a pose, or a single one.
+  // The shape of the results of all ranges of children: for every parent a pose, or a single value.
   Shape parts(const Schedule& c, bool poses) const {
     return {c.chunks, votes.positions() * votes.M * (poses ? votes.parent_size() : 1)};
   }
 };
 
-// What every routing's backward makes alike: the gradients of the votes' parts, added up over iterations, in parts
-// where an order must be kept; and of betas, where every child has its own.
+// The gradients that all routings have, of children, weight, bias and gate, and those of betas if every child has its
+// own. They are summed over iterations, and made in parts if the order of sums is fixed.
 class VoteGradients {
  public:
   Schedule schedule;
 
-  // Cuts the call. `use` and `ignore`: numbers of betas that are wanted, where every child has its own.
+  // Cuts the call. `use`, `ignore`: how many betas want a gradient, if every child has its own.
   VoteGradients(Call& call, int64_t needs, int64_t use = 0, int64_t ignore = 0);
 
   bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
 
-  // A launch before the others, for tight positions alone: puts `u` and `s` right (see gaussian_backward.cu).
+  // A launch before the others, only for tight positions: corrects `u` and `s` (see gaussian_backward.cu).
   void measure(int statistics, float* u, float* s, const float* tight);
-  // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
+  // Launches the backward. If parents take several blocks, the softmax is first collected, as `statistics` values.
   void run(int statistics);
 
   Tensor children() const { return finished(wanted_.children, over(dchildren_, 0), shape_of(call_.children)); }
@@ -112,7 +112,7 @@ class VoteGradients {
 
   // A gradient as the op returns it: in the children's type, empty if it is not wanted.
   Tensor finished(bool wanted, const Tensor& x, const Shape& shape) const;
-  // That of a table [I or 1, M or 1, ...], from parts that have all columns.
+  // The gradient of a table [I or 1, M or 1, ...], from parts that have all columns.
   Tensor table(const Tensor& parts, const Shape& shape) const;
   Tensor none() const { return call_.empty({0}); }
 

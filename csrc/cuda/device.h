@@ -1,6 +1,6 @@
-// What the kernels ask of the machine: every CUDA built-in they use, by one name each. Kernels include this file and
-// call nothing else of CUDA's, so that the very same sources run on the CPU in the tests (tests/cuda_on_cpu), where a
-// thread is a fiber and this file is replaced by another with the same names.
+// Every CUDA built-in that the kernels use, under one name each. Kernels include this file and call nothing else of
+// CUDA's, so that the very same sources run on the CPU in the tests (tests/cuda_on_cpu), where a thread is a fiber and
+// this file is replaced by another with the same names.
 #pragma once
 
 #ifdef FASTCAPS_CUDA_ON_CPU
@@ -43,7 +43,7 @@ FASTCAPS_DEVICE void store4(float* at, float4 x) { *reinterpret_cast<float4*>(at
 // ---- barriers -------------------------------------------------------------------------------------------------------
 FASTCAPS_DEVICE void barrier() { __syncthreads(); }
 FASTCAPS_DEVICE void barrier_warp() { __syncwarp(); }
-// A part of the block waits for itself: `threads` threads (a multiple of 32) call it with the same id, 1 to 15.
+// A barrier for a part of the block: `threads` threads (a multiple of 32) call it with the same id, 1 to 15.
 FASTCAPS_DEVICE void barrier_part(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -52,7 +52,7 @@ FASTCAPS_DEVICE void barrier_part(int id, int threads) {
 FASTCAPS_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FASTCAPS_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
-// ---- copies from global to shared memory that nobody waits for yet --------------------------------------------------
+// ---- asynchronous copies from global to shared memory ---------------------------------------------------------------
 // BYTES is 4, 8 or 16, and both addresses are multiples of it; with valid = false the target becomes zero and the
 // source is not read.
 template <int BYTES>
@@ -85,8 +85,8 @@ FASTCAPS_DEVICE void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
-// Of one register count, by the shape and types of the factors. Factors of half precision are two neighbours of the
-// depth in a word, bfloat16 or float16; their products are exact.
+// The instructions with this register count, by the shape and types of the factors. A word of a half-precision factor
+// is two neighbours along the depth; the products of bfloat16 or float16 are exact.
 #define FASTCAPS_MMA(name, kind)                                                                                 \
   FASTCAPS_DEVICE void name(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {                     \
     asm volatile("mma.sync.aligned." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \

@@ -1,5 +1,6 @@
-// Both ends of an iteration, where one launch does not make all of it: the sums of all ranges of children, joined,
-// become parents; and the parents' gradient becomes that of the sums. A few lanes hold one parent's pose.
+// The kernels around those of an iteration that is not a single launch. Forward, `finish` joins the sums of all ranges
+// of children and makes parents of them. Backward, `prepare` turns the parents' gradient into that of the sums. A few
+// lanes hold one parent's pose.
 #pragma once
 
 #include "call.h"
@@ -15,7 +16,7 @@ struct EndArgs : ParentArgs {
   const float* parts;       // [chunks, count, C * E]
   const float* logsumexps;  // pooling: [chunks, count], by which parts are weighed; or null: they are added
   int chunks;
-  float* sums;       // [count, C * E], where they are wanted and are not the one part there is
+  float* sums;       // [count, C * E]; null if not wanted, or if they are the only part
   void* stored;      // pooling: the sums
   float* logsumexp;  // pooling: [count]
   void* parents;     // [count, C * E]
@@ -41,7 +42,7 @@ inline int64_t end_blocks(const EndArgs& args, int64_t most) {
   return blocks < most ? blocks : most;
 }
 
-// A lane's numbers of one pose, and what all its lanes find about it.
+// A lane's values of one pose, and the sums over all lanes that hold it.
 template <int PER>
 struct HeldPose {
   using X = float;
@@ -142,7 +143,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       standardise_backward(grad, inverse, [&](int k) { return s[k]; });
     }
     if (args.dconstant) {
-      const float along = grad.sum([&](float number, int k) {  // where it is 0 nothing comes of S, be it NaN
+      const float along = grad.sum([&](float number, int k) {  // a gradient of 0 ignores S, even if that is NaN
         const int64_t at = parent * grad.numbers + grad.index(k);
         return number == 0.0f ? 0.0f : number * load_number(args.stored, at, args.storage);
       });
@@ -153,7 +154,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     });
   });
   if (!args.dnorm) return;
-  // Threads that hold the same numbers of different parents meet in shared memory, two by two.
+  // Adds up, in shared memory and pairwise, the threads that hold the same values of different parents.
   float* meeting = reinterpret_cast<float*>(shared_memory());  // [threads / lanes, 2, C * E]
   float* place = meeting + thread_index() / args.lanes * 2 * grad.numbers;
   grad.each([&](float, int k) {
@@ -170,7 +171,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     args.dnorm[block_x() * 2 * grad.numbers + n] = meeting[n];
 }
 
-// Launches of both. Where `dnorm` is wanted a block has a part of it, and room in shared memory.
+// Launch both. If `dnorm` is wanted, each block has a part of it, and room in shared memory.
 inline void finish(const EndArgs& args) {
   launch(args.C * args.E <= 4 * args.lanes ? &finish_kernel<4> : &finish_kernel<16>,
          Grid{end_blocks(args, 1 << 20), 1, 256}, args);

@@ -1,13 +1,13 @@
-// The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children;
-// what becomes of a vote is the policy's, a struct template Policy<Pose, R, LEAN> of what a lane keeps for its R x
-// kEach parents, with
+// The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children. A
+// policy says what happens to a vote: a struct template Policy<Pose, R, LEAN> of what a lane keeps for its R x kEach
+// parents, with
 //   kSilences      whether broken children behind a gate of 0 are zeroed where they are staged
 //   kIdentity      whether there may be no weights
 //   a constructor  before the first child
 //   score          one child's coefficients; false where only statistics are collected
 //   add            what its votes add to the sums
-//   store          behind the last
-//   finish         instead, where iterations are in this launch: keep one's results
+//   store          after the last child
+//   finish         instead of store, if the launch makes all iterations: keeps the results of one
 #pragma once
 
 #include "make_votes.h"
@@ -27,13 +27,13 @@ struct ChildRange {
   }
 };
 
-// The children of a tile of positions, a stage after the other: body(parity, t, count) has `count` of them, from the
-// t-th on, in one of the two stages of shared memory. It ends with a barrier. The tile and the first offsets must be
-// there, behind a barrier.
+// Walks over the children of a tile of positions, stage by stage: calls body(parity, t, count) when `count` of them,
+// from the t-th on, are in stage `parity` of shared memory. body ends with a barrier. Another must lie between making
+// the tile and the first offsets and this call.
 template <bool SILENCES, class Pose, int R, class Body>
 FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Body&& body) {
   const PassArgs& args = lane.args;
-  // The round before the first child only brings it in.
+  // The first round only loads the first stage.
   for (int t = range.first - args.stage, parity = 1; t < range.last; t += args.stage, parity ^= 1) {
     bring(lane, parity ^ 1, t + args.stage, range.last);
     copy_commit();

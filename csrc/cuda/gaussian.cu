@@ -8,10 +8,10 @@ namespace {
 
 // ---- behind the forward kernel: the moments of several ranges of children, joined; a few lanes hold one parent ------
 struct JoinArgs {
-  PassArgs pass;  // of the launch before: its counts, evidence, base, offsets and spread are of ranges
+  PassArgs pass;  // of the previous launch: counts, evidence, base, offsets and spread have a part for each range
   int64_t count;  // parents in all: B * Ho * Wo * M
   int numbers;    // of a parent
-  int lanes;      // of a parent: a power of two
+  int lanes;      // for a parent: a power of two
   float *counts, *scores;
 };
 
@@ -23,7 +23,7 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
     float count = 0.0f, evidence = 0.0f, log_sigma = 0.0f;
     for (int number = first; number < join.numbers && exists; number += join.lanes) {
       const int64_t k = parent * join.numbers + number;
-      double n = 0, mean = 0, square = 0;  // ranges follow one another: each would round the mean of all before it
+      double n = 0, mean = 0, square = 0;  // in double: each range would round the mean of those before it
       for (int chunk = 0; chunk < args.chunks; ++chunk) {
         const int64_t part = chunk * join.count * join.numbers + k;
         const double more = args.counts[chunk * join.count + parent], sum = n + more,
@@ -54,7 +54,7 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
 
 // ---- before the backward kernel: what a vote's weight gains, as a parabola in the vote ------------------------------
 struct PrepareArgs {
-  PassArgs pass;  // of the launch to come; of which u, s and the constant are made here
+  PassArgs pass;  // of the next launch, for which this one makes u, s and the constant
   int64_t count;
   const float* dcounts;     // [count] or null
   View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
@@ -149,7 +149,7 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const bool wants_mean = op.wants_mean(), wants_variance = op.wants_variance(), wants_log = op.wants_log_weight();
   const bool wants_use = listens && op.wants(kBetaUse, op.beta_use);
   const bool wants_ignore = listens && op.wants(kBetaIgnore, op.beta_ignore);
-  const int64_t every = v.I * v.M;  // betas that every child has for itself; others are summed up by position
+  const int64_t every = v.I * v.M;  // betas if every child has its own; others are summed by position
   args.eps = float(op.eps);
   VoteGradients gradients(call, op.needs, wants_use && args.betas.use_stride_i ? every : 0,
                           wants_ignore && args.betas.ignore_stride_i ? every : 0);

@@ -6,7 +6,7 @@
 
 namespace fastcaps::gpu {
 
-// What a child brings, and what it costs to leave it, at the lane's parents.
+// The betas of a child for the lane's parents: the benefit of using it, and the cost of ignoring it.
 template <class Pose, int R>
 struct LaneBetas {
   const Lane<Pose, R>& lane;
@@ -28,7 +28,7 @@ struct LaneBetas {
   }
 };
 
-// p = 1 / (2 variance): 1 where there is none, and the exponent is a plain squared distance; 0 without a mean.
+// p = 1 / (2 variance): without a variance 1, for a plain squared distance; without a mean 0.
 template <class Pose, int R>
 FASTCAPS_DEVICE void load_precision(const Lane<Pose, R>& lane, int r, int p, Patch<Pose>& to) {
   const PassArgs& args = lane.args;

@@ -1,11 +1,11 @@
-// The Gaussian pass, backward: docs/algebra.md, ../algebra/gaussian.h. The gain from a vote's weight is a parabola in
-// the vote, of which the kernel is given u_m, s_m and c_m = dcounts_m - <s_m, variances_m>:
+// The Gaussian pass, backward: docs/algebra.md, ../algebra/gaussian.h. The gradient t of a vote's weight is a parabola
+// in the vote. The kernel gets u_m, s_m and c_m = dcounts_m - <s_m, variances_m>:
 //   t_im = c_m + <u_m + s_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
 //
-// u holds -2 s rest / N with rest_m = sum_i w_im d_im. On paper that is eps means_m; but means are rounded, and where a
-// parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in u + 2 s d. Nor are
-// the weights made again quite those that were counted. So where it may show (at `tight` positions), a launch before
-// the others measures the rest and n, and puts u and s right.
+// u holds -2 s rest / N with rest_m = sum_i w_im d_im. On paper the rest is eps means_m. But means are rounded, and if
+// a parent's variance is tiny beside its squared mean, that rounding is large beside d and must cancel in u + 2 s d.
+// Weights computed again also differ slightly from those that were counted. So for positions with such a parent
+// (`tight`) a launch before the others measures the rest and n, and corrects u and s.
 #include "backward.h"
 #include "gaussian.h"
 #include "poses.h"
@@ -124,12 +124,12 @@ struct GaussianBackward {
     }
   }
 
-  // Put u and s right by the rest and n that were measured (n in dlog_weight).
+  // Corrects u and s by the measured rest and n (n is in dlog_weight).
   FASTCAPS_DEVICE void correct() {
     each_patch<Pose, R>([&](int r, int p) {
       const float given = load_scalar(lane, args.counts, r, p, 0.0f) + args.eps;
       const float one = inverse_or_zero(dlog_weight[r][p] + args.eps), change = given * one;
-      const bool tight = lane.at(r).exists() && args.tight[lane.at(r).index] != 0.0f;  // not for its neighbours' sake
+      const bool tight = lane.at(r).exists() && args.tight[lane.at(r).index] != 0.0f;  // whatever its neighbours are
       each_number<Pose>([&](int i, int j) {
         if (!tight) return;
         const float more = args.eps * inverse_or_zero(given) * means[r][p][i][j] - one * first[r][p][i][j];

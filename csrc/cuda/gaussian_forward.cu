@@ -9,7 +9,7 @@
 
 namespace fastcaps::gpu {
 
-// A sum that gives back with the next number what rounding took from it (Kahan 1965).
+// A compensated sum (Kahan 1965): with the next value it also adds what rounding has lost.
 struct Compensated {
   float &sum, &lost;
 
@@ -24,12 +24,12 @@ struct Compensated {
 template <class Pose, int R, bool LEAN>
 struct GaussianForward {
   static constexpr bool kSilences = false, kIdentity = true;
-  // Where a base is far from the votes, its digits are lost to theirs; free poses have registers to make up for it.
+  // If the base is far from the votes, sums lose digits. Free poses have registers to compensate for that.
   static constexpr bool kCompensated = !Pose::kFixed;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p
-  Patches<Pose, R> offset, spread;   // of the votes so far: their mean, seen from the base, and the squares about it
+  Patches<Pose, R> offset, spread;   // of the votes so far: their mean relative to the base, and the squares about it
   Patches<Pose, kCompensated ? R : 1> lost_offset;
   Numbers<Pose, R> log_weight, count, lost, evidence;
   LaneBetas<Pose, R> betas;
@@ -53,7 +53,7 @@ struct GaussianForward {
     });
   }
 
-  // Votes become what they are seen from the base.
+  // Makes votes relative to the base, if the parents have one.
   FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, Patches<Pose, R>& votes, Numbers<Pose, R>& coefficient) const {
     if (placed)
       each_patch<Pose, R>(
@@ -80,7 +80,7 @@ struct GaussianForward {
     betas.next(stage.t);
     each_patch<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.in_tile(r)];
-      if (!seen.counts()) return;  // leaves no trace, whatever it is
+      if (!seen.counts()) return;  // no effect, even if it is NaN
       const float weight = coefficient[r][p] * seen.gate, before = count[r][p], after = before + weight;
       const float ratio = after > FLT_MIN ? weight * reciprocal(after) : 0.0f, step = before * ratio;
       evidence[r][p] += (betas.use[p] + betas.ignore[p]) * weight - betas.ignore[p] * seen.gate;
@@ -103,7 +103,7 @@ struct GaussianForward {
     });
   }
 
-  // Of several ranges of children the moments are put down as they are, for a kernel that joins them.
+  // Stores the moments of a range of children, for a kernel that joins the ranges.
   FASTCAPS_DEVICE void store(int chunk) const {
     store_scalars(lane, args.counts, chunk, count);
     store_scalars(lane, args.evidence, chunk, evidence);

@@ -1,8 +1,8 @@
-// What the library says of calls, for fastcaps.backends, fastcaps.explain and the tests, through ctypes. No device is
-// asked: whoever asks tells all that an answer depends on. Answers live until the thread's next question.
+// Descriptions of calls, for fastcaps.backends, fastcaps.explain and the tests, through ctypes. No device is needed:
+// the caller passes all that an answer depends on. An answer is valid until the thread's next call.
 //
-// op: a stem of schedule.cu's table; of another the answer says that there is none. sizes: B H W N C D Ho Wo M E
-// G and the window's eight; G = 0 where votes are the children themselves. facts: whether it is the backward; the
+// op: a stem in schedule.cu's table; for any other the answer says that it is unknown. sizes: B H W N C D Ho Wo M E G
+// and the window's eight; G = 0 where votes are the children themselves. facts: whether it is the backward; the
 // children's type (0 float32, 1 float64, 2 bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for
 // each); whether the first iteration has parents; iterations; bits of Options; the device's multiprocessors; and a
 // block's largest shared memory in bytes.
@@ -71,25 +71,25 @@ std::string name_of(const PassKernel& kernel, bool backward, bool lean) {
 using namespace fastcaps::gpu;
 
 #ifdef FASTCAPS_CUDA_TOOLKIT  // else these are the tests' sources for the CPU
-// What this build holds: the toolkit's version, e.g. "13.0.88"; and, commas between, what the kernels are compiled for,
-// as CMake writes it ("90-real" is code for 9.0, "90" code and PTX).
+// The toolkit's version, e.g. "13.0.88"; and the kernels' architectures, separated by commas, as CMake writes them
+// ("90-real" is code for 9.0, "90" code and PTX).
 FASTCAPS_ANSWER fastcaps_cuda_toolkit(void) { return FASTCAPS_CUDA_TOOLKIT; }
 FASTCAPS_ANSWER fastcaps_cuda_architectures(void) { return FASTCAPS_CUDA_ARCHITECTURES; }
 #endif
 
-// Why no kernel takes these poses; empty if one does. "squash_sum" has none: capsules of any length will do.
+// Why no kernel takes these poses; empty if one does. "squash_sum" takes capsules of any length.
 FASTCAPS_ANSWER fastcaps_cuda_refusal(const char* op, int64_t C, int64_t D, int64_t E, int64_t has_weight) {
   if (op == std::string("squash_sum")) return answer("");
   const Pass* pass = pass_of(op);
   return answer(pass ? refusal(*pass, C, D, E, !has_weight) : no_pass(op));
 }
 
-// Why iteration after iteration serves a routing better than all in one launch; empty if one launch does.
+// Why a routing should make each iteration in its own launch; empty if one launch should make all.
 FASTCAPS_ANSWER fastcaps_cuda_routing_refusal(const char* op, const int64_t* sizes, const int64_t* facts) {
   return answer(Question(op, sizes, facts).routing_refusal());
 }
 
-// How a call would be cut up: fields key=value, separated by semicolons, the last of them, text, for people.
+// A call's schedule: fields key=value, separated by semicolons; the last one, text, is for people.
 FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, const int64_t* facts) {
   Question question(op, sizes, facts);
   const fastcaps::Votes& v = question.v;

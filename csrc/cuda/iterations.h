@@ -1,6 +1,5 @@
-// Between the iterations of a routing: an iteration's sums become parents, and those the next one's query, where they
-// are: in the lanes' registers. Numbers that a loop of passes would hand on in the children's type are rounded to it
-// here too.
+// The step between iterations of a routing, in the lanes' registers: an iteration's sums become parents, and these the
+// next query. Values that separate launches would store in the children's type are rounded to it here too.
 #pragma once
 
 #include "../algebra/pooling.h"
@@ -8,7 +7,7 @@
 
 namespace fastcaps::gpu {
 
-// A pose that several lanes of a warp hold. They all come here together.
+// A pose that several lanes of a warp hold. All of them call these functions together.
 template <class Pose, int R>
 struct PoseInLanes {
   using X = float;
@@ -24,7 +23,7 @@ struct PoseInLanes {
   template <class F>
   FASTCAPS_DEVICE float sum(F&& f) const {
     float sum = 0.0f;
-    each_number<Pose>([&](int i, int j) { sum += f(x[i][j], 0); });  // what lies outside is 0
+    each_number<Pose>([&](int i, int j) { sum += f(x[i][j], 0); });  // values outside the pose are 0
     return lane.sum_pose(sum);
   }
   template <class F>
@@ -38,8 +37,8 @@ struct PoseInLanes {
   }
 };
 
-// 1 / |x| of a pose, and 0 where that is more than a number can be. `counts`: this lane wants to know. All lanes of a
-// warp come here together; what a pose gets does not depend on the others', not even in its last digit.
+// 1 / |x| of a pose, or 0 if that overflows. `counts`: whether this lane uses the result. All lanes of a warp call this
+// together; a pose's result does not depend on the other poses, not even in its last bit.
 template <class Pose, int R>
 FASTCAPS_DEVICE float inverse_length(const Lane<Pose, R>& lane, Patch<Pose>& x, bool counts) {
   const float squares = dot(lane, x, x);
@@ -64,8 +63,8 @@ FASTCAPS_DEVICE void store_rounded(const Lane<Pose, R>& lane, void* parts, int p
   });
 }
 
-// From S of an iteration, which takes its place in the history, to the next query (or the result). ROUNDS: the history
-// is in the children's type. `first`: there was no query yet. All lanes of a warp come here together.
+// Stores S of an iteration in the history, and makes the next query (or the result) of it. ROUNDS: the history has the
+// children's type. `first`: there was no query yet. All lanes of a warp call this together.
 template <bool ROUNDS, class Pose, int R>
 FASTCAPS_DEVICE void update_query(const Lane<Pose, R>& lane, int r, int p, int iteration, bool first, Patch<Pose>& sums,
                                   Patch<Pose>& query) {
@@ -73,7 +72,7 @@ FASTCAPS_DEVICE void update_query(const Lane<Pose, R>& lane, int r, int p, int i
   const bool last = iteration + 1 == args.iterations;
   if constexpr (ROUNDS) {
     store_rounded(lane, args.history, iteration, r, p, sums);
-    if (args.rule == Rule::kUnit)  // parents are what was stored
+    if (args.rule == Rule::kUnit)  // parents are the stored sums
       each_number<Pose>([&](int i, int j) { sums[i][j] = rounded(sums[i][j], args.storage); });
   } else {
     store_parent(lane, args.sums, iteration, r, p, sums);

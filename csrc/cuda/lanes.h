@@ -1,4 +1,4 @@
-// Poses and lanes: which numbers of which vote a lane holds, and the sums that lanes make together.
+// Poses and lanes: which values of which vote a lane holds, and sums over lanes.
 #pragma once
 
 #include "window.h"
@@ -6,13 +6,13 @@
 namespace fastcaps::gpu {
 
 // A pose known when compiled: C x D children, C x E parents. COLUMNS lanes share a parent's pose; each holds all C rows
-// of TE columns, of which runs of VECTOR are neighbours (they are read in one go), for EACH parents; PARENTS lanes take
-// others. Weights lie in shared memory with STRIDE floats from parent to parent, so that a warp's reads meet no bank
-// twice; 0: too large for it, read in place.
+// of TE columns, in runs of VECTOR neighbours that are read at once, for EACH parents; PARENTS lanes take other
+// parents. Weights lie in shared memory, STRIDE floats from parent to parent, so that a warp's reads have no bank
+// conflicts. STRIDE 0: they are too large for shared memory and are read in place.
 template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE>
 struct FixedPose {
   static constexpr bool kFixed = true;
-  static constexpr int kProducts = 0;     // on the tensor cores that one product is made of: see tensor.h; 0: none
+  static constexpr int kProducts = 0;     // tensor-core products that make one product: see tensor.h; 0: none
   static constexpr bool kStored = false;  // children of half precision are read as they are stored, never widened
   static constexpr int kC = C, kD = D, kE = E;
   static constexpr int kPatchRows = C, kPatchColumns = TE;
@@ -25,13 +25,13 @@ struct FixedPose {
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
   static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
   static constexpr int kRowStride = D;  // of a child's rows in shared memory
-  // Behind a child in shared memory: the rows of 8 positions then lie on all banks. Those of two do without.
+  // Padding after a child in shared memory: the rows of 8 positions then use all banks. Those of two need none.
   static constexpr int kChildPad = C == 4 && D == 4 && kPositions >= 4 ? 4 : 0;
   static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
                 "the lanes of a sum over columns and parents must be neighbours");
 };
 
-// Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
+// Any other pose: a lane holds TC x TE of its values, other lanes the rest. Values outside the pose are zero.
 template <int TC, int TE>
 struct FreePose {
   static constexpr bool kFixed = false, kStored = false;
@@ -41,7 +41,7 @@ struct FreePose {
   static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0, kProducts = 0;
 };
 
-// A lane's part of one pose, all such parts that it holds at R positions, and a number for each of those.
+// A lane's part of one pose; all parts that it holds at R positions; and a value for each of these.
 template <class Pose>
 using Patch = float[Pose::kPatchRows][Pose::kPatchColumns];
 template <class Pose, int R>
@@ -139,7 +139,7 @@ struct Lane {
   FASTCAPS_DEVICE int m(int p) const { return first_parent + in_block(p); }
   FASTCAPS_DEVICE bool alive(int p) const { return m(p) < args.M; }
   FASTCAPS_DEVICE bool alive(int r, int p) const { return at(r).exists() && alive(p); }
-  // How many parents lie before a part of results that are made in parts.
+  // How many parents lie before part `number` of results that are made in parts.
   FASTCAPS_DEVICE int64_t part(int number) const { return number * args.positions * args.M; }
   FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
   FASTCAPS_DEVICE int e(int j) const {
@@ -148,7 +148,7 @@ struct Lane {
   }
   FASTCAPS_DEVICE int number(int i, int j) const { return c(i) * E() + e(j); }
   FASTCAPS_DEVICE bool inside(int i, int j) const { return Pose::kFixed || (c(i) < args.C && e(j) < args.E); }
-  // One lane speaks for all that hold the same poses; one for all that hold the same position.
+  // Whether the lane writes for all lanes with the same poses; or for all with the same position.
   FASTCAPS_DEVICE bool speaks_for_pose() const { return column == 0 && row == 0; }
   FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
 
@@ -162,15 +162,14 @@ struct Lane {
   FASTCAPS_DEVICE float max_parents(float x) const { return max_lanes(x, columns * positions, parents); }
 };
 
-// How many lanes end with the same sums, as neighbours, when N are scattered over `span`.
+// How many neighbouring lanes end with the same sums if N sums are scattered over `span` lanes.
 FASTCAPS_DEVICE constexpr int lanes_with_the_same(int N, int span) {
   for (; N > 1 && span > 1; span /= 2) N = (N + 1) / 2;
   return span;
 }
 
-// N sums over SPAN lanes that lie FIRST apart, at half the price: with every exchange a lane keeps one half of the
-// numbers. It ends with the sums of x[0 .. count), whose place among the N is `begin`; lanes may end with the same
-// ones.
+// N sums over SPAN lanes that lie FIRST apart, at half the cost: with every exchange a lane keeps half of the values.
+// It ends with the sums x[0 .. count), which are the N from `begin` on; several lanes may end with the same ones.
 template <int N, int FIRST, int SPAN>
 FASTCAPS_DEVICE void scatter_sums(float (&x)[N], int lane, int& begin, int& count) {
   begin = 0;
@@ -191,7 +190,7 @@ FASTCAPS_DEVICE void scatter_sums(float (&x)[N], int lane, int& begin, int& coun
       begin = (upper ? kHalf : 0) + inner;
       FASTCAPS_UNROLL
       for (int k = 0; k < kHalf; ++k) x[k] = kept[k];
-      count = begin + count > N ? N - begin : count;  // what lies behind the end was zero
+      count = begin + count > N ? N - begin : count;  // values past the end were zero
     } else {
       x[0] += shuffle_xor(x[0], kMask);
       scatter_sums<N, FIRST, SPAN / 2>(x, lane, begin, count);

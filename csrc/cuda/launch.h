@@ -13,7 +13,7 @@
 
 #include "../tensors.h"
 
-#ifndef FASTCAPS_CUDA_DRIVER  // the tests have one of their own
+#ifndef FASTCAPS_CUDA_DRIVER  // the tests use another one
 #define FASTCAPS_CUDA_DRIVER "libcuda.so.1"
 #endif
 
@@ -31,17 +31,16 @@ inline void check(cudaError_t error, const char* what) {
 }
 
 // A function of a library that is loaded but not linked: Python loads torch's libraries into a scope of their own,
-// which RTLD_DEFAULT does not search, so they are asked by name.
+// which RTLD_DEFAULT does not search, so they are opened by name.
 template <class Function>
 Function loaded_function(const char* library, const char* name) {
   void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
   return reinterpret_cast<Function>(dlsym(handle ? handle : RTLD_DEFAULT, name));
 }
 
-// Launches go to a device while this lives, whichever was current before; afterwards the thread's context is
-// as it was found, where the driver tells it. What is put back is the context, not its device: cudaSetDevice opens a
-// context where there was none, and a thread that never used GPU 0 has none there. The device itself is set by each
-// launch: torch, asked for memory in between, may leave another one current.
+// While this lives, launches go to its device; afterwards it restores the thread's context, if the driver reports that.
+// It restores the context, not the device: in a thread that never used GPU 0, cudaSetDevice would create a context
+// there. Each launch sets the device itself, since torch may change it when it is asked for memory.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Tensor& x) : DeviceGuard(int(x.get_device_index())) {}
@@ -93,11 +92,11 @@ inline int attribute(cudaDeviceAttr which) {
   return value;
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
-inline int64_t shared_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes a block can have
-constexpr int64_t parts_bytes() { return 64 << 20; }  // of what each block of parents puts down for itself, about
+inline int64_t shared_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // most bytes of a block
+constexpr int64_t parts_bytes() { return 64 << 20; }  // about: of all that blocks of parents store for themselves
 
-// Lets blocks of a kernel have as much shared memory as the device has; asked once by every thread, since it takes
-// longer than the launch. Always to the limit: another thread may be about to launch the same kernel.
+// Lets blocks of a kernel have as much shared memory as the device has; set once by every thread, since it takes longer
+// than the launch. Always to the limit: another thread may be about to launch the same kernel.
 inline void allow_shared_memory(const void* kernel) {
   static thread_local std::set<std::pair<int, const void*>> allowed;
   const std::pair<int, const void*> key{DeviceGuard::device(), kernel};
@@ -111,14 +110,14 @@ template <class Args>
 void launch(void (*kernel)(const Args), const Grid& grid, const Args& args) {
   if (grid.x == 0 || grid.y == 0) return;
   const void* function = reinterpret_cast<const void*>(kernel);
-  check(cudaSetDevice(DeviceGuard::device()), "cudaSetDevice");  // whatever torch's own copy of the runtime believes
+  check(cudaSetDevice(DeviceGuard::device()), "cudaSetDevice");  // whatever torch's own copy of the runtime has set
   if (grid.shared_bytes > 48 * 1024) allow_shared_memory(function);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));
   config.blockDim = dim3(unsigned(grid.threads));
   config.dynamicSmemBytes = size_t(grid.shared_bytes);
   config.stream = current_stream();
-#if CUDART_VERSION >= 13000  // whose drivers all know it
+#if CUDART_VERSION >= 13000  // all its drivers know the attribute
   cudaLaunchAttribute carveout{};
   carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   carveout.val.sharedMemCarveout = unsigned(grid.carveout);

@@ -45,7 +45,7 @@ FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stag
       }
     }
   }
-  if constexpr (!Pose::kFixed)  // what is no number of the pose must not be 0 * inf
+  if constexpr (!Pose::kFixed)  // outside the pose 0 * inf must not make NaN
     each_patch<Pose, R>([&](int r, int p) {
       each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = lane.inside(i, j) ? votes[r][p][i][j] : 0.0f; });
     });
@@ -112,7 +112,7 @@ FASTCAPS_DEVICE void load_parent(const Lane<Pose, R>& lane, const float* from, i
     for (int v = 0; v < V; ++v) to[i][j + v] = part[v];
   });
 }
-// To one of several parts, [parts, positions, M, C, E]; no parts: it is not wanted.
+// Stores to one of several parts, [parts, positions, M, C, E]; null: not wanted.
 template <class Pose, int R>
 FASTCAPS_DEVICE void store_parent(const Lane<Pose, R>& lane, float* parts, int part, int r, int p,
                                   const Patch<Pose>& from) {
@@ -141,7 +141,7 @@ FASTCAPS_DEVICE void load_query(const Lane<Pose, R>& lane, int r, int p, float s
   });
 }
 
-// One number for each parent, in dense memory [positions, M]; to one of several parts, if they are wanted.
+// One value for each parent, in dense memory [positions, M]; stored to one of several parts, if they are wanted.
 template <class Pose, int R>
 FASTCAPS_DEVICE float load_scalar(const Lane<Pose, R>& lane, const float* from, int r, int p, float otherwise) {
   return from && lane.alive(r, p) ? from[lane.at(r).index * lane.args.M + lane.m(p)] : otherwise;

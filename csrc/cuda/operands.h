@@ -45,8 +45,8 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
   load_vector<N>(from, to);
 }
 
-// Calls body(type) with the type of the weights that a lane meets: float in shared memory; elsewhere they are read
-// where they lie, as they lie, and one branch decides for all of them. Three products are made of float alone.
+// Calls body(type) with the type of the weights that a lane reads: float in shared memory, else the stored type, in
+// place, for which one branch decides. Three products (tensor.h) take only float.
 template <class Pose, class Body>
 FASTCAPS_DEVICE void with_weights(const PassArgs& args, Body&& body) {
   if constexpr (Pose::kWeightStride > 0 || Pose::kProducts == 3)
@@ -69,7 +69,7 @@ struct Weights {
     if constexpr (Pose::kWeightStride > 0) {
       from = stage.weight + lane.in_block(p) * Pose::kWeightStride;
     } else {
-      const int m = alive ? lane.m(p) : args.M - 1;  // whose numbers are read and not used
+      const int m = alive ? lane.m(p) : args.M - 1;  // its values are read but not used
       from = static_cast<const Element<S>*>(args.weight) +
              (int64_t(args.by_group.quotient(stage.t)) * args.M + m) * lane.D() * lane.E();
     }

@@ -1,10 +1,10 @@
 // The passes on a GPU: the one argument of their kernels, and the tables of their instantiations.
 //
 // A warp's 32 lanes are cut into  columns x positions x parents x rows  (each a power of two, columns fastest). A lane
-// holds, for R positions, a patch of TC x TE numbers of one parent's pose: of its query, of its sums, and of the vote
-// at hand. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several
-// warps share the parents of a position, several more take other positions; a block walks over a range of children, of
-// which a few at a time (a stage) lie in shared memory, while the next few are on their way there.
+// holds, for R positions, a patch of TC x TE values of one parent's pose: of its query, of its sums, and of the current
+// vote. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several warps
+// share the parents of a position, several more take other positions; a block walks over a range of children, of which
+// a few at a time (a stage) lie in shared memory, while the next few are being copied there.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@
 
 namespace fastcaps::gpu {
 
-// Unsigned division of numbers below 2^31 by a number known at the launch: a multiplication and a shift.
+// Unsigned division of integers below 2^31 by one known at the launch: a multiplication and a shift.
 struct Divider {
   uint32_t divisor = 1, multiplier = 0, shift = 0;
 
@@ -31,26 +31,26 @@ struct Divider {
 
 constexpr int kMostChildren = 8;     // in shared memory at a time
 constexpr int kMostIterations = 16;  // of a routing in one launch
-// A bias that all children share has its gradient in so many sums, which are added up at the end: one sum of all
-// children would lose more digits than torch's does, and all blocks would wait for each other there.
+// The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
+// would lose more digits than torch's, and all blocks would wait for each other.
 constexpr int kSharedSums = 8;
 
 // How a call is cut: what the schedule decides and kernels read.
 struct Cut {
   int columns, rows, parents;  // lanes (the rest of the 32 are positions); parents: of a warp
-  int warps_parents;           // that share the parents of a position; the rest of the block takes other positions
+  int warps_parents;           // warps that share a position's parents; the others take other positions
   int tile_size;               // positions of a block at a time: its tile
   int stage;                   // children in shared memory at a time
   int chunks, chunk_children;  // ranges of children, and the children of one
   bool parts_by_chunk;         // parts of dW: one for each group and chunk, not for each group
-  // Byte offsets in shared memory. shared_seen, shared_stage: within a stage, and from one of the two to the other.
-  // shared_float, float_stage: the same of its numbers in float, which are the stage itself, or one place for both
-  // where half precision is widened; shared_weight: within those.
+  // Byte offsets in shared memory. shared_stage: from one of the two stages to the other; shared_seen: within a stage.
+  // shared_float, float_stage: the first stage's values in float, and from there to the other's: the stages themselves,
+  // or one place for both (float_stage = 0) if half precision is widened. shared_weight: within the values.
   int shared_seen, shared_stage, shared_float, float_stage, shared_weight, shared_tile, shared_offset, shared_exchange,
       shared_dchildren, shared_dweight, shared_dgate;
 };
 
-// What all kernels of a call know of its parents, and of what lies between two iterations.
+// A call's parents, and the step between iterations, for all its kernels.
 struct ParentArgs {
   int M, C, E, Ho, Wo;
   Storage storage;  // of what is in the children's type
@@ -67,13 +67,13 @@ struct PassArgs : Cut, ParentArgs {
   int64_t launched;          // those of this launch: all, or those of one colour (see Position)
   int colours_y, colours_x;  // positions (y, x) with y mod colours_y = colour_y, ...
   int colour_y, colour_x;
-  Divider by_sample, by_row;                    // of those launched: of one sample, of one of its rows
+  Divider by_sample, by_row;                    // launched positions of a sample, and of one of its rows
   Divider by_types, by_kernel_width, by_group;  // N, kw, I / G
   bool padded;
 
   // tensors; strides in elements
   View children, query, gate;  // query, gate: data may be null
-  bool children_copy;          // children may be copied in vectors of the pose's kVector numbers
+  bool children_copy;          // children can be copied in vectors of the pose's kVector values
   const void* weight;          // [G, M, D, E], in the children's type; null: votes are the children themselves
   const float* bias;           // [I or 1, M or 1, C, E] or null
   int64_t bias_stride_i, bias_stride_m;
@@ -81,17 +81,18 @@ struct PassArgs : Cut, ParentArgs {
 
   // this launch
   int tiles, groups;                             // block (group, chunk) takes tiles group, group + groups, ...
-  int first_parent;                              // block y is added
+  int first_parent;                              // of the first block along y
   Divider by_chunk, by_tile, by_rows, by_depth;  // chunks; tile; padded rows; vectors of a row
 
-  // Where parents do not fit into a block: what the softmax over all of them needs, [positions, I, 2 or 3] in the order
-  // of the walk. A launch that finds it has so many places for its blocks along y (collect; 0: one that reads it).
+  // If parents do not fit into a block: the statistics of the softmax over all of them, [positions, I, 2 or 3] in the
+  // order of the walk. collect: how many places for blocks along y a launch has that computes them; 0: the launch reads
+  // them.
   float* statistics;
   int collect;
 
-  // What follows is null where not wanted. [..] stands for [chunks, positions, M], [.., C, E] for those poses; what a
-  // call is given has no chunks, and all is in float.
-  float* sums;  // attention and pooling, forward: [.., C, E]; attention, several iterations: those instead of chunks
+  // Pointers from here on are null if not wanted. [..] stands for [chunks, positions, M], [.., C, E] for poses; inputs
+  // have no chunks. All values are float.
+  float* sums;  // attention and pooling, forward: [.., C, E]; attention, all iterations: those instead of chunks
 
   bool normalize;    // pooling: keys are the votes' directions
   bool detach;       // coefficients are constants: no gradient flows through them
@@ -114,13 +115,13 @@ struct PassArgs : Cut, ParentArgs {
   float temperatures[kMostIterations];        // EM routing: inverse temperatures
 
   // backward
-  const float* dsums;      // attention, pooling: dL/dS [.., C, E]; Gaussian: what a vote's weight gains, linearly
-  const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.cu
-  const float* dconstant;  // pooling, Gaussian: and in any case, [..]
+  const float* dsums;      // attention, pooling: dL/dS [.., C, E]; Gaussian: u (gaussian_backward.cu)
+  const float* dsquares;   // Gaussian: s
+  const float* dconstant;  // pooling, Gaussian: the terms of t that no vote changes, [..]
   const float* devidence;  // Gaussian: [..]
-  // Gaussian: dsums and dsquares, in a launch that only puts them right (see gaussian_backward.cu); or null
+  // Gaussian: dsums and dsquares, in a launch that only corrects them (gaussian_backward.cu); or null
   float *measured, *measured_squares;
-  const float* tight;     // [positions]: tiles where all are 0 are passed over; or null
+  const float* tight;     // [positions]: tiles where all are 0 are skipped; or null
   float* dquery;          // [.., C, E]; Gaussian: of the mean
   float* dvariance;       // [.., C, E]
   float* dlog_weight;     // [..]
@@ -129,8 +130,8 @@ struct PassArgs : Cut, ParentArgs {
   float* dgate;           // [parts, B, H, W, N] or [B, ..]
   float* dweight;         // [parts, G, M, D, E]
   float* dbias;           // [parts, I or kSharedSums, M, C, E]
-  int64_t dweight_part, dbias_part, dbeta_part, cells_part;  // from part to part; 0 where all blocks add to one
-  bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
+  int64_t dweight_part, dbias_part, dbeta_part, cells_part;  // from part to part; 0 if all blocks add to one
+  bool alone_with_children, alone_with_weights;  // no other block adds to the same values meanwhile: no atomics
 };
 
 // One instantiation of the kernels, as the host that cuts the call sees it.
@@ -139,11 +140,11 @@ struct PassKernel {
   int patch_rows, patch_columns;
   int columns, parents;  // lanes; 0: chosen at the launch
   int each;              // parents of a lane
-  int products;          // on the tensor cores that one product is made of; 0: none is made there
+  int products;          // tensor-core products that make one product; 0: none
   bool stored;           // reads children of half precision as they are
-  int vector;            // of a child's rows: numbers that are copied together
+  int vector;            // values of a child's row that are copied together
   int child_stride;      // from child to child in shared memory, in floats; 0: any
-  int weight_stride;     // of a parent's weights; none: they are read where they lie
+  int weight_stride;     // from parent to parent; 0: weights are read in place
   int positions;         // R
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   void (*run)(const PassArgs);
@@ -159,8 +160,8 @@ struct PassKernels {
 struct Pass {
   const char* op;  // "attention", ...
   PassKernels (*forward)(), (*backward)();
-  bool parents_compete;  // and so meet in shared memory, and over several launches where one block does not hold them
-  bool collects_gates;   // backward: the block adds up what parents say of a gate
+  bool parents_compete;  // warps exchange their softmax; blocks too, over several launches
+  bool collects_gates;   // backward: the block adds up its parents' parts of a gate's gradient
 
   PassKernels kernels(bool of_backward) const { return of_backward ? backward() : forward(); }
 };

@@ -1,5 +1,5 @@
-// The pooling pass, backward: docs/algebra.md. Of t_im the kernel is given what does not depend on the child;
-// c_im = scale r_im t_im / |V_im| (without normalised keys: without |V|).
+// The pooling pass, backward: docs/algebra.md. The kernel gets the part of t_im that does not depend on the child.
+// Below, c_im = scale r_im t_im / |V_im| (without normalised keys: without |V|).
 #include "backward.h"
 #include "iterations.h"
 #include "poses.h"
@@ -17,7 +17,7 @@ struct PoolingBackward : QueryGradients<Pose, R> {
     each_patch<Pose, R>([&](int r, int p) {
       constant[r][p] = load_scalar(lane, args.dconstant, r, p, 0.0f);
       const float logsumexp = load_scalar(lane, args.logsumexp, r, p, -INFINITY);
-      shift[r][p] = logsumexp == -INFINITY ? INFINITY : logsumexp * kLog2E;  // nobody there: all coefficients are 0
+      shift[r][p] = logsumexp == -INFINITY ? INFINITY : logsumexp * kLog2E;  // no children: all coefficients are 0
     });
   }
 

@@ -1,5 +1,5 @@
 // The pooling pass, forward: S_m = sum_i r_im V_im with r_im = g_i exp(a_im) / Z_m, Z_m the sum over the children,
-// a_im = scale <Q_m, K_im>, K = V or V / |V|. No parent asks for another: a lane sums below the largest logit so far.
+// a_im = scale <Q_m, K_im>, K = V or V / |V|. Parents are independent: a lane's sums are relative to its largest logit.
 #include <cfloat>
 
 #include "forward.h"
@@ -10,8 +10,8 @@ namespace fastcaps::gpu {
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Exponentials below the largest logit are rescaled only where a logit exceeds what they are taken below by this much
-// (in units of log2): rarely more than once.
+// Sums are rescaled only if a logit exceeds `top`, to which they are relative, by this much (in units of log2): rarely
+// more than once.
 constexpr float kSlack = 8.0f;
 
 template <class Pose, int R, bool LEAN>
@@ -34,7 +34,7 @@ struct PoolingForward {
 
   static FASTCAPS_DEVICE float shift(float top) { return fmaxf(top, -FLT_MAX); }
 
-  // The coefficient is below the largest logit so far, and not divided by the sum of all.
+  // The coefficient is relative to `top`, and not yet divided by the sum of all.
   FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, Patches<Pose, R>& votes, Numbers<Pose, R>& coefficient) {
     Numbers<Pose, R> logit;
     bool rises = false;
@@ -67,13 +67,13 @@ struct PoolingForward {
                            const Numbers<Pose, R>& coefficient) {
     each_patch<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.in_tile(r)];
-      if (!seen.counts()) return;  // leaves no trace, whatever it is
+      if (!seen.counts()) return;  // no effect, even if it is NaN
       total[r][p] += coefficient[r][p];
       each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += coefficient[r][p] * votes[r][p][i][j]; });
     });
   }
 
-  // Every range of children has sums and a log-sum-exp of its own.
+  // Every range of children has its own sums and log-sum-exp.
   FASTCAPS_DEVICE void store(int chunk) {
     each_patch<Pose, R>([&](int r, int p) { conclude(chunk, r, p); });
     store_parents(lane, args.sums, chunk, sums);

@@ -1,4 +1,4 @@
-// The poses that kernels are compiled for, in order of preference; whatever is none of them takes a free one.
+// The poses that kernels are compiled for, in order of preference; any other pose takes a free one.
 #pragma once
 
 #include "tensor.h"
@@ -22,13 +22,13 @@ using Pose1x16 = FixedPose  <1, 16, 16,  8, 4,  2, 16, 1, 264>;
 using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1,   0>;
 // clang-format on
 
-// A single parent, every lane has a position of its own: no lane waits for another.
+// A single parent: every lane has its own position, and no lane waits for another.
 template <int VECTOR>
 struct SinglePose1x16 : FixedPose<1, 16, 16, 16, VECTOR, 1, 1, 1, 256> {
   static constexpr int kRowStride = 20;  // lanes' own rows lie on different banks
 };
 
-// Products of tf32 that one product is made of.
+// PRODUCTS: tf32 products that make one product.
 template <int PRODUCTS>
 using Tensor4x4x32 = TensorPose4x4<4, PRODUCTS>;
 template <int PRODUCTS>

@@ -26,7 +26,7 @@ int64_t power_of_two(int64_t at_least) {
 struct Lanes {
   int columns, rows;
   int parents;     // of a warp
-  int64_t padded;  // numbers of a parent's pose that the lanes hold
+  int64_t padded;  // values of a parent's pose that the lanes hold
 };
 
 // How a kernel's lanes would share these poses; no columns if they cannot.
@@ -42,8 +42,8 @@ Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_
   return {int(columns), int(rows), int(parents), rows * kernel.patch_rows * columns * kernel.patch_columns};
 }
 
-// A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
-// pose.
+// A kernel for just this pose beats a free one; then few parents should take few lanes, and a free kernel's tile should
+// have little padding.
 const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
@@ -59,11 +59,11 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
   return best;
 }
 
-constexpr int64_t kReserved = 1024;               // bytes that the system has for itself of every block's shared memory
+constexpr int64_t kReserved = 1024;               // bytes of every block's shared memory that the system reserves
 constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.h
 
-// Bytes of shared memory: a part for each child on the way, and a part that is there once. Of half precision a stage
-// has the numbers as they are stored, and one place for both stages has them in float, if the kernel wants that.
+// Bytes of shared memory: a part for each child of a stage, and a fixed part. In half precision a stage has the values
+// as they are stored; if the kernel needs float, one place for both stages has them widened.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
   bool narrow, widens;
@@ -77,7 +77,7 @@ struct Shared {
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile_size * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
-    const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV takes the place of dW
+    const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV instead of dW
     dweight = !backward ? 0
               : large   ? int64_t(c.warps_parents) * c.parents * c.tile_size * v.C * v.E * 4
                         : weight * c.warps_positions;
@@ -113,9 +113,9 @@ void place(Schedule& c, const Shared& shared) {
 
 constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
 
-// Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
-// adds to gradients of weights and bias of its own: few enough of them to stay small. Ranges that share nothing cost
-// only parts of dQ, and keep the multiprocessors busy instead.
+// If the order of sums is fixed, every group of tiles (and every range of children, if ranges share weights or a bias)
+// has its own part of the gradients of weights and bias. This limits the size of all parts. Ranges that share nothing
+// only cost parts of dQ, so there are enough of them to keep the multiprocessors busy.
 void keep_parts_small(Schedule& c, const Votes& v, const Bias& bias, int64_t wanted, int64_t least) {
   const int64_t bytes = 4 * (v.G * v.M * v.D * v.E + bias.numbers);
   const int64_t parts = std::max<int64_t>(bytes > kParts / 4 ? 4 : 1, kParts / bytes);
@@ -132,8 +132,8 @@ void keep_parts_small(Schedule& c, const Votes& v, const Bias& bias, int64_t wan
   if (c.parts_by_chunk) c.groups = std::min(c.tiles, std::max<int64_t>(1, parts / c.chunks));
 }
 
-// How long a multiprocessor takes for some blocks, `fitting` of them at a time: a warp's trip through one child is 1.
-// Its four schedulers share the warps as evenly as they go; one that has a single warp often waits for it.
+// How long a multiprocessor takes for some blocks, `fitting` of them at a time; a warp takes 1 for one child. Four
+// schedulers share the warps as evenly as possible; one with a single warp often waits for it.
 double time(int64_t blocks, int64_t fitting, int64_t warps) {
   const auto round = [&](int64_t together) {
     const int64_t each = ceil_div(together * warps, 4);
@@ -142,8 +142,8 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
   return double(blocks / fitting) * round(fitting) + (blocks % fitting ? round(blocks % fitting) : 0.0);
 }
 
-// As many warps on positions as get the work done soonest; then the most, since they share the weights. False if not
-// even one fits into shared memory.
+// Chooses the fastest number of warps on positions; among equals the largest, since they share the weights. Returns
+// false if not even one warp fits into shared memory.
 bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine) {
   const PassKernel& kernel = *c.kernel;
   const int positions_of_warp = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));
@@ -211,7 +211,7 @@ std::string refusal(const Pass& pass, int64_t C, int64_t D, int64_t E, bool iden
 
 bool fits_30_bits(const Votes& v) {
   constexpr int64_t most = int64_t(1) << 30;
-  if (!v.is_countable()) return false;  // nor can the products below
+  if (!v.is_countable()) return false;  // the products below would overflow
   return v.I < most && v.M < most && v.H * v.W < most && v.C * v.D * v.M < most && v.Ho * v.Wo < most;
 }
 
@@ -224,10 +224,10 @@ Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const
   const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
   const int most_warps = kernel.threads / 32;
-  // Large weights come from far away for every tile: better many positions than many parents, whose softmax then takes
-  // launches of its own.
+  // Large weights are read from memory for every tile: better many positions than many parents, though the softmax then
+  // takes separate launches.
   const bool large = kernel.C && kernel.weight_stride == 0 && v.positions() > 32;
-  // What a warp adds to memory by itself it must add alone if an order is to be kept.
+  // If the order of sums is fixed, only one warp may add to memory by itself.
   const bool single = task.backward && task.ordered && (!kernel.C || bias.numbers > 0);
   for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
     // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
@@ -235,7 +235,7 @@ Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const
     const int64_t warps = ceil_div(v.M, c.parents);
     c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
     c.parent_blocks = int(ceil_div(warps, c.warps_parents));
-    const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
+    const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // there are 15 barriers
     if (spread(c, v, task, bias, most, machine)) return c;
   }
   c.kernel = nullptr;
@@ -251,7 +251,7 @@ std::string routing_refusal(Task task, const Votes& v, const Machine& machine) {
   if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
   if (task.pass->parents_compete && whole.parent_blocks > 1)
     return "its " + std::to_string(v.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
-  // What lies between two launches of a loop of passes takes about as long as some 300 children.
+  // The time between two launches is about that of 300 children.
   constexpr double kBetween = 300;
   if (whole.cost > split.cost + kBetween)
     return "its " + std::to_string(v.I) + " children are better split over blocks";

@@ -11,7 +11,7 @@ struct Machine {
   int64_t multiprocessors, shared_limit;
 };
 
-// The gradient of a bias (and of betas), if it is wanted: its numbers, and whether all children have the same.
+// The gradient of a bias (and of betas), if it is wanted: its size, and whether all children share the bias.
 struct Bias {
   int64_t numbers = 0;
   bool shared = false;
@@ -23,8 +23,8 @@ struct Schedule : Cut {
   const PassKernel* kernel;
   int warps_positions;
   int64_t tiles, groups;
-  int parent_blocks;  // more than one: the softmax takes launches of its own
-  double cost;        // how long it takes, about: a warp's trip through one child is 1
+  int parent_blocks;  // more than one: the softmax takes separate launches
+  double cost;        // estimated time; a warp takes 1 for one child
   int64_t shared_bytes;
   int carveout;  // percent of a multiprocessor's memory that the blocks there share
 
@@ -41,15 +41,15 @@ bool fits_30_bits(const Votes& v);
 struct Task {
   const Pass* pass;
   bool backward = false;
-  int products = 0;  // of tf32 that one product may be made of (see tensor.h); 0: no number may be rounded
-  // Backward: gradients must not be added to by many blocks at once, at the price of fewer blocks.
+  int products = 0;  // tf32 products that make one product (tensor.h); 0: nothing may be rounded
+  // Backward: gradients are summed in a fixed order, at the price of fewer blocks.
   bool ordered = false;
   bool identity = false;  // votes are the children: there are no weights
   bool whole = false;     // children must not be split over blocks
 };
 
-// No kernel if the poses do not fit (see refusal), or `fits_30_bits` says no. `bias`: its gradient is wanted too, if it
-// has numbers.
+// Without a kernel if the poses do not fit (see refusal), or if `fits_30_bits` is false. `bias`: the bias gradient;
+// empty if it is not wanted.
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine);
 
 // Why not all iterations of a routing should run in one launch; empty if they should. A block then holds all parents of

@@ -8,13 +8,14 @@
 
 namespace fastcaps::gpu {
 
-// What some of the parents know of a softmax: their largest logit, and sums of exponentials below it. N counts the sums
-// beside that of the exponentials themselves: none forward, that of exp * gain backward.
+// The softmax over some of the parents: their largest logit, and sums of exponentials relative to it. N: further sums,
+// none in a forward, that of exp * gain in a backward.
 template <int N>
 struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at once
   float top, total[N + 1];
 
-  // Exponentials are taken below this: the largest logit, unless all are -inf, which alone must not make a NaN yet.
+  // Exponentials are relative to this: the largest logit, or a finite value if all are -inf, which must not make NaN
+  // yet.
   FASTCAPS_DEVICE float shift() const { return fmaxf(top, -FLT_MAX); }
 
   FASTCAPS_DEVICE void join(const SoftmaxPart& other) {
@@ -26,8 +27,8 @@ struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at o
   }
 };
 
-// The warps of a position put down what they have and take up what all have. Two places are used in alternation, so
-// that nobody overwrites what another still reads: whoever comes back to a place has passed the other one's barrier.
+// Joins the parts of all warps of a position. Two places alternate, so that no warp overwrites what another still
+// reads: before it returns to a place, it has passed the other one's barrier.
 template <class Pose, int R, int N>
 FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, SoftmaxPart<N> (&part)[R]) {
   const PassArgs& args = lane.args;
@@ -46,7 +47,7 @@ FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, SoftmaxPart<N> 
   }
 }
 
-// What blocks of parents know of their softmax, joined in their order.
+// Joins the softmax parts of all blocks of parents, in their order.
 template <int N>
 FASTCAPS_KERNEL(256, 1)
 join_kernel(const FASTCAPS_CONSTANT PassArgs args) {
@@ -70,7 +71,7 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
                              const Numbers<Pose, R>& gain, Numbers<Pose, R>& coefficient, float (&average)[R]) {
   const PassArgs& args = lane.args;
   SoftmaxPart<N> part[R];
-  const bool known = !LEAN && args.statistics && !args.collect;  // what all parents come to
+  const bool known = !LEAN && args.statistics && !args.collect;  // the softmax over all parents is known
   const auto kept = [&](int r) {
     const Position& at = lane.at(r);
     return reinterpret_cast<SoftmaxPart<N>*>(args.statistics) + (at.exists() ? at.index : 0) * args.I + stage.t;
@@ -79,7 +80,7 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) part[r] = *kept(r);
   } else {
-    Numbers<Pose, R> x;  // logits; those of parents that there are not take no part
+    Numbers<Pose, R> x;  // logits, -inf for parents that do not exist
     each_patch<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(p) ? logit[r][p] : -INFINITY; });
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -108,12 +109,12 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
     for (int r = 0; r < R; ++r) {
       if (!lane.at(r).exists() || lane.warp_parent != 0 || !lane.speaks_for_position()) continue;
       SoftmaxPart<N>& place = kept(r)[block_y() * args.positions * args.I];
-      if (args.first_parent > 0) part[r].join(place);  // it is not new
+      if (args.first_parent > 0) part[r].join(place);  // earlier blocks are in it
       place = part[r];
     }
     return false;
   }
-  if (known || args.warps_parents > 1)  // what was below the lanes' own top is now below that of all
+  if (known || args.warps_parents > 1)  // relative to the top of all parents, not of the lanes'
     each_patch<Pose, R>(
         [&](int r, int p) { coefficient[r][p] = lane.alive(p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f; });
   FASTCAPS_UNROLL

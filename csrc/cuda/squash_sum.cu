@@ -1,6 +1,6 @@
-// squash_sum on a GPU, whole: both kernels and the op. A thread has a capsule of each summand, at one position; its
-// neighbours have the next positions, so that number k of all of them lies side by side. Every number is read and
-// written once; those of capsules of more than 16 numbers are read again, from cache.
+// squash_sum on a GPU, whole: both kernels and the op. A thread has a capsule of each summand, at one position. Its
+// neighbours have the next positions, so value k of all of them is contiguous. Every value is read and written once;
+// those of capsules of more than 16 values are read again, from cache.
 #include "../squash_sum_op.h"
 
 #include "../algebra/squash_sum.h"
@@ -9,7 +9,8 @@
 
 namespace fastcaps::gpu {
 
-// f(k) for the numbers of a capsule; the compiler knows k where there are at most MOST, and not where MOST is 0.
+// f(k) for the values of a capsule. The compiler knows k if there are at most MOST values; MOST = 0: any number of
+// them.
 template <int MOST, class F>
 FASTCAPS_DEVICE void each(int64_t dim, F&& f) {
   if constexpr (MOST == 0) {
@@ -22,7 +23,7 @@ FASTCAPS_DEVICE void each(int64_t dim, F&& f) {
   }
 }
 
-// The numbers of one capsule, times its scale, in registers where there are at most MOST.
+// The values of one capsule, times its scale; in registers if there are at most MOST.
 template <Storage S, int MOST>
 struct Capsule {
   using X = float;
@@ -56,7 +57,7 @@ struct Capsule {
     each<MOST>(dim, [&](int64_t k) { largest = fmaxf(largest, fabsf((*this)[k])); });
     return largest;
   }
-  // Shrinks the longest capsules, and measures what is left of them.
+  // Shrinks very long capsules; returns the length.
   FASTCAPS_DEVICE float measure() {
     scale = shrink(largest());
     return length(*this);
@@ -102,7 +103,7 @@ squash_sum_backward_kernel(const FASTCAPS_CONSTANT SquashSum call) {
   const Place at(call);
   if (!at.exists) return;
   const Capsule<S, MOST> g(call, call.grad, at.capsule, false);
-  FASTCAPS_UNROLL  // else addresses are kept from one summand to the other, at 50 registers
+  FASTCAPS_UNROLL  // else addresses are kept for both summands, in 50 registers
   for (int which = 0; which < 2; ++which) {
     if (which >= call.count) break;
     const Squashed& part = call.parts[which];
@@ -114,7 +115,7 @@ squash_sum_backward_kernel(const FASTCAPS_CONSTANT SquashSum call) {
     each<MOST>(call.dim, [&](int64_t k) { along += x[k] * inverse * g[k]; });
     if (part.dcoefficient) store_number(part.dcoefficient, at.number, share * size * along, S);
     if (!part.dcapsules) continue;
-    const float slope = share * x.scale;  // of the numbers before they were shrunk
+    const float slope = share * x.scale;  // of the values before they were shrunk
     const float factor = part.coefficient ? slope * load_number(part.coefficient, at.number, S) : slope;
     const float bend = (2.0f / (1.0f + size * size) - 1.0f) * along * inverse;
     each<MOST>(call.dim, [&](int64_t k) {

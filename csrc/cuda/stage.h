@@ -1,5 +1,5 @@
-// Numbers as they lie in memory; what a rule makes of a pose. Then bringing children and weights into shared memory: a
-// stage of a few children for all positions of the block's tile.
+// Loading and storing values; the rules on a pose; and copying a stage into shared memory: a few children for all
+// positions of the block's tile, and their weights.
 #pragma once
 
 #include <cfloat>
@@ -10,7 +10,7 @@
 
 namespace fastcaps::gpu {
 
-// Numbers of half precision, of either kind; and numbers of any type that the kernels take, in memory.
+// Half-precision values of either type; and values in memory, of any type that the kernels take.
 FASTCAPS_DEVICE float widened(uint16_t bits, Storage storage) {
   return storage == Storage::kBFloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
 }
@@ -56,10 +56,10 @@ FASTCAPS_DEVICE void widen_vector(float2 pairs, float (&to)[4]) {
   for (int k = 0; k < 4; ++k) to[k] = widened(uint16_t(bits[k / 2] >> k % 2 * 16), S);
 }
 
-// 1 / |x|, and 0 where that is more than a number can be.
+// 1 / |x|, or 0 if that overflows.
 FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
 
-// What a rule makes of a pose of sums; LayerNorm's affine is left to the caller. The last parents by kUnit are sums.
+// Applies a rule to a pose of sums, without LayerNorm's affine. With kUnit the last parents are the sums.
 template <class Pose>
 FASTCAPS_DEVICE void between(const ParentArgs& args, const Pose& pose, bool last) {
   if (args.rule == Rule::kLayerNorm) {
@@ -71,31 +71,31 @@ FASTCAPS_DEVICE void between(const ParentArgs& args, const Pose& pose, bool last
   }
 }
 
-// LayerNorm's affine, of the k-th number of a pose.
+// LayerNorm's affine, for the k-th value of a pose.
 FASTCAPS_DEVICE float affine(const ParentArgs& args, float x, int k) {
   if (args.norm_weight) x *= load_number(args.norm_weight, k, args.storage);
   if (args.norm_bias) x += load_number(args.norm_bias, k, args.storage);
   return x;
 }
 
-// body(parent, exists) for the block's share of `count` parents, `lanes` lanes to each. Lanes speak to each other: all
-// of a warp go round equally often, and `exists` says which have a parent.
+// body(parent, exists) for the block's share of `count` parents, with `lanes` lanes for each. Lanes exchange values, so
+// all of a warp loop equally often; `exists` says which have a parent.
 template <class Body>
 FASTCAPS_DEVICE void each_parent(int64_t count, int lanes, Body&& body) {
   const int64_t together = block_threads() / lanes, mine = block_x() * together + thread_index() / lanes;
   for (int64_t first = 0; first < count; first += blocks_x() * together) body(first + mine, first + mine < count);
 }
 
-// Where a parent's numbers begin, that has number `parent` of [B, Ho, Wo, M].
+// Where the pose of a parent begins; `parent` is its index in [B, Ho, Wo, M].
 FASTCAPS_DEVICE int64_t offset_of_parent(const View& view, int64_t parent, int M, int Ho, int Wo) {
   const int64_t q = parent / M, row = q / Wo, b = row / Ho;
   return b * view.stride[0] + (row - b * Ho) * view.stride[1] + (q - row * Wo) * view.stride[2] +
          (parent - q * M) * view.stride[3];
 }
 
-// Numbers come into shared memory as they are stored: T is float, or the 16 bits of half precision.
+// Values are copied to shared memory as they are stored: T is float, or the 16 bits of half precision.
 
-// V neighbours of a row to shared memory; `inside` says how many of them there are.
+// Copies V neighbours of a row; `inside` says how many of them exist.
 template <int V, class T>
 FASTCAPS_DEVICE void stage_vector(const PassArgs& args, T* to, int64_t at, int inside) {
   const T* from = static_cast<const T*>(args.children.data);
@@ -109,11 +109,11 @@ FASTCAPS_DEVICE void stage_vector(const PassArgs& args, T* to, int64_t at, int i
     if constexpr (sizeof(T) == 4)
       copy_async<4>(to + v, from + (v < inside ? at + v * step : 0), v < inside);
     else
-      to[v] = v < inside ? from[at + v * step] : T(0);  // no copy is so small
+      to[v] = v < inside ? from[at + v * step] : T(0);  // asynchronous copies have at least 4 bytes
   }
 }
 
-// Children [count, tile_size, C, D], zero where there is none and in the padding of rows and depth. A thread keeps its
+// Copies children [count, tile_size, C, D]: zero if absent, and in the padding of rows and depth. A thread keeps its
 // place within a child and goes through the children.
 template <class Pose, int R, class T>
 FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const Offset* offsets, T* to) {
@@ -142,7 +142,7 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
   }
 }
 
-// Weights [count, parents of the block, stride]; zero for parents that there are not. As above.
+// Copies weights [count, parents of the block, stride] in the same way; zero for parents that do not exist.
 template <class Pose, int R, class T>
 FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int count, T* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
@@ -162,7 +162,7 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
   }
 }
 
-// What multiplies a child's coefficient, and whether there is such a child at all: padding holds none, not even a bias.
+// A child's gate, and whether the child exists: padding has no child, and so not even a bias.
 struct Seen {
   float gate, exists;
 
@@ -188,7 +188,7 @@ FASTCAPS_DEVICE void stage_seen(const Lane<Pose, R>& lane, int count, const Offs
 template <class Pose>
 struct Stage {
   const float* children;   // [tile_size, C, D], child_stride apart
-  const uint16_t* stored;  // the same as they came, of half precision
+  const uint16_t* stored;  // the same as stored, in half precision
   const float* weight;     // [parents of the block, stride]
   const Seen* seen;        // [tile_size]
   int t;                   // which child it is, in the order of the kernels
@@ -209,7 +209,7 @@ struct Stage {
     ++t;
   }
 
-  // The children in a type that the caller knows them to be in.
+  // The children in their type, which the caller knows.
   template <Storage S>
   FASTCAPS_DEVICE const Element<S>* children_as() const {
     if constexpr (S == Storage::kFloat32)
@@ -219,8 +219,8 @@ struct Stage {
   }
 };
 
-// Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed. The offsets of the
-// first must be there, behind a barrier; those of the children after them are made.
+// Starts copying children [first, last), or as many as fit: they are there after copy_wait and a barrier. Their offsets
+// must be there, after a barrier. Makes the offsets of the next stage.
 template <class Pose, int R>
 FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int last) {
   const PassArgs& args = lane.args;
@@ -241,12 +241,12 @@ FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int
   stage_seen(lane, count, offsets, reinterpret_cast<Seen*>(base + args.shared_seen));
 }
 
-// Half precision to float, once for all lanes that will read it: four neighbours at a time, from the stage to where its
-// floats lie, in the same order and what lies between them too. Behind a barrier, and another must follow.
+// Widens a stage to float, once for all lanes that read it: four neighbours at a time, in the same order, padding
+// included. Needs a barrier before it and another after it.
 template <class Pose, int R>
 FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int parity, int count) {
   const PassArgs& args = lane.args;
-  const float* from = reinterpret_cast<const float*>(lane.shared + parity * args.shared_stage);  // two numbers each
+  const float* from = reinterpret_cast<const float*>(lane.shared + parity * args.shared_stage);  // two values each
   float* to = reinterpret_cast<float*>(lane.shared + args.shared_float);
   const bool staged = Pose::kWeightStride > 0 && args.weight;
   const int numbers = staged
@@ -265,8 +265,8 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int parity, int count) {
     all(Stored<Storage::kFloat16>());
 }
 
-// Children behind a gate of exactly 0 that are NaN or infinite become zeros, as if they were not there: nothing that
-// they are multiplied by is a number. Behind a barrier, and another must follow.
+// Sets children with a gate of exactly 0 that are NaN or infinite to zero and makes them absent: 0 times them would be
+// NaN. Needs a barrier before it and another after it.
 template <class Pose, int R>
 FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int parity, int count) {
   const PassArgs& args = lane.args;

@@ -1,13 +1,12 @@
-// Votes on the tensor cores, in tf32: products of numbers rounded to 10 bits of mantissa, sums in float. Taken where
-// the user's precision allows it, and for half-precision tensors always: their numbers are such numbers. Where the
-// depth fills an instruction of half precision that takes them as they are.
+// Votes on the tensor cores, in tf32: products of values rounded to 10 bits of mantissa, sums in float. Used if the
+// user's precision allows it, and always for half-precision tensors, whose values fit into tf32. If the depth fills a
+// half-precision instruction, that one is used, without conversion.
 //
-// PRODUCTS of tf32 that one product is made of: one, or three where the user wants about float's own exactness. A float
-// is then what tf32 has of it and a remainder, which another tf32 holds but for a bit: a b = a_r b + a b_r + a b with
-// remainders a_r, b_r. Their own product, 2^-22 of a b at most, is left out. (An infinity has none: it comes out as
-// NaN.)
+// PRODUCTS: how many tf32 products make one product: one, or three for about float's precision. With three, a float is
+// split into a tf32 value and a remainder, which a second tf32 holds except for one bit. The three products are a_r b +
+// a b_r + a b, with remainders a_r, b_r; a_r b_r, at most 2^-22 of a b, is left out. (An infinity becomes NaN.)
 //
-// The layouts are chosen so that the instruction leaves each lane with exactly the numbers that the lane holds anyway:
+// The layouts are chosen so that the instruction leaves each lane with exactly the values that the lane holds anyway:
 // nothing moves between lanes before or after.
 #pragma once
 
@@ -15,7 +14,7 @@
 
 namespace fastcaps::gpu {
 
-// N numbers of a factor, as instructions take them.
+// N values of a factor, as instructions take them.
 template <int PRODUCTS, int N>
 struct Factor {
   uint32_t number[N], remainder[PRODUCTS == 3 ? N : 1];
@@ -24,7 +23,7 @@ struct Factor {
     number[k] = to_tf32(x);
     if constexpr (PRODUCTS == 3) remainder[k] = float_bits(x - bits_float(number[k]));
   }
-  // Weights come rounded (round_kernel) for the one product.
+  // For a single product, weights are already rounded (round_kernel).
   FASTCAPS_DEVICE void take_weight(int k, float x) {
     if constexpr (PRODUCTS == 3)
       take(k, x);
@@ -48,7 +47,7 @@ FASTCAPS_DEVICE void multiply_add(float (&d)[4], const Factor<PRODUCTS, 4>& a, c
 template <int EACH, int PRODUCTS>
 struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
   static constexpr int kProducts = PRODUCTS;
-  static constexpr int kChildPad = 8;  // 4 positions x 8 numbers of a fragment meet 32 banks
+  static constexpr int kChildPad = 8;  // 4 positions x 8 values of a fragment use 32 banks
   static constexpr int kChildStride = 16 + kChildPad;
 };
 
@@ -60,7 +59,7 @@ template <int PRODUCTS>
 struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, 0> {
   static constexpr int kProducts = PRODUCTS;
   static constexpr bool kStored = true;
-  static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment meet 32 banks
+  static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment use 32 banks
 };
 
 template <Storage, int EACH, int PRODUCTS, int R>
@@ -97,8 +96,8 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRO
   }
 }
 
-// Factors of 1 x 64 poses for four columns: of two rows of weights, which lie four apart, or of half precision of four,
-// in pairs of neighbours.
+// Factors of 1 x 64 poses for four columns: from two rows of weights, which lie four apart; in half precision from four
+// rows, as pairs of neighbours.
 template <int PRODUCTS>
 FASTCAPS_DEVICE void take_rows(const float* at, Factor<PRODUCTS, 2> (&columns)[4]) {
   FASTCAPS_UNROLL
@@ -140,8 +139,8 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
   using Pose = TensorPose1x64<PRODUCTS>;
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   const int t = lane.column;
-  // Where the lane begins in the depth. Words of half precision, which are pairs, lie on all banks if lanes 2 and 3
-  // begin half a row on: the order of the depth is free.
+  // Where the lane begins along the depth, whose order is free. Half-precision words, which are pairs, use all banks if
+  // lanes 2 and 3 begin half a row later.
   const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
   const auto* weight =
       Weights<Pose, R, S>(lane, stage, 0).from + begin * 64 + lane.position / 2 * 4 + lane.position % 2 * 16;
@@ -173,8 +172,8 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
 }
 
 // dW of one of the lane's parents, summed over the warp's four positions: a[(e, m), (position, row)] = dV[m, position,
-// row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d stand in for others and are dropped;
-// the lanes of the first two positions end with rows d = 2 position + {0, 1}.
+// row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d repeat others and are dropped; the
+// lanes of the first two positions end with rows d = 2 position + {0, 1}.
 template <int EACH, int PRODUCTS>
 FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>, 1>& lane,
                                            const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,

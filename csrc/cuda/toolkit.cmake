@@ -91,7 +91,7 @@ if(NOT nvcc)
 endif()
 
 # ---- for what ---------------------------------------------------------------------------------------------------------
-# TORCH_CUDA_ARCH_LIST as torch reads it. Architectures before 8.0, which lists made for other packages hold, are passed over.
+# TORCH_CUDA_ARCH_LIST as torch reads it. Architectures before 8.0, from lists made for other packages, are skipped.
 execute_process(COMMAND "${nvcc}" --list-gpu-arch OUTPUT_VARIABLE known)
 string(REGEX MATCHALL "[0-9]+" known "${known}")
 string(TOLOWER "$ENV{TORCH_CUDA_ARCH_LIST}" entries)

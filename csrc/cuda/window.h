@@ -8,21 +8,21 @@ namespace fastcaps::gpu {
 // A position of the block's tile: where it lies, and where its window begins. Offsets in elements; the window may begin
 // in the padding, before the tensor.
 //
-// Windows overlap, and so two positions may add to one child's gradient. Where that must happen in a fixed order, a
-// launch takes positions of one colour only: those far enough from each other to share no child.
+// Windows overlap, and so two positions may add to one child's gradient. If that must happen in a fixed order, a launch
+// takes only positions of one colour: those far enough from each other to share no child.
 struct Position {
   int64_t index;                        // (b * Ho + y) * Wo + x; -1: none
   int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child, in the block's part
   int y, x;
 
   FASTCAPS_DEVICE bool exists() const { return index >= 0; }
-  // Is there a child so far from the window's first, or only padding?
+  // Whether a child, not padding, is at this distance from the window's first.
   FASTCAPS_DEVICE bool sees(const PassArgs& args, int dy, int dx) const {
     return exists() && (!args.padded || (unsigned(y + dy) < unsigned(args.H) && unsigned(x + dx) < unsigned(args.W)));
   }
 };
 
-// The position with that number among those of the launch.
+// The position with index `number` in the launch.
 FASTCAPS_DEVICE Position position_of(const PassArgs& args, int64_t number) {
   Position at{-1, 0, 0, 0, 0, 0, 0};
   if (number >= args.launched) return at;
@@ -67,7 +67,7 @@ struct Child {
   }
 };
 
-// Where the children of a stage lie, seen from the first child of a window. Worked out by one thread a child, one stage
+// Where the children of a stage lie, seen from the first child of a window. Computed by one thread per child, one stage
 // ahead, in one of two places.
 struct Offset {
   int64_t children, gate;

@@ -28,7 +28,7 @@ def read_device(name: str) -> str:
 
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for a device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no separate error for a device
         raise Wrong(f"--device: got {name}, but torch finds no such device here") from error
     return name
 
@@ -55,7 +55,7 @@ def info(
     device: Annotated[str, Option(help="device of the call that is explained")] = "cpu",
     dtype: Annotated[str, Option(help="its dtype")] = "float32",
 ) -> int:
-    """Tell what was built, what runs here, and why."""
+    """Show what was built, what runs here, and why."""
     import torch
 
     import fastcaps
@@ -101,7 +101,7 @@ def explain(
     backend: Annotated[str | None, Option(help="force one: cuda, triton, cpu or reference")] = None,
     as_json: Annotated[bool, Option("--json", help="as JSON")] = False,
 ) -> int:
-    """Tell on which kernel every routing call of a network runs, and why not on the others."""
+    """Show on which kernel every routing call of a network runs, and why not on the others."""
     import torch
 
     import fastcaps

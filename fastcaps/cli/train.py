@@ -51,12 +51,12 @@ PATHS = {name: path for name, _, path, *_ in OPTIONS}
 
 def _with_options(command: Callable[..., int]) -> Callable[..., int]:
     """Return the command with :data:`OPTIONS` in its signature, which Typer reads; they arrive as ``**given``."""
-    first, *own, _ = signature(command, eval_str=True).parameters.values()
+    first, *others, _ = signature(command, eval_str=True).parameters.values()
     added = []
     for name, kind, _, panel, text, default in OPTIONS:
         option = Option(help=text, rich_help_panel=panel, show_default=default or True)
         added.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]))
-    command.__signature__ = Signature([first, *added, *own])  # type: ignore[attr-defined]
+    command.__signature__ = Signature([first, *added, *others])  # type: ignore[attr-defined]
     return command
 
 

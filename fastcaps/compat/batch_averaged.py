@@ -59,8 +59,8 @@ class BatchAveraged(VectorTwin):
 def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
     """Return the arguments of all versions, the published layer's first."""
     every = [{"compete": side, "squashed": vector} for side, vector in product(SIDES, VECTORS)]
-    own = {"compete": compete, "squashed": squashed}
-    return (own, *(each for each in every if each != own))
+    published = {"compete": compete, "squashed": squashed}
+    return (published, *(each for each in every if each != published))
 
 
 class DigitCaps(BatchAveraged):

@@ -177,15 +177,15 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D
 
 def _candidate(module: nn.Module, given: Mapping[type, type[Twin]]) -> tuple[type[Twin], list[str]] | None:
     """Return the twin of a layer's class or base class, and the methods that the class adds."""
-    own: set[str] = set()
+    added: set[str] = set()
     for each in type(module).__mro__:
         if each in given:
-            return given[each], sorted(own)
+            return given[each], sorted(added)
         if found := TWINS.get(each.__name__.removeprefix("Parametrized")):
-            return next((kind for kind in found if not _missing(module, kind)), found[0]), sorted(own)
+            return next((kind for kind in found if not _missing(module, kind)), found[0]), sorted(added)
         for name, value in vars(each).items():
             harmless = name.startswith("__") and (name in HARMLESS or not isinstance(value, FunctionType))
-            own |= set() if harmless and name != "__call__" else {name}
+            added |= set() if harmless and name != "__call__" else {name}
     return None
 
 
@@ -194,8 +194,8 @@ def _missing(module: nn.Module, kind: type[Twin]) -> list[str]:
     return [name for name in kind._known_by if not hasattr(module, name)]
 
 
-def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str, str]:
-    """Return the twin that replaces a layer, or None, the outcome and why; ``own``: methods that its class adds."""
+def _replacement(module: nn.Module, kind: type[Twin], added: list[str], check: bool) -> tuple[Twin | None, str, str]:
+    """Return the twin that replaces a layer, or None, the outcome and why; ``added``: methods that its class adds."""
     if isinstance(module, Twin):
         return None, "ours", "runs on fastcaps already"
     renamed = kind._renamed(module) if _missing(module, kind) else []
@@ -204,8 +204,8 @@ def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: boo
         new = _twin(module, kind, options)
         if isinstance(new, str):
             return None, "left", new
-        if own:
-            return None, "left", f"its class has {', '.join(own)} of its own"
+        if added:
+            return None, "left", f"its class has {', '.join(added)} of its own"
         new._adopt(module)
         if not check and not renamed:
             return new, "not compared", "not compared, as asked"

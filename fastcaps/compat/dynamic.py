@@ -116,8 +116,8 @@ class DenseCapsule(DynamicTwin):
         options = []
         for axes, detach, returned in product(("mied", "imed", "imde", "mide"), (True, False), ("bme", "b1me1")):
             sizes = {name: shape[-4:][axes.index(axis)] for axis, name in zip("idme", cls._names, strict=True)}
-            own = {"stored": (found[0][0], ones + axes), "returned": returned, "detach": detach}
-            options.append(sizes | own | {"routings": [*counts, 3][0]})
+            guess = {"stored": (found[0][0], ones + axes), "returned": returned, "detach": detach}
+            options.append(sizes | guess | {"routings": [*counts, 3][0]})
         return options
 
 
@@ -284,8 +284,8 @@ class AgreementRouting(Twin):
             wanted = f"[batch, {self.b.shape[0]}, {self.b.shape[1]}, numbers]"
             raise ValueError(f"u_predict must be {wanted}, got {shape_text(u_predict)}")
         children = u_predict.flatten(2)  # a child holds its votes for all parents, and each parent's matrix picks one
-        own = torch.eye(children.shape[-1], device=children.device, dtype=children.dtype)
-        weight = own.unflatten(1, u_predict.shape[2:]).movedim(1, 0).unsqueeze(0)
+        identity = torch.eye(children.shape[-1], device=children.device, dtype=children.dtype)
+        weight = identity.unflatten(1, u_predict.shape[2:]).movedim(1, 0).unsqueeze(0)
         return routed(children.unsqueeze(-2), weight, iterations=self.n_iterations + 1, prior=self.b)
 
 

@@ -144,11 +144,11 @@ def _run_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
-    """Return an empty tensor of the op's result, and tell a listening :func:`fastcaps.explain` about the call."""
+    """Return an empty tensor of the op's result, and report the call to a listening :func:`fastcaps.explain`."""
     _check(x, a, y, b, types)
     let_inductor_call(torch.ops.fastcaps.squash_sum.default)
-    if (hears := listener.get()) is not None:
-        hears.other(call_of(x), _describe(x, a, y, b, types))
+    if (explainer := listener.get()) is not None:
+        explainer.other(call_of(x), _describe(x, a, y, b, types))
     return x.new_empty(x.shape)
 
 

@@ -96,8 +96,8 @@ class Pool:
         check_choice("kind", self.kind, ("average", "max", "routing"))
         size = self.kernel_size
         if self.kind == "routing":
-            own = {"sharpness": self.sharpness, "iterations": self.iterations, "detach": self.detach}
-            return [RoutingPool2d(self.dim, kernel_size=size, **own)]  # type: ignore[arg-type]
+            options = {"sharpness": self.sharpness, "iterations": self.iterations, "detach": self.detach}
+            return [RoutingPool2d(self.dim, kernel_size=size, **options)]  # type: ignore[arg-type]
         if self.kind == "average":
             return [nn.AdaptiveAvgPool2d(1) if size is None else nn.AvgPool2d(size)]
         return [nn.AdaptiveMaxPool2d(1) if size is None else nn.MaxPool2d(size)]

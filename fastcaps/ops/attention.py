@@ -57,8 +57,8 @@ class AttentionRouting(QueryRouting):
         if own.query is not None or self.adds(own) or not uniform.torch_runs_first_iteration(votes):
             return self.route(votes, own)
         if not is_tracing():
-            if (hears := listener.get()) is not None:
-                hears.routing(self, votes, own._replace(iterations=1), by_library=True)
+            if (explainer := listener.get()) is not None:
+                explainer.routing(self, votes, own._replace(iterations=1), by_library=True)
             elif backends.forced() is not None:  # raises where that backend cannot take the call
                 backends.choose(backends.Call.under_autocast(self.stem, votes))
         parents = self._without_parents(votes, own)

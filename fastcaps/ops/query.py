@@ -71,8 +71,8 @@ class QueryRouting(Routing):
             before = (self.steps_of(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
         rest = self.rest(own, self.queries(own, before), history)
         each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the current iteration on
-        query = {"query"} & reverse.needs  # the op's argument; inner queries always have gradients
-        reverse.summed = reverse.needs - (self.constant if own.detach else query)
+        needs_query = {"query"} & reverse.needs  # empty without the op's argument; inner queries always have gradients
+        reverse.summed = reverse.needs - (self.constant if own.detach else needs_query)
         assert grad is not None
         carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
         for k in range(-1, -count - 1, -1):
@@ -84,13 +84,13 @@ class QueryRouting(Routing):
                 reverse.together = False
                 reverse.ask(-1, (each[0].unsqueeze(0),), rest, detach=True)
                 return
-            wanted = {"query"} if k > -count else query
+            wanted = {"query"} if k > -count else needs_query
             found = reverse.ask(k, (each[0].unsqueeze(0),), rest, wanted)
             if wanted:
                 carried = carried + found["query"] if carried is not None and self.adds(own) else found["query"]
         if reverse.together:
             reverse.ask(None, (torch.stack(each),), rest)
-        if query:
+        if needs_query:
             assert carried is not None
             reverse.gradients["query"] = carried
 

@@ -96,8 +96,8 @@ class Routing(Signature, ABC):
         """Run the op by a backend, in the way that its watchers need (:mod:`fastcaps.watchers`)."""
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
-            if not torch.compiler.is_compiling() and (hears := listener.get()) is not None:
-                hears.other(
+            if not torch.compiler.is_compiling() and (explainer := listener.get()) is not None:
+                explainer.other(
                     backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
                 )
             return self._each(votes, own)
@@ -251,13 +251,13 @@ class Routing(Signature, ABC):
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors of the op's results, and tell a listener about the call."""
+        """Return empty tensors of the op's results, and report the call to a listener."""
         votes, own = self.given(arguments)
         for name, tensor in zip(self.tensors, self.tensors_of(arguments), strict=True):
             if tensor is not None and tensor.device != votes.children.device:  # such as a meta tensor among others
                 raise ValueError(f"{name} must be on {votes.children.device}, got {tensor.device}")
-        if (hears := listener.get()) is not None:
-            hears.routing(self, votes, own)
+        if (explainer := listener.get()) is not None:
+            explainer.routing(self, votes, own)
         let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
         shares = votes.children.new_empty(votes.coefficients_shape if own.coefficients else (0,), dtype=wide)

@@ -26,22 +26,22 @@ def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int
     place, rule = len(shapes["children"]) - 3, given.get("rule")
     heads = [name for name in shapes if name.startswith("grad")]
     kept = [name for name in ("sums", "logsumexp", "counts", "means", "variances") if name in shapes]
-    own = [*heads, *kept, *(name for name in routing.state if name in shapes)]
+    of_parents = [*heads, *kept, *(name for name in routing.state if name in shapes)]
     tables = [name for name in ("bias", "beta_use", "beta_ignore") if name in shapes]
     if axis == "batch":
-        cuts = dict.fromkeys(("children", "gate", *own), 0)
+        cuts = dict.fromkeys(("children", "gate", *of_parents), 0)
     elif axis == "children":
-        own = []
+        of_parents = []
         cuts = dict.fromkeys(("children", "gate"), place)
         cuts |= {name: 0 for name in tables if len(shapes[name]) > 1 and shapes[name][0] > 1}
         if "weight" in shapes and shapes["weight"][0] == shapes["children"][place] > 1:
             cuts["weight"] = 0
     else:
-        cuts = dict.fromkeys(own, place) | {"weight": 1}
+        cuts = dict.fromkeys(of_parents, place) | {"weight": 1}
         cuts |= {name: 1 for name in tables if len(shapes[name]) > 1 and shapes[name][1] > 1}
         cuts |= {name: 0 for name in tables if rule == Rule.EM and len(shapes[name]) == 1}
     if heads:  # in a backward, their first dimension is the iteration
-        cuts |= {name: cuts[name] + 1 for name in own if name in routing.stacked or name in heads}
+        cuts |= {name: cuts[name] + 1 for name in of_parents if name in routing.stacked or name in heads}
     return {name: dim for name, dim in cuts.items() if name in shapes}
 
 

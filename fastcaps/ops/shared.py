@@ -66,8 +66,8 @@ def sums(votes: VoteInputs, coefficients: Tensor) -> Tensor:
         found = torch.einsum("...gmcd,gmde->...mce", gathered.unflatten(-1, votes.children.shape[-2:]), weight)
     if bias is None:
         return found
-    own = coefficients if bias.shape[0] > 1 else coefficients.sum(-2, keepdim=True)
-    return found + torch.einsum("...im,imce->...mce", own, bias)
+    shares = coefficients if bias.shape[0] > 1 else coefficients.sum(-2, keepdim=True)
+    return found + torch.einsum("...im,imce->...mce", shares, bias)
 
 
 def _seen(votes: VoteInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -56,7 +56,7 @@ def uniform_parents(
     dS. A child with a gate of 0 has no effect, even if it is NaN. ``norm``: apply LayerNorm. Workspace, in the
     accumulation dtype: one copy of children and weights (with a gate, two of the children), two of S.
     """
-    many, window, dtype = votes.parents, votes.window, votes.children.dtype
+    parents, window, dtype = votes.parents, votes.window, votes.children.dtype
     children, weight, bias, gate, norm_weight, norm_bias = widen(dtype, *votes[:4], norm_weight, norm_bias)
     assert children is not None and weight is not None
     children = gated = children.flatten(-2).unflatten(-1, children.shape[-2:])  # the gradient then has their strides
@@ -68,12 +68,12 @@ def uniform_parents(
     if bias is not None:
         sums = sums + _sum_of_bias(children, bias, gate, window)
     if not norm:
-        return (sums / many).to(dtype).contiguous()
+        return (sums / parents).to(dtype).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
     flat = sums.flatten(-2)
     if flat.dtype != dtype:  # as in the reference: for two values the gradient is a small difference
         flat = flat - flat.mean(-1, keepdim=True)
-    flat = F.layer_norm(flat, [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
+    flat = F.layer_norm(flat, [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * parents**2)
     return flat.view(sums.shape).to(dtype)
 
 
@@ -100,34 +100,34 @@ def _window_sum(grid: Tensor, window: Sequence[int]) -> Tensor:
 
 def _sums_by_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im`` if G divides N: children summed by group, then a matmul."""
-    groups, many, depth, columns = weight.shape
+    groups, parents, depth, columns = weight.shape
     types = children.shape[-3]
     if types != groups:
         children = children.unflatten(-3, (types // groups, groups)).sum(-4)
     if tuple(window) != SET_WINDOW:
         children = _window_sum(children, window)
     left = children.transpose(-3, -2).flatten(-2)  # [..., C, G * D]
-    right = weight.transpose(1, 2).reshape(groups * depth, many * columns)
-    return (left @ right).unflatten(-1, (many, columns)).transpose(-3, -2)
+    right = weight.transpose(1, 2).reshape(groups * depth, parents * columns)
+    return (left @ right).unflatten(-1, (parents, columns)).transpose(-3, -2)
 
 
 def _sums_by_convolution(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im`` ``[B, Ho, Wo, M, C, E]`` by a convolution over the grid."""
     kh, kw, sh, sw, ph, pw, dh, dw = window
-    groups, many, depth, columns = weight.shape
+    groups, parents, depth, columns = weight.shape
     batch, height, width, types, rows, _ = children.shape
     count = kh * kw * types
     if groups != count:
         weight = weight.repeat(count // groups, 1, 1, 1)
     # both operands channels last, the fastest layout for convolutions: [M, E, kh, kw, N, D] and [B, C, H, W, N, D]
-    kernel = weight.view(kh, kw, types, many, depth, columns).permute(3, 5, 0, 1, 2, 4)
-    kernel = kernel.reshape(many * columns, kh, kw, types * depth).movedim(-1, 1)
+    kernel = weight.view(kh, kw, types, parents, depth, columns).permute(3, 5, 0, 1, 2, 4)
+    kernel = kernel.reshape(parents * columns, kh, kw, types * depth).movedim(-1, 1)
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
     if is_tracing():  # Inductor fails for a convolution of a permuted view of symbolic sizes, but not after arithmetic
         images, kernel = -images, -kernel
     result = F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
     ho, wo = result.shape[2:]
-    return result.movedim(1, -1).reshape(batch, rows, ho, wo, many, columns).movedim(1, 4)
+    return result.movedim(1, -1).reshape(batch, rows, ho, wo, parents, columns).movedim(1, 4)
 
 
 def _sum_of_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: Sequence[int]) -> Tensor:

@@ -102,8 +102,8 @@ def _with_others(gradients: Sequence[Tensor], votes: VoteInputs, *rest: Any) -> 
     """Return a pull's results of a kernel that makes gradients only."""
     *given, needs = rest
     others = (
-        ops[name](*votes, *own) if needs >> k & 1 else given[0].new_empty(0)
-        for k, (name, own) in enumerate(_others(*given), 3)
+        ops[name](*votes, *arguments) if needs >> k & 1 else given[0].new_empty(0)
+        for k, (name, arguments) in enumerate(_others(*given), 3)
     )
     return (*gradients, *others)
 
@@ -120,8 +120,8 @@ def _faker(name: str) -> Callable[..., Any]:
         for key, value in zip((*VoteInputs._fields[:4], *_NAMES[name]), (*votes[:4], *rest), strict=False):
             if value is not None and value.device != votes.children.device:  # such as a meta tensor among others
                 raise ValueError(f"{key} must be on {votes.children.device}, got {value.device}")
-        if (hears := listener.get()) is not None:
-            hears.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.coefficients_shape)} pairs")
+        if (explainer := listener.get()) is not None:
+            explainer.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.coefficients_shape)} pairs")
         children, wide = votes.children, accumulation_dtype(votes.children.dtype)
         if name == "vote_pull":
             shapes: list[Any] = [None if x is None else x.shape for x in votes[:3]]
@@ -224,7 +224,7 @@ def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             if ctx.needs_input_grad[COUNT + 1]:
                 one = ops["vote_sums"](*part, coefficients, None, 1)
                 dtargets = one if dtargets is None else dtargets + one
-            # P' meets W, W' meets P: the gradient is that of the factor which is no cotangent
+            # P' multiplies W, W' multiplies P: the gradient is that of the factor which is no cotangent
             which = 1 - other
             if ctx.needs_input_grad[which] and votes.weight is not None and (which == 0 or dchildren is not None):
                 pulled = ops["vote_pull"](*part, coefficients, targets, None, False, 1 << which)
@@ -350,8 +350,8 @@ def _plainly(
     made = isinstance(votes, MadeVotes)
     if not is_tracing():
         call = backends.Call.of(STEM, votes)
-        if (hears := listener.get()) is not None:
-            hears.other(call, f"{name} of {list(votes.coefficients_shape)} pairs", MADE if made else runs)
+        if (explainer := listener.get()) is not None:
+            explainer.other(call, f"{name} of {list(votes.coefficients_shape)} pairs", MADE if made else runs)
         elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
             backends.choose(call)
     with nullcontext() if made else without_autocast(votes.children.device.type):

@@ -108,9 +108,9 @@ def attention_routing_backward(
 
     def run(*tensors: Any) -> tuple[Tensor, ...]:
         wide: Any = widen(votes.children.dtype, *tensors)  # so that the parents are not rounded
-        own, (query, norm_weight, norm_bias) = VoteInputs._make((*wide[:4], votes.parents, votes.window)), wide[4:]
+        inputs, (query, norm_weight, norm_bias) = VoteInputs._make((*wide[:4], votes.parents, votes.window)), wide[4:]
         detach = bool(needs & DETACH)
-        return attention_routing(own, query, norm_weight, norm_bias, scale, eps, rule, 1, detach)[:1]
+        return attention_routing(inputs, query, norm_weight, norm_bias, scale, eps, rule, 1, detach)[:1]
 
     return differentiate(run, (*votes[:4], query, *affine), (grad,), needs)
 

@@ -133,10 +133,10 @@ def gaussian_routing_backward(
     nothing = votes.children.new_zeros((1, 1), dtype=counts.dtype)
 
     def run(*tensors: Any) -> Sequence[Tensor]:
-        own, state = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4:7]
+        inputs, state = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4:7]
         use, ignore = (nothing if beta is None else beta for beta in tensors[7:])
         rest: Any = (*state, use, ignore, (), Rule.HEINSEN, eps)
-        evidence, *_, counts, means, narrow, _ = gaussian_routing(own, *rest)
+        evidence, *_, counts, means, narrow, _ = gaussian_routing(inputs, *rest)
         return counts[0], means[0], narrow[0], evidence
 
     heads = (grad_counts, grad_means, grad_variances, grad_evidence)

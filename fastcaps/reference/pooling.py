@@ -124,9 +124,9 @@ def pooling_routing_backward(
     empty = (logsumexp == -torch.inf).unsqueeze(-2)
 
     def run(*tensors: Any) -> tuple[Tensor]:
-        own, query = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
-        query, means, known = widen(own.children.dtype, query, sums, logsumexp)
-        seen, shares, _ = _exponentials(own, query, scale, normalize, known)
+        inputs, query = VoteInputs._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
+        query, means, known = widen(inputs.children.dtype, query, sums, logsumexp)
+        seen, shares, _ = _exponentials(inputs, query, scale, normalize, known)
         shares = shares.masked_fill(empty, 0.0)
         return (seen.sums(shares.detach() if needs & DETACH else shares, means),)
 

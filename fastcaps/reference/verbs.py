@@ -91,9 +91,9 @@ class VoteBlocks:
     def sums(self, coefficients: Tensor, means: Tensor | None = None, power: int = 1) -> Tensor:
         """Return ``sum_i r_im (V_im - mean_m)^power`` ``[*places, M, C, E]``, for r ``[*places, I, M]``."""
 
-        def block(made: Tensor, own: Range) -> Tensor:
+        def block(made: Tensor, span: Range) -> Tensor:
             powers = made if power == 1 else made.square()
-            return torch.einsum("...im,...imce->...mce", coefficients[..., own[0] : own[1], :], powers)
+            return torch.einsum("...im,...imce->...mce", coefficients[..., span[0] : span[1], :], powers)
 
         first, *others = self.each(block, means, coefficients)
         for other in others:
@@ -171,10 +171,10 @@ def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
         )
     children, weight, bias, gate = widen(votes.children.dtype, *votes[:4])
     assert children is not None
-    many, count, types = votes.parents, votes.seen, children.shape[-3]
+    parents, count, types = votes.parents, votes.seen, children.shape[-3]
     rows, depth, columns = votes.pose
     shape = votes.coefficients_shape
-    step = max(1, BLOCK // (max(prod(shape[:-2]) * rows, depth) * many * columns))  # by the size of votes or matrices
+    step = max(1, BLOCK // (max(prod(shape[:-2]) * rows, depth) * parents * columns))  # by size of votes or matrices
     blocks = [(0, count)]
     if step < count:
         starts = [(place, first) for place in range(0, count, types) for first in range(0, types, step)]
@@ -190,7 +190,7 @@ def blocks_of(votes: VoteInputs | VoteBlocks) -> VoteBlocks:
             some = window_views(children, votes.window)[:, :, :, row, column, start : start + last - first]
         if absent is not None:  # NaN in a child would give NaN in the gradient of its matrix
             some = some.masked_fill(absent[..., None, None], 0.0)
-        return make_votes(some, weight, bias, many, first, count)
+        return make_votes(some, weight, bias, parents, first, count)
 
     presence = present(votes)
     absent = None if presence is None else presence == 0
@@ -244,7 +244,7 @@ def vote_pull(
     """Return the gradients of ``sum_im r_im score_im`` in children, weight and bias."""
 
     def run(*parts: Any) -> tuple[Tensor]:
-        own = VoteInputs._make((*parts, None, votes.parents, votes.window))
-        return (vote_scores(own, targets, precisions, squared),)
+        inputs = VoteInputs._make((*parts, None, votes.parents, votes.window))
+        return (vote_scores(inputs, targets, precisions, squared),)
 
     return differentiate(run, votes[:3], (coefficients,), needs)

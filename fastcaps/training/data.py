@@ -28,8 +28,8 @@ def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
 
 def read_data(data: Data) -> Splits:
     """Return a data set with its augmentation; DataError or ValueError if it is missing, wrong, or does not fit."""
-    own = data.pad is not None or data.resize is not None  # then load() must not augment
-    given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
+    custom = data.pad is not None or data.resize is not None  # then load() must not augment
+    given: dict[str, Any] = {"augment": False, "flip": None} if custom else {"augment": data.augment, "flip": data.flip}
     try:
         splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
     except TypeError as error:  # an unknown option

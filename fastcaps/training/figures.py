@@ -89,11 +89,11 @@ def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) 
     for some, target in zip(images.split(20), labels.split(20), strict=True):
         trace, _, votes = last_votes(network, some)
         each = torch.arange(len(some))
-        own, parents = votes[each, :, target], trace.poses[-1][each, target]  # [B, I, d] and [B, d]
-        cosine = F.cosine_similarity(own, parents[:, None].to(own.dtype), dim=-1)
+        class_votes, parents = votes[each, :, target], trace.poses[-1][each, target]  # [B, I, d] and [B, d]
+        cosine = F.cosine_similarity(class_votes, parents[:, None].to(class_votes.dtype), dim=-1)
         where = ((cosine + 1) / 2 * bins).long().clamp(0, bins - 1).flatten()
         counts += torch.bincount(where, minlength=bins)
-        lengths += torch.bincount(where, weights=own.norm(dim=-1).flatten().double(), minlength=bins)
+        lengths += torch.bincount(where, weights=class_votes.norm(dim=-1).flatten().double(), minlength=bins)
     middles = (torch.arange(bins) + 0.5) * 2 / bins - 1
     return Agreement(middles, 100 * counts / counts.sum(), lengths / counts)
 

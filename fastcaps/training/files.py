@@ -74,11 +74,11 @@ class Shelf:
         if not path.is_file():
             raise SettingError(f"{self.kind}: got {name!r}, want an existing file")
         try:
-            return self._based(read_yaml(path.read_text(encoding="utf-8")), own=True)
+            return self._based(read_yaml(path.read_text(encoding="utf-8")), from_user=True)
         except (SettingError, UnicodeDecodeError) as error:
             raise SettingError(f"{path.name}: {error}") from error
 
-    def _based(self, given: Any, own: bool = False) -> dict[str, Any]:
+    def _based(self, given: Any, from_user: bool = False) -> dict[str, Any]:
         if not isinstance(given, Mapping):
             raise wrong(self.kind, given, "a mapping of fields")
         made = {str(key): value for key, value in given.items()}  # YAML does not read on, no, null and 1 as text
@@ -91,7 +91,7 @@ class Shelf:
             hint = did_you_mean(base, sorted(self.entries)) if isinstance(base, str) else ""
             raise wrong("base", base, f"a {self.kind} that fastcaps {self.listing} lists{hint}")
         # a user's entry does not inherit what the paper says
-        below = {key: value for key, value in self.fields(base).items() if not own or key not in TOLD}
+        below = {key: value for key, value in self.fields(base).items() if not from_user or key not in TOLD}
         made = changed(below, made)
         if also is not None:
             made["reading"] = f"{made.get('reading', '')} {also}".strip()

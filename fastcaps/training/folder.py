@@ -120,8 +120,8 @@ def load_weights(network: nn.Module, out: Path) -> int:
     """Load a run's weights, of its best epoch if it had validation images, else of its last; return the epoch."""
     best = out / "best.ckpt"
     saved = read_checkpoint(best if best.is_file() else out / "last.ckpt")
-    own = {name.removeprefix("network."): value for name, value in saved["state_dict"].items()}
-    network.load_state_dict({name: own[name] for name in network.state_dict()})
+    weights = {name.removeprefix("network."): value for name, value in saved["state_dict"].items()}
+    network.load_state_dict({name: weights[name] for name in network.state_dict()})
     return int(saved["epoch"]) + 1
 
 

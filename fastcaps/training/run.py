@@ -210,9 +210,9 @@ def _result(
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an allocation failed; torch has its own error for that only on a GPU."""
-    own = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    is_memory_error = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     texts = ("can't allocate memory", "not enough memory", "no memory for", "Storage size calculation overflowed")
-    return own or any(text in str(error) for text in texts)
+    return is_memory_error or any(text in str(error) for text in texts)
 
 
 def _write_result(config: TrainConfig, **summary: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-# Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
+# Okabe and Ito's colours and a map from orange to purple: distinguishable with every colour vision
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
 OURS, OURS_LIGHT, OTHERS = BLUE, "#56B4E9", "#8C8C8C"  # in every picture: this package, a second value of it, the rest
 COLOURS = (OURS, ORANGE, "#009E73", "#CC79A7", "#E69F00", OURS_LIGHT)

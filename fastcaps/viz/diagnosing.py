@@ -25,9 +25,9 @@ def diagnosis(found: Diagnosis, path: str | Path) -> Path:
         dead = np.isin(np.arange(len(values)), layer.dead)
         strengths.scatter(values[~dead], index + spread[~dead], s=12, color=BLUE, alpha=0.7, linewidths=0)
         strengths.scatter(values[dead], index + spread[dead], s=16, color=ORANGE, marker="x", linewidths=1.2)
-        told = "no choice" if layer.compete else "no coefficients"
-        told = told if layer.entropy is None else f"{layer.entropy:.3f}\n{layer.compete} compete"
-        entropy.text((layer.entropy or 0.0) + 0.02, index, told, va="center", fontsize=9)
+        label = "no choice" if layer.compete else "no coefficients"
+        label = label if layer.entropy is None else f"{layer.entropy:.3f}\n{layer.compete} compete"
+        entropy.text((layer.entropy or 0.0) + 0.02, index, label, va="center", fontsize=9)
     entropy.barh(at, [layer.entropy or 0.0 for layer in layers], 0.5, color=BLUE)
     weights, returned = [each.weight_gradient for each in layers], [each.parent_gradient for each in layers]
     for norms, marker, colour, name in ((weights, "o", BLUE, "weights"), (returned, "D", ORANGE, "what it returns")):

@@ -227,8 +227,8 @@ def _tree(image: Tensor, levels: Sequence[Tensor], tree: Sequence[Sequence[Node]
             plot.set_axis_on()
             plain(plot, image)
             kind = "type" if level.dim() == 3 else "capsule"
-            told = f"{kind} {node.capsule[0]}: {100 * node.part:.1f} %" if above else name
-            plot.set_title(told, fontsize=9, pad=3)
+            label = f"{kind} {node.capsule[0]}: {100 * node.part:.1f} %" if above else name
+            plot.set_title(label, fontsize=9, pad=3)
             if frame is not None and len(node.capsule) == 3:
                 (rows, columns), (tall, wide) = frame
                 corner = float(columns[node.capsule[2]]) - wide / 2, float(rows[node.capsule[1]]) - tall / 2

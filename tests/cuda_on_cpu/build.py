@@ -67,7 +67,7 @@ def library(target: str) -> ctypes.CDLL:
 
 
 ORDERS = {"forward": 0, "backward": 1, "shuffled": 2, "mixed": -1}
-"""Orders in which blocks and threads may come; "mixed" takes the others by turns."""
+"""Orders in which blocks and threads may come; "mixed" alternates the others."""
 
 
 def set_order(target: str, order: str) -> None:
@@ -77,7 +77,7 @@ def set_order(target: str, order: str) -> None:
 
 @contextlib.contextmanager
 def guarded(target: str) -> Iterator[None]:
-    """Give every tensor on the CPU memory of its own, behind which (and far before which) nothing can be accessed."""
+    """Give every tensor on the CPU separate memory, after which (and far before which) nothing can be accessed."""
     library(target).cuda_on_cpu_guard(True)
     try:
         yield

@@ -1,5 +1,5 @@
 // What csrc/cuda/device.h is on a GPU, with the same names, for kernels that run on the CPU in the tests. Everything
-// that does something lies in primitives.cpp: what stands here is compiled with the kernels and watched like them.
+// that does something is in primitives.cpp: this file is compiled with the kernels and watched like them.
 #pragma once
 
 #include <cmath>
@@ -53,7 +53,7 @@ void barrier_part(int id, int threads);
 float shuffle_xor(float x, int mask);
 bool any_lane(bool x);
 
-// ---- copies that nobody waits for yet: made when they are waited for, not earlier -----------------------------------
+// ---- asynchronous copies: made when they are waited for, not earlier ------------------------------------------------
 void copy_async_bytes(void* shared, const void* global, bool valid, int bytes);
 template <int BYTES>
 inline void copy_async(void* shared, const void* global, bool valid) {

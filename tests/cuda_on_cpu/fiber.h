@@ -1,5 +1,5 @@
 // Fibers: threads that hand on the processor themselves. A switch costs a few nanoseconds, so that a warp's 32 lanes
-// can meet at every shuffle.
+// can wait for each other at every shuffle.
 #pragma once
 
 #include <cstddef>

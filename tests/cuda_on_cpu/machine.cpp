@@ -115,7 +115,7 @@ void thread_main() {
   ++done;
   if (warp.arrived) fail("returned while other lanes of its warp wait for all 32 in " + std::string(warp.what->name));
   run_next(threads[self].fiber);
-  std::abort();  // nobody runs a thread that has returned
+  std::abort();  // a thread that has returned does not run again
 }
 
 std::string where() {
@@ -143,7 +143,7 @@ std::string who_waits_for_whom() {
   return text;
 }
 
-// A fault of the kernel's becomes an error of the launch; any other is left to whoever handled it before.
+// A fault in a kernel becomes an error of the launch; any other goes to the handler that was there before.
 struct sigaction before_segv, before_bus;
 
 void on_fault(int signal, siginfo_t* info, void* context) {
@@ -164,7 +164,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   sigaction(signal, &before, nullptr);  // the fault comes again, and then ends the process
 }
 
-// The handler leaves by a switch to the host, on a stack of its own: the fiber's may be used up.
+// The handler leaves by a switch to the host. It has a separate stack: the fiber's may be used up.
 struct FaultHandler {
   std::vector<char> stack = std::vector<char>(64 << 10);
   stack_t stack_before;

@@ -13,7 +13,7 @@ namespace cuda_on_cpu {
 constexpr int kWarp = 32, kThreads = 1024, kWarps = kThreads / kWarp, kBarriers = 16;
 constexpr int64_t kSharedLimit = 227 << 10;
 
-// Where and how large the block at hand is. Kernels read it through functions: their own accesses are watched.
+// Where and how large the running block is. Kernels read it through functions: their own accesses are watched.
 struct Block {
   bool running = false;
   int threads = 0;
@@ -31,10 +31,10 @@ extern Block block;
 // Called by a thread: gives up the block and raises an error from the launch, which names kernel, block and thread.
 [[noreturn]] void fail(const std::string& what);
 
-std::string kernel_name();                         // of the launch at hand
+std::string kernel_name();                         // of the current launch
 std::string place_in_library(const void* caller);  // what addr2line wants to know of it; empty if nothing is known
 
-// What all lanes of a warp do together: each gives a pointer to its part, and whoever comes last finishes for all.
+// What all lanes of a warp do together: each passes a pointer to its part, and the last one finishes for all.
 struct Collective {
   const char* name;
   void (*finish)(void* const* lanes);
@@ -53,7 +53,8 @@ struct Launch {
 };
 void run(const Launch& launch);  // throws std::runtime_error
 
-// The order in which blocks and threads come: 0 forward, 1 backward, 2 shuffled, anything else each of these by turns.
+// The order in which blocks and threads come: 0 forward, 1 backward, 2 shuffled, anything else these three in
+// alternation.
 extern "C" __attribute__((visibility("default"))) void cuda_on_cpu_order(int order);
 
 }  // namespace cuda_on_cpu

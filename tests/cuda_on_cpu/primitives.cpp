@@ -81,8 +81,8 @@ struct Fragments {
 double tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000u); }
 
 // D[16, 8] += A[16, K] B[K, 8]. Lane 4 g + t holds of A the rows g and g + 8, columns t (and t + 4); of B the rows t
-// (and t + 4), column g; of D the rows g and g + 8, columns 2 t and 2 t + 1.
-// A register of a fragment has EACH neighbours of the depth; `number(bits)` is the lowest of what is left of them.
+// (and t + 4), column g; of D the rows g and g + 8, columns 2 t and 2 t + 1. A register of a fragment has EACH
+// neighbours of the depth; `number(bits)` is the lowest that remains in `bits`.
 template <int K, int EACH, double (*number)(uint32_t)>
 void finish_mma(void* const* parts) {
   double a[16][K], b[K][8];
@@ -168,7 +168,7 @@ bool any_lane(bool x) {
   return own.result;
 }
 
-// Until its copy lands the target holds NaN: whoever reads it too early finds that, if he is not caught in the act.
+// Until its copy lands the target holds NaN, so a read that comes too early shows even if it is not detected.
 void copy_async_bytes(void* shared, const void* global, bool valid, int bytes) {
   const void* caller = __builtin_return_address(0);
   char* to = static_cast<char*>(shared);

@@ -52,8 +52,8 @@ std::string source(const void* caller) {
   return place.empty() ? "" : " (addr2line -ife " + place + ")";
 }
 
-// Two threads may write the same number with no barrier in between, whoever comes last. Whether it is the same shows
-// only when the second one is written: with the thread's next access, or when it waits.
+// Two threads may write the same value with no barrier in between. Whether it is the same shows only when the second
+// one is written: with the thread's next access, or when it waits.
 struct Doubt {
   const char* at = nullptr;
   size_t bytes = 0;

@@ -10,16 +10,16 @@ namespace cuda_on_cpu {
 
 void watch_launch();                 // what earlier launches did is in order
 void watch_block();                  // and what earlier blocks did to shared memory
-void watch_barrier(uint32_t warps);  // these warps have met: what each did before, the others may now see
+void watch_barrier(uint32_t warps);  // these warps passed a barrier: each now sees what the others did
 
 enum class Access { kRead, kWrite, kAtomic };
-// `caller` is where the access stands in the kernel's code.
+// `caller` is where the access is in the kernel's code.
 void watch(const void* at, size_t bytes, Access access, const void* caller);
 
 // To be called where a thread leaves the processor: its last write is done.
 void watch_settle();
 
-// A copy that nobody waits for yet may land at any time: until it has, nobody may touch its target.
+// An asynchronous copy may land at any time: until it has, no thread may touch its target.
 void watch_copy_issued(const void* target, size_t bytes, const void* caller);
 void watch_copy_landed(const void* target, size_t bytes);
 

@@ -41,7 +41,7 @@ every_kernel = pytest.mark.parametrize("name", KERNELS)
 def draw(
     shape: tuple[int, ...], summands: str, dtype: torch.dtype = torch.float64, scale: float = 1.0
 ) -> dict[str, Any]:
-    """Return arguments with zero capsules among them, and numbers of 0, which a ReLU meets at its edge."""
+    """Return arguments with zero capsules among them, and values of 0, at the edge of a ReLU."""
     batch, types, dim, height, width = shape
     given: dict[str, Any] = {"a": None, "y": None, "b": None}
     for name in summands:

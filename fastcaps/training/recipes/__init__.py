@@ -60,10 +60,10 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         With one line: the file, the field, what came and what is wanted.
     """
     given, path, shipped = fields_of(name), Path(name).expanduser(), name in SHELF.entries
-    told = {key: given.pop(key) for key in TOLD if key in given}
+    about = {key: given.pop(key) for key in TOLD if key in given}
     try:
         config = read(TrainConfig, {**given, "recipe": name if shipped else str(path)})
-        found = read(Recipe, {"name": path.name if shipped else path.stem, "source": None, "config": config, **told})
+        found = read(Recipe, {"name": path.name if shipped else path.stem, "source": None, "config": config, **about})
     except SettingError as error:
         raise SettingError(f"{path.name}: {error}") from error
     return replace(found, config=config.changed(changes)) if changes else found

@@ -129,7 +129,7 @@ class Table(Settings):
         found: list[Line] = []
         values = self.over.values if self.over is not None else (None,)
         for row in self.rows:
-            own = {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
+            fields = {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
             try:
                 recipe = recipes.recipe(row.recipe).config
                 for index, value in enumerate(values):
@@ -139,7 +139,7 @@ class Table(Settings):
                         at = {self.over.field: value}
                     if not re.fullmatch(r"[\w-][\w.-]*", name) or name in [line.name for line in found]:
                         raise wrong("name", name, "letters, digits, dots and dashes, and another than the rows above")
-                    config = recipe.changed({**own, **at, **(changes or {}), "out": str(out / name)})
+                    config = recipe.changed({**fields, **at, **(changes or {}), "out": str(out / name)})
                     paper = row.paper[index] if row.paper else None
                     found.append(Line(row, self.measure, label, name, value, paper, config))
             except ValueError as error:
