@@ -141,6 +141,7 @@ def test_info_names_every_backend_and_explains_a_call(capsys: pytest.CaptureFixt
         ("explain digits --set iteratons=3", 2, "--set: got iteratons (did you mean iterations?)"),
         ("explain digits --device abacus", 2, "--device: got abacus, but torch finds no such device here"),
         ("bench --against jax", 2, "--against: got jax, want some of batched-matmul"),
+        ("bench --batch x", 2, "argument --batch: invalid int value: 'x'\n"),
         ("bench --ful", 2, "No such option: --ful (did you mean --full?)"),
         ("bench --html nowhere/page.html", 2, "--html: there is no folder "),
         ("info --device cuda:9", 2, "--device: got cuda:9, but torch finds no such device here"),

@@ -65,7 +65,7 @@ def bench(
         if unknown := re.search(r"unrecognized arguments: (--\S+)", done.stderr):
             options = re.findall(r"\[(--[a-z-]+)", bench.__doc__ or "")
             raise Wrong(f"No such option: {unknown[1]}{did_you_mean(unknown[1], options)} (fastcaps bench --help)")
-        raise Wrong(done.stderr.strip().removeprefix("ERROR: "))
+        raise Wrong(re.sub(r"(?s)^usage:.*?error: |\s+inifile:.*", "", done.stderr.strip().removeprefix("ERROR: ")))
     print(done.stderr, end="", file=sys.stderr)
     if as_json:
         lines = done.stdout.splitlines()

@@ -97,7 +97,7 @@ class ConversionReport:
         head += f", {unseen} of them not compared" if (unseen := outcomes.count("not compared")) else ""
         head += f", {ours} ran on fastcaps before" if (ours := outcomes.count("ours")) else ""
         width = max(len(layer.path) for layer in self.layers)
-        states = ["converted" if each in CONVERTED else "ours" if each == "ours" else "left" for each in outcomes]
+        states = ["converted" if each in CONVERTED else each for each in outcomes]
         rows = zip(self.layers, states, strict=True)
         lines = (f"  {layer.path:<{width}}  {state:<9}  {layer.old}: {layer.why}" for layer, state in rows)
         return "\n".join((f"fastcaps.convert: {head}", *lines))
