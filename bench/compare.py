@@ -128,8 +128,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         finally:
             session.close()
     lines, passed = summary(rows, given.limit)
-    told = {"old": str(trees[0]), "new": str(trees[1]), "passed": passed, "rows": rows}
-    print(json.dumps(told, indent=2) if given.json else "\n".join(lines))
+    document = {"old": str(trees[0]), "new": str(trees[1]), "passed": passed, "rows": rows}
+    print(json.dumps(document, indent=2) if given.json else "\n".join(lines))
     return int(not passed)
 
 

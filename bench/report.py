@@ -106,8 +106,8 @@ def about(rows: Sequence[Row]) -> str:
         speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
-    told = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
-    return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
+    counts = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
+    return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {counts}."
 
 
 def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:

@@ -147,7 +147,7 @@ def _integer(value: Any) -> Any:
         return None
 
 
-def told(value: Any) -> str:
+def one_line(value: Any) -> str:
     """Return a value as text of one line for messages."""
     return " ".join(repr(value).split())
 
@@ -171,29 +171,29 @@ def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
     wanted = f"an int or a pair of ints from {least} to 2**31"
     pair = [_integer(each) for each in (value if isinstance(value, (tuple, list)) else (value, value))]
     if len(pair) != 2 or any(number is None for number in pair):
-        raise TypeError(f"{name} must be {wanted}, got {told(value)}")
+        raise TypeError(f"{name} must be {wanted}, got {one_line(value)}")
     if not all(isinstance(number, torch.SymInt) or least <= number <= _MOST_PAIR for number in pair):
-        raise ValueError(f"{name} must be {wanted}, got {told(value)}")
+        raise ValueError(f"{name} must be {wanted}, got {one_line(value)}")
     return pair[0], pair[1]
 
 
 def check_flag(name: str, value: Any) -> bool:
     """Return ``value`` as a bool; raise unless it equals True or False, as 0, 1 and NumPy's bools do."""
     if getattr(value, "ndim", 0) or value not in (True, False):  # an array has no single truth
-        raise TypeError(f"{name} must be True or False, got {told(value)}")
+        raise TypeError(f"{name} must be True or False, got {one_line(value)}")
     return bool(value)
 
 
 def check_dtype(dtype: Any) -> None:
     """Raise unless the dtype of parameters is None or a floating-point one."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {told(dtype)}")
+        raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {one_line(dtype)}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {told(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {one_line(value)}")
 
 
 def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
@@ -202,7 +202,7 @@ def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
         if isinstance(value, torch.SymFloat):
             return value  # type: ignore[return-value]
         if isinstance(value, (bool, str, Tensor)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{name} must be a number, got {told(value)}")
+            raise TypeError(f"{name} must be a number, got {one_line(value)}")
         value = float(value)
     if not max(least, -sys.float_info.max) <= value <= sys.float_info.max:  # a compiler can trace this
         wanted = "a finite number" + (f" >= {least:g}" if least > -math.inf else "")

@@ -343,10 +343,10 @@ def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, re.Match[s
             facts = backends.native_facts(
                 backends.Call.of(routing.stem, votes), votes, case.iterations, case.start, backward
             )
-            told = ask("fastcaps_cpu_schedule", routing.stem, votes.sizes_in_c(), facts)
-            assert told is not None
-            match = SENTENCE.match(told)
-            assert match is not None, told
+            shown = ask("fastcaps_cpu_schedule", routing.stem, votes.sizes_in_c(), facts)
+            assert shown is not None
+            match = SENTENCE.match(shown)
+            assert match is not None, shown
             found.append((backward, case.dtype, "own" if case.groups == "own" else "shared", match))
     return found
 

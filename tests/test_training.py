@@ -167,8 +167,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
         run(settings(tmp_path / "file", epochs=1))
     (tmp_path / "run" / "metrics.csv.writing").mkdir(parents=True)  # as good as a full disk
     assert cli.main(arguments(tmp_path / "run", "--limit", "64")) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("fastcaps train: [Errno ") and "metrics.csv.writing" in told and told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("fastcaps train: [Errno ") and "metrics.csv.writing" in shown and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_the_best_epoch_is_chosen_by_images_held_out(tmp_path: Path) -> None:
     with torch.no_grad():  # the weights are those of that epoch
         right = (result.network(images).argmax(1) == labels).double().mean().item()
     assert right == pytest.approx(result.test_accuracy, abs=1e-6)
-    told = json.loads((tmp_path / "result.json").read_text())
-    assert told["best_epoch"] == result.best_epoch and told["validation_accuracy"] == max(held_out)
+    shown = json.loads((tmp_path / "result.json").read_text())
+    assert shown["best_epoch"] == result.best_epoch and shown["validation_accuracy"] == max(held_out)
     best = tmp_path / "best.ckpt"
     best.write_bytes(best.read_bytes()[:1000])
     with pytest.raises(RunError, match=r"best\.ckpt cannot be read: \w+: .*; restart with --overwrite"):
@@ -217,8 +217,8 @@ def test_several_seeds_give_mean_and_spread(tmp_path: Path) -> None:
     alone = run(settings(tmp_path / "alone", epochs=1, seed=5, data__limit=64))
     assert same_weights(alone.network, several.results[1].network)
     assert sorted(path.name for path in (tmp_path / "runs").glob("seed-*")) == ["seed-4", "seed-5"]
-    told = json.loads((tmp_path / "runs" / "result.json").read_text())
-    assert told["test_accuracy"] == {"mean": several.mean, "spread": several.spread} and told["seeds"] == [4, 5]
+    shown = json.loads((tmp_path / "runs" / "result.json").read_text())
+    assert shown["test_accuracy"] == {"mean": several.mean, "spread": several.spread} and shown["seeds"] == [4, 5]
     with pytest.raises(RunError, match="already holds a run"):
         train_seeds(config, report=Report(quiet=True))
     again = train_seeds(config, resume=True, report=Report(quiet=True))  # all are finished
@@ -239,20 +239,20 @@ def test_several_seeds_give_mean_and_spread(tmp_path: Path) -> None:
 def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    told = io.StringIO()
+    shown = io.StringIO()
     many = settings(tmp_path / "many", epochs=1, data__limit=64, workers=100_000)
-    result = train(many, report=Report(Console(file=told)))
-    assert told.getvalue().startswith("workers: got 100000, 1 are started, one per core\n")
+    result = train(many, report=Report(Console(file=shown)))
+    assert shown.getvalue().startswith("workers: got 100000, 1 are started, one per core\n")
     assert same_weights(result.network, run(many.changed({"out": str(tmp_path / "none"), "workers": 0})).network)
 
 
 @pytest.mark.slow
 def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
     running = start("-m", "fastcaps", *arguments(tmp_path, "--devices", "2", "--strategy", "ddp", "--runs", "2"))
-    told, error = running.communicate(timeout=300)
+    shown, error = running.communicate(timeout=300)
     assert running.returncode == 0, error
     # two epochs of two runs and the end: only the first process speaks
-    assert told.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in told
+    assert shown.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in shown
     for seed in (0, 1):
         rows = read_metrics(tmp_path / f"seed-{seed}" / "metrics.csv")
         assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32

@@ -109,8 +109,8 @@ def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: py
         checkpoint.write_bytes(content)
         capsys.readouterr()
         assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 1
-        told = capsys.readouterr().err
-        assert re.search(f"last.ckpt cannot be resumed from: {message}", told) and told.count("\n") == 1, told
+        shown = capsys.readouterr().err
+        assert re.search(f"last.ckpt cannot be resumed from: {message}", shown) and shown.count("\n") == 1, shown
         assert not mark.exists()
     with pytest.raises(RunError, match=f"last.ckpt cannot be read: {message}"):
         read_checkpoint(checkpoint)
@@ -143,8 +143,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
     kept, size = last.read_bytes(), last.stat().st_size // 2
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # noqa: E731
     running = start(*COMMAND, "train", "--resume", "--out", str(out), before=full)
-    _, told = running.communicate(timeout=120)
-    assert running.returncode == 1 and told.count("\n") == 1 and "File too large" in told
+    _, shown = running.communicate(timeout=120)
+    assert running.returncode == 1 and shown.count("\n") == 1 and "File too large" in shown
     assert last.read_bytes() == kept and not list(out.glob("*.writing"))
     assert train(config, resume=True, report=Report(quiet=True)).history[-1]["step"] == 6
 
@@ -156,9 +156,9 @@ def test_a_batch_too_large_for_memory_is_told(
 
     monkeypatch.setattr(CapsuleClassifier, "training_step", lambda *_: torch.empty(2**55))
     assert cli.main(arguments(tmp_path / "run", *FEW)) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("fastcaps train: batch_size: got 64, too large for the memory here: ")
-    assert told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("fastcaps train: batch_size: got 64, too large for the memory here: ")
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -170,5 +170,5 @@ def test_ctrl_c_ends_a_run_and_says_how_to_go_on(tmp_path: Path) -> None:
     while not (tmp_path / "run" / "last.ckpt").exists():
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=60)
-    assert running.returncode == 130 and told.count("\n") == 1 and "goes on" in told
+    _, shown = running.communicate(timeout=60)
+    assert running.returncode == 130 and shown.count("\n") == 1 and "goes on" in shown

@@ -44,7 +44,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     return {"data.dir": str(write_bank(tmp_path / "trees"))}
 
 
-def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
+def settings_of(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
     """The settings by which a recipe takes its stand-in."""
     given = recipe(name).config.data
     transformer: dict[str, Any] = {"data.options.transformer": "gpt"} if given.name.startswith("sst") else {}
@@ -54,7 +54,7 @@ def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted({str(recipe(name).config.data): name for name in recipes.names()}.values()))
 def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, Any]) -> None:
     """A recipe for each declaration of data; that networks take these sizes is in test_training_tables."""
-    config = recipe(name, told(name, stand_ins)).config
+    config = recipe(name, settings_of(name, stand_ins)).config
     splits = read_data(config.data)
     parts, classes = ImageData(splits, config), len(splits.classes)
     inputs, targets, *_ = parts.train.finish(parts.train.__getitems__([0, 1]))
@@ -92,7 +92,7 @@ QUICK_FIRST = sorted(recipes.names(), key=lambda name: bool(WIDE.search(name)))
 @pytest.mark.parametrize("name", {kind_of_step(name): name for name in reversed(QUICK_FIRST)}.values())
 def test_a_step_of_every_loss(name: str, stand_ins: dict[str, Any]) -> None:
     """The loss and its gradients are finite, and the optimiser's step reaches the weights; test_models has the rest."""
-    config = recipe(name, told(name, stand_ins)).config
+    config = recipe(name, settings_of(name, stand_ins)).config
     splits = read_data(config.data)
     network, train = build_network(config, splits).train(), ImageData(splits, config).train
     pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
@@ -237,7 +237,7 @@ def test_a_split_is_the_same_for_every_seed_and_is_not_augmented() -> None:
 
 
 def test_phrases_train(stand_ins: dict[str, Any], tmp_path: Path) -> None:
-    changes = {**told("heinsen-sst5", stand_ins), "batch_size": 6, "epochs": 3, "out": str(tmp_path / "run")}
+    changes = {**settings_of("heinsen-sst5", stand_ins), "batch_size": 6, "epochs": 3, "out": str(tmp_path / "run")}
     changes |= {"accelerator": "cpu", "network.options.parts": 4, "optimizer.lr": 0.02}
     config = recipe("heinsen-sst5", changes).config
     done = train(config, report=Report(quiet=True))

@@ -99,8 +99,8 @@ def test_a_table_is_trained_and_collected(
     digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = digits.parent / "runs" / "digits.yaml"
-    status, told, _ = reproduce(capsys, digits, "--short", "--out", out, "--row", "two iterations")
-    assert status == 0 and "1 of 1: two iterations" in told and "not run" in told
+    status, shown, _ = reproduce(capsys, digits, "--short", "--out", out, "--row", "two iterations")
+    assert status == 0 and "1 of 1: two iterations" in shown and "not run" in shown
     record = json.loads((out / "table.json").read_text())
     one, two = record["rows"]
     results = [json.loads((out / "two" / f"seed-{seed}" / "result.json").read_text()) for seed in (0, 1)]
@@ -139,8 +139,8 @@ def test_a_table_is_trained_and_collected(
 
     (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs
     (out / "two" / "result.json").unlink()
-    status, told, _ = reproduce(capsys, digits, "--short", "--out", out, "--collect")
-    assert status == 0 and "epoch 1/1" not in told
+    status, shown, _ = reproduce(capsys, digits, "--short", "--out", out, "--collect")
+    assert status == 0 and "epoch 1/1" not in shown
     (_, two) = json.loads((out / "table.json").read_text())["rows"]
     assert two["results"] == results[:1] and two["shown"]["ours"] == f"{wrong[0]:.2f} (1 of 2 seeds)"
 
@@ -164,11 +164,11 @@ def test_a_table_that_was_stopped_goes_on_in_the_middle(
         f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --row one --out {out} goes on\n",
     )
     assert not (out / "one" / "result.json").exists()
-    status, told, _ = reproduce(capsys, *command)
-    assert status == 0 and "resumed after step 5" in told and "epoch 1/2" not in told and "epoch 2/2" in told
+    status, shown, _ = reproduce(capsys, *command)
+    assert status == 0 and "resumed after step 5" in shown and "epoch 1/2" not in shown and "epoch 2/2" in shown
     before = (out / "one" / "result.json").stat().st_mtime_ns
-    status, told, _ = reproduce(capsys, *command)  # what is finished is not touched
-    assert status == 0 and "epoch 2/2" not in told and (out / "one" / "result.json").stat().st_mtime_ns == before
+    status, shown, _ = reproduce(capsys, *command)  # what is finished is not touched
+    assert status == 0 and "epoch 2/2" not in shown and (out / "one" / "result.json").stat().st_mtime_ns == before
     for more in (["--short"], ["--set", "optimizer.lr=0.5"]):
         status, _, error = reproduce(capsys, *command, *more)
         assert status == 1 and error.count("\n") == 1
@@ -189,8 +189,8 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
         TABLE.format(recipe=recipe).split("measure")[0] + f"measure: memory\nrows: [{rows}]\n"
         "set: {batch_size: 6, network.options.iterations: 4, network.options.routing: sequential}\n"
     )
-    status, told, _ = reproduce(capsys, digits, "--out", out)
-    assert status == 0 and "2 of 2: ours" in told
+    status, shown, _ = reproduce(capsys, digits, "--out", out)
+    assert status == 0 and "2 of 2: ours" in shown
     plain, ours = json.loads((out / "table.json").read_text())["rows"]
     assert plain["mean"] == plain["results"][0]["memory"] > 2 * ours["mean"] > 0
     assert "| batch of 6 |" in (out / "table.md").read_text()
@@ -238,8 +238,8 @@ def test_what_is_wrong_in_a_file_is_told_in_one_line(
         assert text.count(old) == 1
         path.write_text(text.replace(old, new))
         assert cli.main(command.split()) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"fastcaps {command.split()[0]}: {path}: {message}") and told.count("\n") == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"fastcaps {command.split()[0]}: {path}: {message}") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str
     assert status == 2 and "row 'two iterations': name: got '..', want letters" in error
     status, _, error = reproduce(capsys, "sabour-table")
     assert status == 2 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
-    status, told, _ = reproduce(capsys)
-    assert status == 0 and [line.split()[0] for line in told.splitlines() if line[0] != " "] == tables.names()
+    status, shown, _ = reproduce(capsys)
+    assert status == 0 and [line.split()[0] for line in shown.splitlines() if line[0] != " "] == tables.names()
 
 
 def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:

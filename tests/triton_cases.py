@@ -185,12 +185,12 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
 
         return run
 
-    def told(name: str, value: Any) -> list[str]:
+    def lines_of(name: str, value: Any) -> list[str]:
         if isinstance(value, triton.language.constexpr):
             value = value.value
         if isinstance(value, tuple):
             fields = getattr(value, "_fields", range(len(value)))
-            return [line for field, one in zip(fields, value, strict=True) for line in told(f"{name}.{field}", one)]
+            return [line for field, one in zip(fields, value, strict=True) for line in lines_of(f"{name}.{field}", one)]
         if value is None or isinstance(value, torch.Tensor):
             return [f"{name}: {'there' if value is not None else 'not there'}"]
         if name in ("blocks", "tiles", "splits"):
@@ -204,7 +204,9 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
     found = launches(lambda: call.forward(asked(routing.name), options))
     found += launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
     for launch in found:
-        lines = [line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in told(*one)]
+        lines = [
+            line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in lines_of(*one)
+        ]
         tile, votes = launch.arguments["tile"], launch.arguments.get("votes")
         if votes is not None:
             votes_by = "columns" if tile.BK.value == 0 else "products"

@@ -91,8 +91,8 @@ def needing(package: str, extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        told = f"{what} need {package}, which is not installed: pip install 'fastcaps[{extra}]'"
-        raise MissingDataError(told) from error
+        message = f"{what} need {package}, which is not installed: pip install 'fastcaps[{extra}]'"
+        raise MissingDataError(message) from error
 
 
 @contextmanager

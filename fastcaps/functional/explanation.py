@@ -130,7 +130,7 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     if not callable(call):
         raise TypeError(f"explain: call must be a module, a function or tensors, got {type(call).__name__}")
     with _uncompiled(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        mode.cache_enabled = False  # a call that was seen before must be told of again
+        mode.cache_enabled = False  # a call that was seen before must be explained again
         fake = _faked(call, mode)
         inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
         found = _Listener()
@@ -220,8 +220,8 @@ def _schedule(name: str | None, call: backends.Call, votes: VoteInputs, facts: t
     if name in ("cpu", "cuda"):
         asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
         ask = libraries.library(name).ask
-        told = ask("fastcaps_cpu_schedule", *asked) if name == "cpu" else ask("fastcaps_cuda_schedule", *asked)
-        return (told or "").split("text=")[-1]
+        answer = ask("fastcaps_cpu_schedule", *asked) if name == "cpu" else ask("fastcaps_cuda_schedule", *asked)
+        return (answer or "").split("text=")[-1]
     if name == "triton":
         return str(backends.triton_kernels(call.stem).schedule_call(votes, call, facts[2]))
     return ""

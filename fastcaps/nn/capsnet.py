@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_images, did_you_mean, known_arguments, shape_text, told
+from fastcaps.checks import check_count, check_images, did_you_mean, known_arguments, one_line, shape_text
 from fastcaps.checks import image_size as checked_size
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -26,7 +26,7 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
     A copy on the meta device computes them, so that neither the state of BatchNorm nor a random generator changes.
     """
     if not isinstance(backbone, nn.Module):
-        raise TypeError(f"backbone must be a torch.nn.Module, got {told(backbone)}")
+        raise TypeError(f"backbone must be a torch.nn.Module, got {one_line(backbone)}")
     probe = copy.deepcopy(backbone).to("meta").eval()
     try:
         features = probe(torch.empty(1, in_channels, *image_size, device="meta"))

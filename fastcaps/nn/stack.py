@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, known_arguments, require_tensor, told
+from fastcaps.checks import check_choice, check_count, known_arguments, one_line, require_tensor
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
 from fastcaps.nn.poses import arguments_repr
@@ -349,7 +349,7 @@ def converted(activity: Tensor | None, scores: bool, wanted: bool) -> Tensor | N
 def _check_kind(layer: Any) -> None:
     """Raise unless ``layer`` is a class of routing layers."""
     if not (isinstance(layer, type) and issubclass(layer, RoutingLayer)):
-        got = layer.__name__ if isinstance(layer, type) else told(layer)
+        got = layer.__name__ if isinstance(layer, type) else one_line(layer)
         raise TypeError(f"layer must be a class of routing layers, such as fastcaps.DynamicRouting, got {got}")
 
 
@@ -357,7 +357,7 @@ def checked_specs(name: str, specs: Any, layer: Any) -> list[CapsuleSpec]:
     """Return specs as a list; raise unless all are CapsuleSpecs, and ``layer`` is a class of routing layers."""
     found: list[Any] = list(specs) if isinstance(specs, Iterable) else [None]
     if not all(isinstance(each, CapsuleSpec) for each in found):
-        raise TypeError(f"{name} must be a list of CapsuleSpecs, such as [CapsuleSpec(16)], got {told(specs)}")
+        raise TypeError(f"{name} must be a list of CapsuleSpecs, such as [CapsuleSpec(16)], got {one_line(specs)}")
     _check_kind(layer)
     return found
 
