@@ -95,7 +95,9 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
             values = [pair[k] for pair in pairs]
             bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
                              color=colour, label=label)  # fmt: skip
-            for text in plot.bar_label(bars, ["" if v is None else said(v) for v in values], padding=3):
+            doubts = [panel != "memory" and found[name].get(MODES[k], {}).get("doubts") for name in layers]
+            texts = ["" if v is None else "~" * bool(doubt) + said(v) for v, doubt in zip(values, doubts, strict=True)]
+            for text in plot.bar_label(bars, texts, padding=3):
                 if panel == "speedup":
                     text.xy = (max(text.xy[0], 1.0), text.xy[1])  # the dashed line crosses no figure
         if panel == "speedup":

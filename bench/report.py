@@ -223,16 +223,17 @@ def first(rows: Sequence[Row]) -> str:
     """Return the sentences below the README's picture."""
     machine = max(rows, key=_date)["machine"]
     return (
-        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: whole layers of the "
-        f"papers against the fastest of up to eight PyTorch alternatives, compiled ones included. In "
-        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). Extra "
-        "memory is what a training step needs beside its inputs and results.*"
+        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: layers of the papers "
+        "(of inverted attention one iteration, but not the first) against the fastest of up to "
+        f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included. In "
+        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). ~: "
+        "doubtful, as the machine was busy. Extra memory is what a training step needs beside its inputs and results.*"
     )
 
 
 def start(rows: Sequence[Row]) -> str:
     """Return the figures of the documentation's first page: what two layers gain in a training step."""
-    layers = {"tsai-c10-conv1": "A capsule convolution for CIFAR-10 (Tsai et al.)",
+    layers = {"tsai-c10-conv1": "A capsule convolution for CIFAR-10 (Tsai et al.), one iteration",
               "sabour-mnist": "The class capsules of Sabour et al.'s network for MNIST"}  # fmt: skip
     lines = []
     for step in (row for row in rows if row["default"] and row["mode"] == charts.MODES[1] and "fastcaps" in row):

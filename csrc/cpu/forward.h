@@ -1,5 +1,5 @@
-// The forward that all passes share: of one pass, or of all iterations of a routing. A row walks through its children
-// in blocks. Votes of a block stay in registers, or in cache if they fit, until their weights are known; otherwise they
+// The forward that all passes share: of one iteration, or of all of a routing. A row walks through its children
+// in blocks. Votes of a block stay in registers, or in cache if they fit, until their coefficients are known; else they
 // are made again. No vote reaches memory. Rows are independent, so if children are not cut into ranges, a row makes all
 // its iterations here.
 //
@@ -13,7 +13,7 @@
 //   compete      lets the parents compete for a child; returns a factor that all of the child's shares still need
 //   equal_share  returns the share if all logits are equal (kEvenSums: it is the same for all parents)
 //   equal        returns whether all logits are equal in an iteration
-//   weigh, add   compute the weights of a block's votes for a parent, and add the votes to its results
+//   weigh, add   compute the coefficients of a block's votes for a parent, and add the votes to its results
 //   add_again    does the same for votes that were not kept: makes them again
 //   join_lanes   adds the results of a block whose lanes are children to the row's, for at most kJoined parents
 //   join         adds the results of another range of children

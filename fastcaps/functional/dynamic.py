@@ -63,7 +63,7 @@ def dynamic_routing(
     compete : "parents" or "children"
         What the softmax runs over. The paper says parents; in many published implementations the children compete for
         each parent. Then the gates, which must not be negative, act inside the softmax, coefficients add up to 1 over
-        the children, and ``r = 1 / I`` in the first iteration.
+        the children, and ``r_i = g_i / sum(g)`` in the first iteration.
     detach : bool
         Treat the coefficients as constants in the gradient: it flows to children and weights through the last
         iteration's sum only. Many published implementations do so.
@@ -133,7 +133,8 @@ def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None,
     """Return parents and coefficients of a routing whose iterations are separate ops.
 
     A prior becomes one more value in every vote, which the query multiplies by 1. That takes a table
-    ``[I or 1, M, C, E + 1]`` and a copy of the weights in every call; neither grows with the batch.
+    ``[I or 1, M, C, E + 1]`` and a copy of the weights in every call, which do not grow with the batch; without
+    matrices it takes a copy of the children.
     """
     rows, _, columns = pose_of(votes)
     own = own._replace(rule=int(Rule.PLAIN if routing is ops.attention_routing else Rule.UNIT))

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import (
-    check_count,
-    check_dtype,
-    check_flag,
-    is_tracing,
-    refuse_unknown,
-    require_tensor,
-    shape_text,
-)
+from fastcaps.checks import check_count, check_dtype, check_flag, is_tracing, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
@@ -127,8 +119,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         For ``out_capsules=None``, where all parents would be equal: learn one more pose, zero at the start. Parent j
         adds it to its votes times a factor; the factors are evenly spaced from -1 to 1.
     iterations : int
-        Number of weighted sums, at least 1, of which the first has equal coefficients; pooling does not count that one,
-        so 0 is allowed.
+        Number of weighted sums, at least 1, of which the first has equal coefficients (without a start or prior);
+        pooling does not count that one, so 0 is allowed.
     device, dtype : optional
         As in PyTorch's own layers.
 

@@ -95,9 +95,9 @@ class RoutingStack(nn.Module):
     Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest. A layer of
     ``kernel_size="all"`` above a set reads it as ``in_capsules`` types at one position, or at several in a row.
 
-    In concurrent routing the last layer's result after t iterations depends on the layer k below it only up to
-    iteration t - k. Later updates of that layer are skipped unless ``return_trace`` asks for every layer's last state;
-    the result and all gradients are the same.
+    In concurrent routing the last layer's result after t iterations depends on the layer k steps below it only
+    up to iteration t - k. Later updates of that layer are skipped unless ``return_trace`` asks for every layer's last
+    state; the result and all gradients are the same.
 
     Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) run all their own
     iterations whenever their input has changed; t counts those of the others. Activations and scores pass from layer

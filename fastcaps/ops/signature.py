@@ -23,8 +23,8 @@ COUNT = len(VoteInputs._fields)
 class Signature:
     """The arguments and results of a routing's two ops.
 
-    The last fields of ``Own`` are flags that native kernels do not take: ``detach``, which the reference takes, and a
-    backward as a bit of ``needs``; ``coefficients``, which are computed above the backends. A backward takes ``heads``,
+    The last fields of ``Own`` are flags that native kernels do not take: ``detach`` goes to the reference, and to a
+    backward as a bit of ``needs``; ``coefficients`` are computed above the backends. A backward takes ``heads``,
     the votes, ``Rest`` and ``needs``, the bits of the gradients to compute; it returns the gradients of the op's
     tensors, in their order.
     """

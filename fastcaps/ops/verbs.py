@@ -6,10 +6,11 @@ linear in each, so that the derivatives of the three are the three again. The sq
 :math:`H = \sum_{im} r_{im} \sum_{ce} p_m (V_{im} - \mu_m)^2`; second derivatives of those go through the reference.
 
 Beside its gradients (bits 1, 2, 4 of ``needs``) a pull returns, from the same votes, the scores (8), the sums (16) and,
-if squared, the square sums (32): the other gradients of F and H. So a verb's gradient is one walk over the votes.
+if squared, the square sums (32): the other gradients of F and H. So a verb's gradient is one walk over the votes (if
+children, weight and bias need none, one for each other gradient).
 
 Results are in the accumulation dtype, gradients of children, weight and bias in theirs. Workspace of the CPU kernels:
-partial sums where positions are too few to keep the threads busy, and some 100 KB a thread.
+some 100 KB a thread, copies of targets and precisions, and partial sums and gradients, up to 64 MiB each.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ def _runner(name: str) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
-        if name == "vote_pull" and rest[-1] >> 5 + rest[-2]:
-            most, others = (63, "scores, sums, squares") if rest[-2] else (31, "scores, sums")
-            raise ValueError(
-                f"needs must be from 0 to {most}, bits for children, weight, bias, {others}, got {rest[-1]}"
-            )
+        if name == "vote_pull":
+            *_, squared, needs = rest
+            most, others = (63, "scores, sums, squares") if squared else (31, "scores, sums")
+            if not 0 <= needs <= most:
+                raise ValueError(
+                    f"needs must be from 0 to {most}, bits for children, weight, bias, {others}, got {needs}"
+                )
         call = backends.Call.of(STEM, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:  # checks for itself
