@@ -235,5 +235,4 @@ def check_images(images: Any, channels: int | None, size: Sequence[int | None] =
 
 def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return height and width; raise unless they are positive."""
-    height, width = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)
-    return check_count("image_size", height), check_count("image_size", width)
+    return check_pair("image_size", size, 1)

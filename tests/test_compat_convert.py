@@ -91,7 +91,16 @@ def left() -> dict[str, tuple[nn.Module, str]]:
                 raise RuntimeError("shape is invalid")
             return super().forward(x).flip(1, 2)
 
-    Stranger.__name__, Early.__name__ = "CapsuleFC", "ConvCaps"
+    class Untrained(nn_plain.ConvCaps):
+        """Another formula of a parameter that is 0 before training."""
+
+        def forward(self, x):
+            value, self.beta_u.data = self.beta_u.data, 2 * self.beta_u.data
+            found = super().forward(x)
+            self.beta_u.data = value
+            return found
+
+    Stranger.__name__, Early.__name__, Untrained.__name__ = "CapsuleFC", "ConvCaps", "ConvCaps"
     zeros = torch.zeros(2, 3, 4)
     patched, buffered, wrong, act, normed, hooked = (fc() for _ in range(6))
     patched.forward = lambda *_: zeros
@@ -124,6 +133,7 @@ def left() -> dict[str, tuple[nn.Module, str]]:
         "rerouted": (rerouted, "routing_module must be an AgreementRouting, got Identity"),
         "primary": (primary, "computes primary capsules by convolutions, routes nothing"),
         "early": (Early(3, 4, 3, 2, 2), "its results differ"),
+        "untrained": (Untrained(3, 4, 3, 2, 2), "its results differ"),
     }
 
 
@@ -133,11 +143,12 @@ def test_what_is_left_says_why(capsys):
     report = fastcaps.convert(model, verbose=True)
     assert report.converted == ["good"] and report.left == [name for name in cases if name != "ours"]
     assert all(model[name] is layer for name, (layer, _) in cases.items())
+    assert not model["untrained"].beta_u.any()  # the noise of the comparison is gone
     said = {layer.path: layer.why for layer in report.layers}
     for name, (_, why) in cases.items():
         assert why in said[name], name
     printed = capsys.readouterr().out
-    assert "1 of 16 capsule layers converted, 1 ran on fastcaps before\n" in printed
+    assert "1 of 17 capsule layers converted, 1 ran on fastcaps before\n" in printed
     assert "nn_plain.CapsuleFC: results agree to " in printed
 
 

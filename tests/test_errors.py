@@ -269,7 +269,7 @@ class Layer(fastcaps.nn.RoutingLayer):  # type: ignore[type-arg]
 
 def built(backbone: Any, **options: Any) -> Any:
     sizes = {"in_channels": 2, "image_size": 5, "capsules": 3, "dim": 4, "classes": 7}
-    return fastcaps.CapsNet.build(backbone, **sizes, **options)
+    return fastcaps.CapsNet.build(backbone, **{**sizes, **options})
 
 
 FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -278,11 +278,14 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "file": (lambda: fastcaps.data.read_idx("."), r"\.: is a folder; an IDX file, plain or gzip, is wanted here"),
     "backbone": (lambda: built(None), r"backbone must be a torch\.nn\.Module, got None"),
     "hidden": (lambda: built(torch.nn.ReLU(), hiden=[]), r"build has no argument hiden \(did you mean hidden\?\)"),
+    "head": (lambda: built(torch.nn.ReLU(), head="norm"), "head must be one of 'linear', 'length', 'activations', got"),
+    "image size": (lambda: built(torch.nn.ReLU(), image_size="28"), "image_size must be an int or a pair of ints"),
+    "mask": (lambda: fastcaps.data.load("digits").test.batch(torch.arange(10) > 5), "indices must be whole numbers"),
     "map": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 5, 5)), "; PrimaryCapsules turns a feature"),
     "iterations": (lambda: fastcaps.EMRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), r"activations must be .*, got int"),
     "normalize": (lambda: fastcaps.PrimaryCapsules(2, 3, 4, normalize="no"), "'layer_norm', 'squash', None, got 'no'"),
     "flag": (lambda: fastcaps.PrimaryCapsules(2, 3, 4, activations="no"), "activations must be True or False, got"),
-    "head": (lambda: fastcaps.nn.ClassHead(4, bias="no"), "bias must be True or False, got 'no'"),
+    "head bias": (lambda: fastcaps.nn.ClassHead(4, bias="no"), "bias must be True or False, got 'no'"),
     "vectors": (lambda: fastcaps.functional.squash(1.5), "vectors must be a tensor, got float"),
     "order": (lambda: fastcaps.explain(torch.randn(2), torch.nn.Identity()), r"explain\(module, inputs\)"),
     "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),

@@ -13,7 +13,7 @@ from nn_layers import draw
 from torch import Tensor, nn
 
 from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models
-from fastcaps.nn import CapsNet, CapsuleSpec, EMRouting, HeinsenRouting
+from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting, HeinsenRouting
 from fastcaps.nn.capsnet import feature_shape
 from fastcaps.vectors import squash
 
@@ -164,7 +164,11 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, "smaller than the window", lambda: primary(torch.randn(2, 5, 2, 7))),
         (ValueError, "in_channels must be 9 with kernel_size=None", lambda: PrimaryCapsules(12, 3, 3, **settings)),
         (ValueError, "need a kernel_size", lambda: PrimaryCapsules(12, 3, 3, padding=1, **settings)),
-        (ValueError, "scores must be False", lambda: PrimaryCapsules(12, 3, 3, scores=True, **settings)),
+        (
+            ValueError,
+            "activations must be True with scores",
+            lambda: PrimaryCapsules(12, 3, 3, scores=True, **settings),
+        ),
         (ValueError, r"poses must be \[B, M, 4\], got \[2, 3, 5\]", lambda: head(torch.randn(2, 3, 5))),
         (ValueError, r"activations must be \[2, 3\]", lambda: head(torch.randn(2, 3, 4), torch.rand(2, 4))),
         (ValueError, r"images must be \[B, 1, H, W\], got \[2, 3, 12, 14\]", lambda: net(torch.randn(2, 3, 12, 14))),
@@ -179,3 +183,19 @@ def test_wrong_arguments_are_named() -> None:
     ]:
         with pytest.raises(error, match=message):
             call()
+
+
+def test_all_of_a_built_network_has_its_dtype_and_device() -> None:
+    """Also a backbone that is not float32, and what a layer adds itself."""
+
+    class Scaled(DynamicRouting):
+        def __init__(self, *sizes: int | None, **options: Any) -> None:
+            super().__init__(*sizes, **options)
+            self.scale = nn.LayerNorm(self.out_dim)
+
+    sizes: dict[str, Any] = {"in_channels": 1, "image_size": (6, 5), "capsules": 3, "dim": 4, "classes": 7}
+    for place in ({"dtype": torch.float64}, {"device": "meta"}):
+        net = CapsNet.build(nn.Conv2d(1, 2, 3, **place), layer=Scaled, **sizes, **place)
+        wanted = torch.empty(0, **place)
+        assert all((each.dtype, each.device) == (wanted.dtype, wanted.device) for each in net.parameters())
+        assert net(torch.randn(2, 1, 6, 5, **place)).shape == (2, 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -260,24 +261,34 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
     if weight.device.type == "meta":
         return "left" if guessed else "not compared", "not compared: its parameters have no values yet"
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
-    far = 0.0
+    # before training biases are equal, which hides what a formula does with them: they are compared with noise, too
+    flat = [each for each in new.parameters() if each.numel() and bool((each == each.flatten()[0]).all())]
+    values = [each.data for each in flat]  # the two layers share them
+    sizes = new._sizes if weight.dtype in GRADIENT_TOLERANCES else new._sizes[:1]
+    generator, far = torch.Generator("cpu"), 0.0
+
+    def draw(*shape: int, size: float = 0.5) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device="cpu") * size).to(weight)
+
     try:
         for module in modes:
             module.training = False
-        for size in new._sizes if weight.dtype in GRADIENT_TOLERANCES else new._sizes[:1]:
-            generator = torch.Generator("cpu").manual_seed(0)
-
-            def draw(*shape: int, size: float = size, generator: torch.Generator = generator) -> Tensor:
-                return (torch.randn(*shape, generator=generator, device="cpu") * size).to(weight)
-
-            for arguments in new._calls(draw):
-                far = max(far, _apart(old, new, weight, arguments, finite=size == new._sizes[0]))
+        for noisy in (False, True) if flat else (False,):
+            generator.manual_seed(0)
+            for each, value in zip(flat if noisy else (), values, strict=False):
+                each.data = value + draw(*value.shape).to(value)
+            for size in sizes:
+                generator.manual_seed(0)
+                for arguments in new._calls(partial(draw, size=size)):
+                    far = max(far, _apart(old, new, weight, arguments, not noisy and size == sizes[0]))
     except _Verdict as verdict:
         outcome, why = verdict.args
         return "left" if guessed and outcome in CONVERTED else outcome, why
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for each, value in zip(flat, values, strict=True):
+            each.data = value
     return "compared", f"results agree to {far:.1e}"
 
 

@@ -79,7 +79,10 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         if isinstance(indices, slice):
             return torch.arange(len(self), device=self.images.device)[indices]
         every = range(len(self))  # takes negative indices, and raises IndexError
-        numbers = [every[index] for index in torch.as_tensor(indices).tolist()]
+        given = torch.as_tensor(indices)
+        if given.dtype == torch.bool:
+            raise TypeError("indices must be whole numbers, got a mask: mask.nonzero().flatten() has its indices")
+        numbers = [every[index] for index in given.tolist()]
         return torch.tensor(numbers, dtype=torch.int64, device=self.images.device)
 
     def _draws(self, items: Tensor) -> Draws:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_images, did_you_mean, known_arguments, one_line, shape_text
+from fastcaps.checks import check_choice, check_count, check_images, did_you_mean, known_arguments, one_line, shape_text
 from fastcaps.checks import image_size as checked_size
-from fastcaps.nn.head import ClassHead
+from fastcaps.nn.head import READS, ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments, channels_last
@@ -29,7 +29,8 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
         raise TypeError(f"backbone must be a torch.nn.Module, got {one_line(backbone)}")
     probe = copy.deepcopy(backbone).to("meta").eval()
     try:
-        features = probe(torch.empty(1, in_channels, *image_size, device="meta"))
+        dtype = next((each.dtype for each in backbone.parameters() if each.is_floating_point()), None)
+        features = probe(torch.empty(1, in_channels, *image_size, device="meta", dtype=dtype))
     except RuntimeError as error:
         wanted = f"[B, {in_channels}, {image_size[0]}, {image_size[1]}] of in_channels and image_size"
         raise ValueError(f"backbone must take images {wanted}, but it fails: {str(error).splitlines()[0]}") from error
@@ -148,6 +149,7 @@ class CapsNet(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
         channels, *features = feature_shape(backbone, in_channels, size)
+        check_choice("head", head, READS)
         specs = checked_specs("hidden", hidden, layer)
         specs += [classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
         lowest = {**options, **specs[0].options}
@@ -173,6 +175,7 @@ class CapsNet(nn.Module):
             **place,
             **options,
         )
+        stack = stack.to(device=device, dtype=dtype)  # also what a layer adds itself
         # channels_last from the start: the primary convolution then writes a position's capsules together in memory
         backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         last = ClassHead(stack.layers[-1].out_dim, read=head, **place)

@@ -17,6 +17,8 @@ from fastcaps.checks import (
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import length
 
+READS = ("linear", "length", "activations")
+
 
 class ClassHead(nn.Module):
     r"""One linear read-out, shared by all class capsules: :math:`\hat y_m = \langle w, Q_m \rangle + b`.
@@ -53,7 +55,7 @@ class ClassHead(nn.Module):
         super().__init__()
         check_dtype(dtype)
         self.dim = check_count("dim", dim)
-        check_choice("read", read, ("linear", "length", "activations"))
+        check_choice("read", read, READS)
         self.read = read
         self.bias = check_flag("bias", bias)
         self.linear = nn.Linear(self.dim, 1, bias=self.bias, device=device, dtype=dtype) if read == "linear" else None

@@ -100,7 +100,7 @@ class PrimaryCapsules(nn.Module):
         self.scores = check_flag("scores", scores)
         bias, batch_norm = check_flag("bias", bias), check_flag("batch_norm", batch_norm)
         if self.scores and not self.activations:
-            raise ValueError("scores must be False with activations=False, got True")
+            raise ValueError("activations must be True with scores=True, got False")
         self.eps = eps if eps is None else check_finite("eps", eps, 0.0)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.window = None if kernel_size is None else Window(kernel_size, stride, padding, dilation)
