@@ -471,3 +471,12 @@ def test_a_route_behind_a_plain_decorator_gets_its_activations() -> None:
 
     layer = type("Own", (RoutingLayer,), {"route": lambda *given, **named: route(*given, **named)})(6, 3, 16, 16)
     torch.testing.assert_close(layer(SET.flatten(2), 2 * ONES(2, 6)), 2 * layer(SET.flatten(2), ONES(2, 6)))
+
+
+def test_the_gradient_of_a_value_that_broadcasts_is_summed_in_float32() -> None:
+    votes = Votes(torch.randn(2, 40, 2, 4).bfloat16(), torch.randn(40, 3, 4, 4).bfloat16())
+    narrow = torch.randn(1, 1, 1, 4).bfloat16().requires_grad_()
+    wide = narrow.detach().float().requires_grad_()
+    for means in (narrow, wide):
+        votes.square_sum(torch.ones(2, 40, 3), means).sum().backward()
+    torch.testing.assert_close(narrow.grad, wide.grad.bfloat16(), rtol=0, atol=0)

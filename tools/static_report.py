@@ -67,7 +67,7 @@ _USAGE = re.compile(r"^\s*REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
 def tool(name: str) -> str | None:
     """Return the path of a program such as ``cuobjdump``, of a toolkit or in Triton's package; None without one."""
     places = [os.path.join(os.environ[key], "bin") for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
-    places += [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
+    places += ["/usr/local/cuda/bin", *os.environ.get("PATH", "").split(os.pathsep)]  # PATH may hold a mere wrapper
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin:
         places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))

@@ -250,7 +250,7 @@ class Votes:
             raise TypeError(f"{name} must be a torch.Tensor or a number, got {type(value).__name__}")
         check_tensor(name, value, children, self._inputs.autocasts, (wide,))
         try:
-            return value.expand(shape).to(accumulation_dtype(value.dtype))
+            return value.to(accumulation_dtype(value.dtype)).expand(shape)  # its gradient is summed in that dtype, too
         except RuntimeError:
             raise ValueError(f"{name} must broadcast to [{symbols}] = {list(shape)}, got {shape_text(value)}") from None
 
