@@ -282,7 +282,6 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "image size": (lambda: built(torch.nn.ReLU(), image_size="28"), "image_size must be an int or a pair of ints"),
     "mask": (lambda: fastcaps.data.load("digits").test.batch(torch.arange(10) > 5), "indices must be whole numbers"),
     "map": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 5, 5)), "; PrimaryCapsules turns a feature"),
-    "iterations": (lambda: fastcaps.EMRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), r"activations must be .*, got int"),
     "normalize": (lambda: fastcaps.PrimaryCapsules(2, 3, 4, normalize="no"), "'layer_norm', 'squash', None, got 'no'"),
     "flag": (lambda: fastcaps.PrimaryCapsules(2, 3, 4, activations="no"), "activations must be True or False, got"),
     "head bias": (lambda: fastcaps.nn.ClassHead(4, bias="no"), "bias must be True or False, got 'no'"),

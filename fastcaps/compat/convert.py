@@ -274,9 +274,10 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
         for module in modes:
             module.training = False
         for noisy in (False, True) if flat else (False,):
-            generator.manual_seed(0)
-            for each, value in zip(flat if noisy else (), values, strict=False):
-                each.data = value + draw(*value.shape).to(value)
+            if noisy:
+                generator.manual_seed(0)
+                for each, value in zip(flat, values, strict=True):
+                    each.data = value + draw(*value.shape).to(value)
             for size in sizes:
                 generator.manual_seed(0)
                 for arguments in new._calls(partial(draw, size=size)):
