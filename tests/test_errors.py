@@ -287,6 +287,10 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "head bias": (lambda: fastcaps.nn.ClassHead(4, bias="no"), "bias must be True or False, got 'no'"),
     "vectors": (lambda: fastcaps.functional.squash(1.5), "vectors must be a tensor, got float"),
     "order": (lambda: fastcaps.explain(torch.randn(2), torch.nn.Identity()), r"explain\(module, inputs\)"),
+    "routings": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4, routings=3), r"routings \(did you mean iterations\?\)"),
+    "number": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), "^activations must be a tensor,"),
+    "spec": (lambda: built(torch.nn.ReLU(), hidden=[fastcaps.nn.CapsuleSpec(8, 15)]), "^layer 0 .*, got 15"),
+    "recipe": (lambda: fastcaps.training.train("mnist"), "config must be a TrainConfig, such as .*, got 'mnist'"),
     "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),
               r"must define route\(.*got an argument iteration"),
 }  # fmt: skip

@@ -92,9 +92,6 @@ def train(
         names = {"networks": models.names(), "data": data.names()}
         show(names) if as_json else show_list({f"{what}:": ", ".join(found) for what, found in names.items()})
         return 0
-    from fastcaps import training
-    from fastcaps.training.callbacks import Report
-
     if resume and overwrite:
         raise Wrong("--resume goes on with a run, --overwrite replaces it: give one of them")
     if folder is not None:
@@ -110,6 +107,9 @@ def train(
             if isinstance(changes.get(path), str):
                 changes[path] = absolute(changes[path])
         config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
+    from fastcaps import training  # loads Lightning, for which a wrong setting need not wait
+    from fastcaps.training.callbacks import Report
+
     report = Report(progress_console(as_json))
     with one_line_errors(f"fastcaps train --resume {shlex.quote(str(config.folder))}"):
         work = training.train if config.runs == 1 else training.train_seeds

@@ -432,6 +432,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 f"layer(poses, {self.activity_name}); nn.Sequential does not, fastcaps.CapsNet does"
             )
         require_tensor(children, "children")
+        if activity is not None:
+            require_tensor(activity, self.activity_name)
         given = children
         if not self.on_grid and children.dim() == 5:
             children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)

@@ -196,18 +196,21 @@ class RoutingStack(nn.Module):
                 if in_capsules % check_count("types", spec.types):
                     raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
                 in_capsules = spec.types
-            made = (spec.layer or layer)(
-                in_capsules,
-                spec.capsules,
-                in_dim,
-                in_dim if spec.dim is None else spec.dim,
-                kernel_size=spec.kernel_size,
-                stride=spec.stride,
-                padding=spec.padding,
-                dilation=spec.dilation,
-                share=spec.share,
-                **{**options, **spec.options},
-            )
+            try:
+                made = (spec.layer or layer)(
+                    in_capsules,
+                    spec.capsules,
+                    in_dim,
+                    in_dim if spec.dim is None else spec.dim,
+                    kernel_size=spec.kernel_size,
+                    stride=spec.stride,
+                    padding=spec.padding,
+                    dilation=spec.dilation,
+                    share=spec.share,
+                    **{**options, **spec.options},
+                )
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{where}: {error}") from None
             below, size = size, None if size is None else made.output_size(size)
             if size is not None and min(size) < 1:
                 grid, least = (" x ".join(map(str, each)) for each in (below, made.window.smallest_grid))  # type: ignore[union-attr, arg-type]

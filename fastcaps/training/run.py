@@ -150,6 +150,8 @@ def train(
     RunError
         If ``config.out`` holds another run or is in use by one, or its checkpoint cannot be read.
     """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(f"config must be a TrainConfig, such as recipe(name).config, got {config!r}")
     if config.runs != 1:
         raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds trains several)")
     splits = splits or read_data(config.data)
