@@ -1,7 +1,7 @@
 """fastcaps: kernels and modules for capsule networks that never store a vote.
 
 ``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks,
-``fastcaps.losses`` what they are trained on, ``fastcaps.data`` the data sets, ``fastcaps.training`` the trainer,
+``fastcaps.losses`` the losses, ``fastcaps.data`` the data sets, ``fastcaps.training`` the trainer,
 ``fastcaps.compat`` twins of published layers, ``fastcaps.encapnet`` EncapNet, ``fastcaps.viz`` pictures;
 ``fastcaps.backends`` says what runs where.
 Most modules are imported on first use, so that ``import fastcaps`` costs little beyond torch.

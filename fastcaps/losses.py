@@ -1,8 +1,8 @@
 """Losses of capsule networks: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
 
-All have a finite gradient everywhere, as has :func:`length` at the zero vector. With ``reduction="mean"``, the default,
-or "sum" they return a scalar for the batch, with "none" one value per sample, ``[B]``. An argument of a wrong type,
-dtype or shape raises TypeError or ValueError naming it.
+Their gradients are finite everywhere, and so is that of :func:`length` at the zero vector. With ``reduction="mean"``,
+the default, or "sum" they return a scalar for the batch, with "none" one value per sample, ``[B]``. An argument of a
+wrong type, dtype or shape raises TypeError or ValueError naming it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def margin_loss(
     target : Tensor
         ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class in the image.
     upper, lower : float
-        :math:`m^+` and :math:`m^-`: the loss is 0 for a class in the image above the one, for others below the other.
+        :math:`m^+` and :math:`m^-`: the loss is 0 for a class in the image above the first, for others below the
+        second.
     down_weight : float
         :math:`\lambda`, which keeps the other classes from shrinking all capsules early in training.
 
@@ -178,8 +179,8 @@ def reconstruction_loss(
 class ReconstructionDecoder(nn.Module):
     """Reconstruct the image from one class capsule (Sabour et al. 2017): three linear layers, ReLU, ReLU, sigmoid.
 
-    All other class capsules are set to zero: in training all but that of the right class, afterwards all but the
-    longest. So the decoder knows the class from its place, and what it looks like from its values.
+    It sets all class capsules but one to zero: in training it keeps that of the right class, afterwards the longest. So
+    the decoder knows the class from the capsule's place, and its looks from the values.
 
     Parameters
     ----------

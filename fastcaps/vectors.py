@@ -18,7 +18,7 @@ Dims = int | tuple[int, ...]
 def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
     r"""Return the Euclidean length :math:`\lVert v \rVert`, with gradient 0 at the zero vector.
 
-    It is computed without overflow of very long vectors or underflow of very short ones.
+    Very long vectors do not overflow, and very short ones do not underflow.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ def scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def softmax(logits: Tensor, dim: int = -1) -> Tensor:
     """Return ``torch.softmax(logits, dim)``, on a CPU about ten times as fast over a last dimension below 16.
 
-    PyTorch computes a softmax over neighbours in memory one value at a time, but over rows in SIMD vectors, so the last
-    two dimensions are swapped in memory.
+    PyTorch computes a softmax over neighbours in memory one value at a time, but over rows in SIMD vectors, so this
+    function swaps the last two dimensions in memory.
     """
     last = dim in (-1, logits.dim() - 1)
     if not (last and logits.is_cpu and logits.dim() > 1 and logits.shape[-1] < 16):
@@ -75,7 +75,7 @@ def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
     Parameters
     ----------
     vectors, dim
-        As :func:`length` takes them.
+        See :func:`length`.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
     Parameters
     ----------
     vectors, dim
-        As :func:`length` takes them.
+        See :func:`length`.
     eps : float
         Added under the root, as in some published implementations.
 

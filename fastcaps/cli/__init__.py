@@ -1,6 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that ``import fastcaps.cli`` stays light.
 
-Exit statuses: 0; 1 for an error that the user can mend, reported in one line on the error stream, or for a check that
+Exit statuses: 0; 1 for an error that the user can fix, reported in one line on the error stream, or for a check that
 failed; 2 for a wrong command line or wrong settings; 130 if it was stopped. With ``--json`` the output is one JSON
 document and nothing else.
 """

@@ -1,7 +1,6 @@
 """``fastcaps bench`` and ``fastcaps compare``: the benchmark of a source checkout, run there as a process.
 
-The benchmark is no part of the installed package: it judges results by the rule that the tests have, and compares
-commits.
+The benchmark is not part of the installed package: it judges results by the tests' rule, and compares commits.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _start(module: str, *arguments: str, **options: Any) -> subprocess.Completed
 
 
 def _absolute(words: list[str]) -> list[str]:
-    """Words of a command line, those paths made absolute that are given from here: the checkout is another folder."""
+    """Return the words of a command line with absolute paths, as the checkout is another folder."""
     pairs = zip(["", *words], words, strict=False)
     paths = ("--results", "--html")
     return [str(Path(word).resolve()) if before in paths or Path(word).is_dir() else word for before, word in pairs]
@@ -51,9 +50,9 @@ def bench(
     """Measure routings against what a PyTorch user would run instead: a few rows in two minutes, or --full.
 
     ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--batch N]... [--threads N] [--device cpu|cuda]
-    [--precision NAME]... [--seconds S] [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: it is ``python
-    -m pytest bench`` of the checkout, with its options. The exit status is 1 where a result is wrong, which then has no
-    figure, or where a goal that was held is lost.
+    [--precision NAME]... [--seconds S] [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: this runs
+    ``python -m pytest bench`` in the checkout, with its options. The exit status is 1 if a result is wrong (its row has
+    no time), or if a goal that was met before is missed.
     """
     if listed:
         return _start("bench.alternatives", *["--json"] * as_json).returncode
@@ -79,12 +78,12 @@ def bench(
 
 
 def compare(context: Context) -> int:
-    """Measure this checkout against another commit (REV, or a tree with its library), in turns on this machine.
+    """Measure this checkout against another commit (REV, or a tree with its library), alternating on this machine.
 
     ``fastcaps compare REV [NEW] [--workload WORD]... [--seconds S] [--rounds N] [--threads N] [--limit SHARE]
-    [--json]``: rows whose names hold a word; seconds of a row's timed calls; how much slower the median may be. NEW
-    is this checkout if none is given. The other commit is built once, beside this checkout's own build. A row of which
-    either side's result is wrong is refused: it has no ratio, however fast it is. The exit status is 1 then, and where
-    the median over rows is above the limit.
+    [--json]``: WORD selects rows by name, S is the seconds of a row's timed calls, SHARE how much slower the median may
+    be. NEW is this checkout by default. The other commit is built once, beside this checkout's build. A row has no
+    ratio if the result of either side is wrong. The exit status is 1 for such a row, or if the median over rows is
+    above the limit.
     """
     return _start("bench.compare", *_absolute(context.args)).returncode

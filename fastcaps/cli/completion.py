@@ -1,4 +1,4 @@
-"""The script of ``fastcaps --show-completion``: it holds every word, so no Python starts when the key is pressed."""
+"""The script of ``fastcaps --show-completion``: it holds every word, so the Tab key starts no Python."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def info(
         show({**versions, "build": build, "backends": backends, "explain": str(runs)})
         return 0
     print(f"fastcaps {fastcaps.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print("build" if build else "build: no native library (FASTCAPS_BUILD=0); the reference serves")
+    print("build" if build else "build: no native library (FASTCAPS_BUILD=0); the reference runs")
     build.pop("cuda_why_not", "")  # the list of backends has it
     show_list({f"  {name.replace('_', ' ')}": _joined(value) for name, value in build.items()})
     print("\nbackends")
@@ -97,7 +97,7 @@ def explain(
         Option("--set", metavar="OPTION=VALUE", help="an option of the network, as in iterations=3 (repeat)"),
     ] = None,
     dtype: Annotated[str, Option(help="of weights and inputs")] = "float32",
-    device: Annotated[str, Option(help="where they lie")] = "cpu",
+    device: Annotated[str, Option(help="their device")] = "cpu",
     backend: Annotated[str | None, Option(help="force one: cuda, triton, cpu or reference")] = None,
     as_json: Annotated[bool, Option("--json", help="as JSON")] = False,
 ) -> int:

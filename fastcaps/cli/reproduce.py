@@ -14,7 +14,7 @@ from fastcaps.cli.train import DATA_DIR
 
 
 def recipes(
-    recipe: Annotated[str | None, Argument(metavar="NAME", help="show this one whole")] = None,
+    recipe: Annotated[str | None, Argument(metavar="NAME", help="show all settings of this one")] = None,
     as_json: Annotated[bool, Option("--json", help="as JSON: the source by name, or every setting of one")] = False,
 ) -> int:
     """List the experiments of the papers, with their source."""
@@ -49,7 +49,7 @@ def reproduce(
 ) -> int:
     """Make a table or figure of a paper, beside the paper's figures.
 
-    Trains what the table needs, as far as it is not finished. Without NAME, lists the tables.
+    Trains the unfinished runs that the table needs. Without NAME, lists the tables.
     """
     from rich.markdown import Markdown
 

@@ -24,11 +24,11 @@ OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
     ("iterations", int, "network.options.iterations", WHAT, "routing iterations", ""),
     ("routing", str, "network.options.routing", WHAT, "concurrent or sequential", ""),
     ("augment", bool, "data.augment", WHAT, "pad and crop training images at random (CIFAR, smallNORB are)", ""),
-    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)", ""),
+    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is not a 2)", ""),
     ("limit", int, "data.limit", WHAT, "use only the first training images, for a quick try", ""),
-    ("validation", int, "data.validation", WHAT, "hold out so many images; the best epoch by them counts", "0"),
+    ("validation", int, "data.validation", WHAT, "hold out this many images, to choose the best epoch", "0"),
     ("epochs", int, "epochs", HOW, "passes over the training images", "2"),
-    ("batch_size", int, "batch_size", HOW, "images a step, on all devices together", "64"),
+    ("batch_size", int, "batch_size", HOW, "images per step, on all devices together", "64"),
     ("loss", str, "loss.name", HOW, "cross-entropy, bce, margin, spread or feedback", "cross-entropy"),
     ("optimizer", str, "optimizer.name", HOW, "adam, adamw, radam, rmsprop or sgd", "adam"),
     ("lr", float, "optimizer.lr", HOW, "highest learning rate", "0.003"),
@@ -36,12 +36,12 @@ OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
     ("momentum", float, "optimizer.momentum", HOW, "momentum, for sgd and rmsprop", ""),
     ("schedule", str, "schedule.name", HOW, "one-cycle, cosine, milestones, exponential or constant", "one-cycle"),
     ("seed", int, "seed", HOW, "decides initial weights, order of images, augmentation", "0"),
-    ("runs", int, "runs", HOW, "so many runs, with this seed and those after it: mean and spread", "1"),
+    ("runs", int, "runs", HOW, "number of runs, with this seed and the next ones: mean and spread", "1"),
     ("precision", str, "precision", WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true", "32-true"),
-    ("accelerator", str, "accelerator", WHERE, "auto, cpu, gpu, … as Lightning has them", "auto"),
+    ("accelerator", str, "accelerator", WHERE, "auto, cpu, gpu, … as in Lightning", "auto"),
     ("devices", str, "devices", WHERE, "how many devices, or which (0,1)", "1"),
-    ("strategy", str, "strategy", WHERE, "auto, ddp, fsdp, … as Lightning has them", "auto"),
-    ("workers", int, "workers", WHERE, "processes that gather what batches are made of", "0"),
+    ("strategy", str, "strategy", WHERE, "auto, ddp, fsdp, … as in Lightning", "auto"),
+    ("workers", int, "workers", WHERE, "processes that gather batches", "0"),
     ("out", str, "out", RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)", ""),
     ("checkpoint_every", int, "checkpoint_every", RUN, "steps between two checkpoints", "200"),
 )
@@ -76,7 +76,7 @@ def train(
     ] = None,
     resume: Annotated[
         bool,
-        Option("--resume", help="go on from RUN's last checkpoint; settings given must agree", rich_help_panel=RUN),
+        Option("--resume", help="continue from RUN's last checkpoint; settings must agree", rich_help_panel=RUN),
     ] = False,
     overwrite: Annotated[
         bool, Option("--overwrite", help="replace a run that --out already holds", rich_help_panel=RUN)
@@ -93,10 +93,10 @@ def train(
         show(names) if as_json else show_list({f"{what}:": ", ".join(found) for what, found in names.items()})
         return 0
     if resume and overwrite:
-        raise Wrong("--resume goes on with a run, --overwrite replaces it: give one of them")
+        raise Wrong("--resume continues a run, --overwrite replaces it: give one of them")
     if folder is not None:
         if not resume:
-            raise Wrong(f"{folder}: a folder stands after --resume alone; --network and --data say what to train")
+            raise Wrong(f"{folder}: a folder is for --resume only; --network and --data say what to train")
         if given["out"] is not None:
             raise Wrong(f"--resume {folder} and --out {given['out']} both name the run's folder: give one of them")
         given["out"] = folder
@@ -136,7 +136,7 @@ def _tell(result: Any, runs: int, say: Callable[[str], None]) -> None:
     say(
         f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
         f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
-        + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}")
+        + ("" if result.best_epoch is None else f"; the best epoch on held-out data is {result.best_epoch}")
     )
     say(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard")
 
@@ -161,7 +161,7 @@ def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
 
 
 def _kept(name: str | None, changes: dict[str, Any]) -> Any:
-    """Return the settings of a resumed run: its own, of which only those of where it runs may change."""
+    """Return the settings of a resumed run: the stored ones, of which only those of where it runs may change."""
     from fastcaps.training import config
 
     folder = Path(changes["out"]) if "out" in changes else _fresh(name, changes).folder

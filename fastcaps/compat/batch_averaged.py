@@ -1,7 +1,7 @@
 """Twins of class capsules whose logits are averaged over the batch, so that an image's result depends on the others.
 
-The copies differ in who competes, and over which dimension they squash. Here a vector of zeros stays zero, where theirs
-becomes NaN, and all run on their input's device.
+The published layers differ in what competes and in the dimension of squash. In the twins a vector of zeros stays zero
+and does not become NaN, and they run on their input's device.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class RoutedCapsuleLayer(CapsuleLayer):
 
     It routes ``[batch, in_unit, in_channel]``, children in channels, to ``[batch, num_unit, unit_size, 1]`` by the
     parameter ``weight``, ``[1, in_channel, num_unit, unit_size, in_unit]``. ``use_routing`` must be True: primary
-    capsules, which are convolutions, have no twin. ``cuda_enabled`` is stored, without effect: the published layer
-    creates its logits there. In the published layer the parents compete, and squash runs over a pose;
-    :class:`BatchAveraged` describes the choices.
+    capsules, which are convolutions, have no twin. ``cuda_enabled`` is stored without effect (in the published layer it
+    places the logits). In the published layer the parents compete, and squash runs over a pose; :class:`BatchAveraged`
+    describes the choices.
     """
 
     num_routing: int

@@ -1,7 +1,7 @@
 """Twins of layers of dynamic routing between vectors, with separate matrices for every child.
 
-They differ in names, in the order of dimensions, and in who competes. Here a parent whose votes add up to zero is zero,
-not NaN, and all run on their input's device.
+The published layers differ in names, in the order of dimensions, and in what competes. In the twins a parent whose
+votes add up to zero is zero, not NaN, and they run on their input's device.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class RoutingCapsules(DynamicTwin):
     """``RoutingCapsules`` of capsule-network (D. Havir): what :class:`DenseCapsule` computes, under other names.
 
     It routes ``[batch, in_caps, in_dim]`` to ``[batch, num_caps, dim_caps]`` in ``num_routing`` iterations, at least 1.
-    Its parameter ``W``, ``[1, num_caps, in_caps, dim_caps, in_dim]``, is drawn from N(0, 0.01^2). ``device`` is stored,
-    without effect: the published layer creates its logits there.
+    Its parameter ``W``, ``[1, num_caps, in_caps, dim_caps, in_dim]``, is drawn from N(0, 0.01^2). ``device`` is stored
+    without effect (the published layer creates its logits on it).
     """
 
     num_routing: int
@@ -263,8 +263,8 @@ class CapsuleLayer(DynamicTwin):
 class AgreementRouting(Twin):
     """The routing of a :class:`CapsLayer`, from learned logits. The parents compete for each child.
 
-    ``n_iterations`` counts the iterations after the first; with 0 the logits alone give the coefficients. The parameter
-    ``b``, ``[input_caps, output_caps]``, holds the logits that every iteration starts from; zero at first.
+    ``n_iterations`` counts the iterations after the first; with 0 the coefficients come from the logits alone. The
+    parameter ``b``, ``[input_caps, output_caps]``, holds the logits that every iteration starts from; zero at first.
     """
 
     def __init__(self, input_caps: int, output_caps: int, n_iterations: int) -> None:
@@ -277,7 +277,7 @@ class AgreementRouting(Twin):
     def forward(self, u_predict: Tensor) -> Tensor:
         """Route votes ``[batch, input_caps, output_caps, numbers]`` to ``[batch, output_caps, numbers]``.
 
-        A :class:`CapsLayer` does not call it: it would have to store its votes.
+        A :class:`CapsLayer` does not call this method, which would store the votes.
         """
         require_tensor(u_predict, "u_predict")
         if u_predict.dim() != 4 or u_predict.shape[1:3] != self.b.shape:

@@ -3,7 +3,7 @@
 What differs:
 
 - a child with a score of minus infinity has no effect even if it is NaN or infinite;
-- votes are stored only for ``return_dict=True``, which returns them, and whose ``log_p`` exists for one iteration, too.
+- votes are stored only for ``return_dict=True``, which returns them; its ``log_p`` exists for one iteration, too.
 """
 
 from __future__ import annotations

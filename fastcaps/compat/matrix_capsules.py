@@ -22,11 +22,11 @@ class ConvCaps(Twin):
     As in that code, a child's coefficients times its activation a are divided by their sum: its weight is
     :math:`a / (a + 10^{-8})`, about 1 for all activations but 0. :math:`\lambda` is 0.001 in every iteration.
 
-    It routes ``[b, h, w, B * (P * P + 1)]``, P x P poses and then activations of B child types, to ``[b, h', w', C * (P
-    * P + 1)]`` in ``iters`` iterations, over windows of K x K with a ``stride``. With ``w_shared``, for which both must
-    be 1, the whole grid is one window with matrices shared over space, and the result is activations ``[b, C]``;
-    ``coor_add`` then adds a child's position to its votes. The parameter ``weights``, ``[1, K * K * B, C, P, P]``, is
-    drawn from N(0, 1); ``beta_u`` and ``beta_a``, ``[C]``, are zero at the start.
+    It routes ``[b, h, w, B * (P * P + 1)]``, P x P poses and then activations of B child types, to
+    ``[b, h', w', C * (P * P + 1)]`` in ``iters`` iterations, over windows of K x K with a ``stride``. With
+    ``w_shared``, for which K and ``stride`` must be 1, the whole grid is one window with shared matrices, and the
+    result is activations ``[b, C]``; ``coor_add`` then adds a child's position to its votes. The parameter ``weights``,
+    ``[1, K * K * B, C, P, P]``, is drawn from N(0, 1); ``beta_u`` and ``beta_a``, ``[C]``, are zero at the start.
 
     Examples
     --------

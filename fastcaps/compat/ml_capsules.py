@@ -1,8 +1,8 @@
 """``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al. (2020).
 
 ``CapsuleCONV`` has two public versions. This is the one that the first author maintains and the paper describes;
-``CapsuleCONV(..., mixed_windows=True)`` computes the first commit's, for checkpoints trained with it. docs/relation.md
-compares the two.
+``CapsuleCONV(..., mixed_windows=True)`` computes what the first commit does, for checkpoints trained with it.
+docs/relation.md compares the two.
 
 What differs, with no effect on training: the coefficients are not divided again by their sum + 1e-10 (the sum of a
 softmax is 1).
@@ -181,9 +181,9 @@ class CapsuleFC(_Capsule):
 class CapsuleCONV(_Capsule):
     """Routing from a grid of capsules to a grid of parents in sliding windows, with the authors' names.
 
-    It is as :class:`CapsuleFC`, with square windows of ``kernel_size`` and ``stride``, without padding. Capsules are
+    It is like :class:`CapsuleFC`, with square windows of ``kernel_size`` and ``stride``, without padding. Capsules are
     counted per position. The parameter ``w`` is ``[k, l, n, x, d, m]`` for matrix poses, ``[k, l, n, a, m, d]`` for
-    vectors. ``coordinate_add`` is stored, without effect: the authors' forward does not read it either.
+    vectors. ``coordinate_add`` is stored without effect; the authors' ``forward`` does not read it either.
 
     ``mixed_windows=True`` mixes the positions of a window, as the first commit of the authors' code does; this copies
     the windows. Only for checkpoints trained with that commit.

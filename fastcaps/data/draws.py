@@ -1,7 +1,7 @@
 """Random numbers that depend only on a seed and an item's index.
 
-So an image does not depend on its batch, the order of batches, the number of processes or the device. Each item has its
-own sequence of SplitMix64 (Steele, Lea and Flood, 2014).
+An image therefore does not depend on its batch, the order of batches, the number of processes or the device. Each item
+has a separate sequence of SplitMix64 (Steele, Lea and Flood, 2014).
 """
 
 from __future__ import annotations

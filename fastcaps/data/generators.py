@@ -47,14 +47,14 @@ class ShiftedDigits(BatchDataset):
 
 
 class OverlappingDigits(ShiftedDigits):
-    """Two overlapping digits of different classes, each with its own shift; ``single`` of the images show only one.
+    """Two overlapping digits of different classes, each with a separate shift; a fraction ``single`` shows only one.
 
     ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i and another, drawn uniformly from
     the digits of other classes. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
     images shows one digit. Training images use MNIST's training digits, test images its test digits.
 
-    ``overlay`` is ``"sum"``, clamped to 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do
-    not say. The rest is as for :class:`ShiftedDigits`.
+    ``overlay`` is ``"sum"``, clamped to 255, as in the code of Sabour et al., or ``"max"`` of the two; the papers do
+    not say which. The rest is as for :class:`ShiftedDigits`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class OverlappingDigits(ShiftedDigits):
 
 
 class AffineDigits(ShiftedDigits):
-    r"""Each digit under its own affine map, wholly inside a larger black square.
+    r"""Each digit under a random affine map, wholly inside a larger black square.
 
     .. math:: x = R(\varphi) \begin{pmatrix} 1 & k \\ 0 & 1 \end{pmatrix}
               \begin{pmatrix} s_x & 0 \\ 0 & s_y \end{pmatrix} x_0 + t

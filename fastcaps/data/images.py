@@ -65,7 +65,7 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Use other random numbers in every epoch with the same seed."""
+        """Set the epoch, so that a seed draws other random numbers in every epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:

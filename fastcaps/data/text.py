@@ -82,8 +82,8 @@ def _nodes(line: str, where: str) -> Iterator[tuple[str, int]]:
 def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
     """Return the phrases of a file of trees, one tree per line, for example ``train.txt``.
 
-    With ``phrases`` every unique phrase with the label of its first node, otherwise every sentence. MissingDataError if
-    there is no such file; CorruptDataError, naming the line, if it is not a text of trees.
+    With ``phrases``, return every unique phrase with the label of its first node, otherwise every sentence.
+    MissingDataError if there is no such file; CorruptDataError, naming the line, if it is not a text of trees.
     """
     path = existing(path, "a file of the treebank's trees")
     unique: dict[str, int] = {}
@@ -108,8 +108,8 @@ def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
 def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
     """Return the treebank of ``train.txt``, ``dev.txt`` and ``test.txt`` in ``trainDevTestTrees_PTB``, or below.
 
-    It holds all unique phrases of the training trees, and the sentences of the others; with 2 ``classes`` instead of 5
-    no neutral ones. MissingDataError or CorruptDataError if a file is missing or wrong.
+    It holds all unique phrases of the training trees, and the sentences of the other files; with 2 ``classes`` instead
+    of 5, it leaves out neutral ones. MissingDataError or CorruptDataError if a file is missing or wrong.
     """
     if classes not in (2, 5):
         raise ValueError(f"classes: got {classes}, want 5 or 2")

@@ -58,7 +58,7 @@ class RandomCropFlip:
     """Pad with zeros, crop randomly to the old size, flip half (Tsai et al. 2020, A.2).
 
     Without a flip it is a shift by up to ``padding`` pixels in each direction, as Sabour et al. (2017) shift MNIST by
-    2. Use a flip only if mirrored images have the same class: a mirrored 2 is no 2.
+    2. Use a flip only if mirrored images have the same class: a mirrored 2 is not a 2.
     """
 
     padding: int = 4  # zero pixels added on each side; 16 in Heinsen (2019) for smallNORB
@@ -97,10 +97,10 @@ class ColorJitter:
     """Change brightness, contrast, saturation and hue, in this order, by random factors of each image.
 
     A factor is uniform from 1 − s to 1 + s, where s is the strength. Brightness multiplies pixels; contrast scales
-    their difference from the image's mean brightness, saturation that from each pixel's brightness; hue rotates colours
-    around the grey axis (in YIQ) by up to ``hue`` of 360°. Only the result is rounded and clamped to 0..255. Li et al.
-    (2018) use all four without giving the strengths; the defaults are ours. Saturation and hue must be 0 unless images
-    have three channels.
+    their difference from the image's mean brightness, saturation their difference from the pixel's brightness; hue
+    rotates colours around the grey axis (in YIQ) by up to ``hue`` of 360°. Only the result is rounded and clamped to
+    0..255. Li et al. (2018) use all four without giving the strengths; the defaults are ours. Saturation and hue must
+    be 0 unless images have three channels.
     """
 
     brightness: float = 0.4  # strengths from 0 to 1

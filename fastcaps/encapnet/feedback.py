@@ -58,7 +58,7 @@ class FeedbackAgreement(nn.Module):
         "kl" is Kullback and Leibler's divergence (b) as we read it: a softmax over the critic's values of a sample is a
         distribution; the divergence of y's from x's, averaged over samples.
     cost, eps, iterations, bias_fix, through_plan
-        As :class:`~fastcaps.encapnet.SinkhornDivergence` has them: ``bias_fix=False`` is d1 of Table 3,
+        See :class:`~fastcaps.encapnet.SinkhornDivergence`: ``bias_fix=False`` is d1 of Table 3,
         ``through_plan=True`` d2, ``cost="l2"`` d5.
 
     Examples
@@ -154,7 +154,7 @@ def feedback_loss(
     Parameters
     ----------
     lengths, target, reduction
-        As :func:`~fastcaps.losses.margin_loss` has them.
+        See :func:`~fastcaps.losses.margin_loss`.
     feedback : Tensor
         A scalar, the sum of the losses of the network's :class:`~fastcaps.encapnet.FeedbackAgreement` units.
     weight : float

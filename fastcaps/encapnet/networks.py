@@ -123,7 +123,7 @@ class FeedbackConfig:
         Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have their own parameters, and
         are used in training only.
     divergence, bias_fix, through_plan, critic, cost
-        As :class:`~fastcaps.encapnet.FeedbackAgreement` has them: (b), (d1), (d2), (d3), (d5).
+        See :class:`~fastcaps.encapnet.FeedbackAgreement`: (b), (d1), (d2), (d3), (d5).
     generator : "capsules" or "vanilla"
         "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Networks without capsules
         always use the latter.

@@ -52,8 +52,8 @@ def dynamic_routing(
     Parameters
     ----------
     children, weight, bias, window
-        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
-        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
+        See :class:`~fastcaps.Votes`; ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``. Children may also be :class:`~fastcaps.Votes`, which hold the others.
     iterations : int
         At least 1.
     parents : int, optional
@@ -62,13 +62,13 @@ def dynamic_routing(
         g, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child that does not exist. The paper has none.
     compete : "parents" or "children"
         What the softmax runs over. The paper says parents; in many published implementations the children compete for
-        each parent. Then the gates, which must not be negative, act inside the softmax, coefficients add up to 1 over
-        the children, and ``r_i = g_i / sum(g)`` in the first iteration.
+        each parent. With "children", the gates, which must not be negative, act inside the softmax, coefficients add up
+        to 1 over the children, and ``r_i = g_i / sum(g)`` in the first iteration.
     detach : bool
         Treat the coefficients as constants in the gradient: it flows to children and weights through the last
         iteration's sum only. Many published implementations do so.
     leaky : bool
-        Let a child go to none of the parents: the softmax has one more logit of 0, whose coefficient is dropped. For
+        Let a child belong to no parent: the softmax has one more logit of 0, whose coefficient is dropped. Only for
         ``compete="parents"``. It pads the weights (and the bias) by a parent of zeros.
     prior : Tensor, optional
         Logits that every iteration starts from, ``[I or 1, M]``: the paper's log prior probabilities, which it learns.

@@ -89,8 +89,8 @@ def em_routing(
     Parameters
     ----------
     children, weight, bias, window
-        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
-        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
+        See :class:`~fastcaps.Votes`; ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``. Children may also be :class:`~fastcaps.Votes`, which hold the others.
     activations : Tensor or None
         a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an
         activation of 0 has no effect.

@@ -38,8 +38,7 @@ class Explanation:
     reasons
         For every backend that does not run, why not.
     forward, backward
-        The kernel of each half and its schedule (how it cuts the call up), as the backend tells it; empty where there
-        is nothing to tell.
+        The kernel of each half and its schedule (how it splits the call), as the backend reports them; else empty.
     call
         The call in one line: sizes, dtype, device.
     """
@@ -102,13 +101,12 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         A routing layer, a whole network, a routing function or any function that calls them. Tensors alone are the
         arguments of :func:`~fastcaps.functional.inverted_attention_routing`.
     *inputs, **options
-        Its arguments. A routing layer may come without: it is then explained for a batch of 1 (on a grid, the
-        smallest).
+        Its arguments. A routing layer needs none: it is then explained for a batch of 1 (on a grid, the smallest).
 
     Returns
     -------
     Explanation or Explanations
-        The latter, a tuple, for any other number of calls than one. Both print as text.
+        An Explanation of a single call, else Explanations, a tuple. Both print as text.
 
     Raises
     ------
@@ -117,7 +115,7 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     ValueError
         If the way through a module depends on values (``if x.sum() > 0``), or has more than 1000 calls of routings.
     Exception
-        What the call would raise for wrong arguments. That a forced backend cannot take the call is part of the answer.
+        What the call would raise for wrong arguments. If a forced backend cannot take the call, the answer says so.
     """
     if isinstance(call, Tensor):
         if isinstance(next(iter(inputs), None), torch.nn.Module):
@@ -178,7 +176,7 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
 
 
 class _Listener(list[Explanation]):
-    """The explanations of what was heard so far, in one thread."""
+    """The explanations of the calls so far, in one thread."""
 
     def routing(self, op: Routing, votes: VoteInputs, own: Any, by_library: bool = False) -> None:
         """Explain a call of a routing's op, which torch's own product may serve."""
@@ -198,7 +196,7 @@ class _Listener(list[Explanation]):
             self[-1] = replace(self[-1], forward=forward, backward=backward)
 
     def other(self, call: backends.Call, described: str, runs: tuple[str, str] | None = None) -> None:
-        """Explain any call; ``runs`` is what serves it, and why, if no backend is chosen."""
+        """Explain any call; ``runs`` is what runs it, and why, if no backend is chosen."""
         refusals, forced = {name: backends.refusal(name, call) for name in backends.NAMES}, backends.forced()
         name: str | None
         if forced is not None and refusals[forced] is not None:

@@ -57,13 +57,13 @@ def heinsen_routing(
     Parameters
     ----------
     children, weight, bias, window
-        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
-        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others. With
-        G = 1 and one row in ``bias`` and betas, the number of children is free; with one column in each (expand the
-        weight), the number of parents is (section 2.1.1 of the paper).
+        See :class:`~fastcaps.Votes`; ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``. Children may also be :class:`~fastcaps.Votes`, which hold the others. With G = 1 and
+        one row in ``bias`` and betas, the number of children is free; with one column in each (expand the weight), the
+        number of parents is free (section 2.1.1 of the paper).
     scores : Tensor or None
-        a_i of the children, real values, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity is a child that does not exist
-        and has no effect, plus infinity one that certainly does; None is plus infinity for all.
+        a_i of the children, real values, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity marks a child that does not
+        exist and has no effect, plus infinity one that certainly exists; None is plus infinity for all.
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``: net benefit of using a child, net cost of ignoring it.
     iterations : int

@@ -47,8 +47,8 @@ def inverted_attention_routing(
     Parameters
     ----------
     children, weight, bias, window
-        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
-        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
+        See :class:`~fastcaps.Votes`; ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``. Children may also be :class:`~fastcaps.Votes`, which hold the others.
     parents : Tensor, optional
         Q, the last iteration's poses, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; without ``weight`` they set M.
     gate : Tensor, optional

@@ -65,8 +65,8 @@ def routing_pool(
     Parameters
     ----------
     children, weight, bias, window
-        As :class:`~fastcaps.Votes` takes them, ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
-        ``[I or 1, M or 1, C, E]``; children may also be :class:`~fastcaps.Votes`, which hold the others.
+        See :class:`~fastcaps.Votes`; ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
+        ``[I or 1, M or 1, C, E]``. Children may also be :class:`~fastcaps.Votes`, which hold the others.
     gate : Tensor, optional
         The children's weights in the softmax, not negative, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child
         that does not exist.

@@ -1,4 +1,4 @@
-"""Votes as an object that stores none of them, with the four verbs of which any routing is made."""
+"""An object that represents votes without storing them, and its four verbs, from which any routing is made."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ class Votes:
     children : Tensor
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
     weight : Tensor or None
-        W, ``[G, M, D, E]``; None: the votes are the children's own poses. G divides the number of children that a
-        position sees (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group i mod G: G = I
-        for own matrices, G = N shared over the window, G = 1. ``weight.expand(-1, M, -1, -1)`` shares one matrix among
-        parents.
+        W, ``[G, M, D, E]``; None: the votes are the children's poses. G divides the number of children that a position
+        sees (I, or kh * kw * N). Child i, counted as (ky, kx, n) with n fastest, uses group i mod G: G = I for separate
+        matrices, G = N shared over the window, G = 1 shared by all. ``weight.expand(-1, M, -1, -1)`` shares one matrix
+        among parents.
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``.
     window : Window, optional
-        Makes the votes those of a grid. A padded position holds no child: its agreement and distance are 0, and it has
-        no part in sums.
+        For a grid. A padded position holds no child: its agreement and distance are 0, and sums skip it.
     parents : int, optional
-        M, if neither weight nor bias has it.
+        M, if neither weight nor bias sets it.
 
     Raises
     ------
@@ -73,16 +72,16 @@ class Votes:
     def in_blocks(cls, make: Callable[[int, int], Tensor], count: int, *, block: int | None = None) -> Votes:
         """Return votes that a function makes, a block of children at a time.
 
-        Only one block is in memory; in the backward the function makes it again, with the same random numbers. Here it
-        is called once, for the first child, which shows shape, dtype and device. Create new votes in every forward, as
-        the function must return the same votes in every call. Under :func:`torch.compile` blocks may be kept, and each
-        verb draws its own random numbers; under torch.func blocks are kept too.
+        Only one block is in memory; in the backward the function makes it again, with the same random numbers. This
+        method calls it once, for the first child, to learn shape, dtype and device. Create new votes in every forward,
+        as the function must return the same votes in every call. Under :func:`torch.compile` blocks may be kept, and
+        each verb draws its own random numbers; under torch.func blocks are kept too.
 
         Parameters
         ----------
         make : callable
             ``make(i, j)`` returns the votes of children i to j - 1, ``[B, j - i, M, C, E]``, on a grid of parents
-            ``[B, *space, j - i, M, C, E]`` for any number of spatial dimensions. Gradients reach what it uses.
+            ``[B, *space, j - i, M, C, E]`` for any number of spatial dimensions. Gradients reach tensors that it uses.
         count : int
             I, the children that each position sees.
         block : int, optional

@@ -115,7 +115,7 @@ class CapsNet(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> CapsNet:
-        """Return a network around ``backbone``; every number of capsules is computed from the image's size.
+        """Return a network around ``backbone``; the image's size sets every number of capsules.
 
         Parameters
         ----------
@@ -128,10 +128,10 @@ class CapsNet(nn.Module):
         capsules, dim : int
             Primary capsule types, and the values in a pose.
         hidden, classes : sequence of CapsuleSpec, int or CapsuleSpec
-            The layers between the primary and the class capsules; the number of classes, or the layer whose parents are
-            the class capsules.
+            The layers between the primary and the class capsules; and the number of classes, or the layer of class
+            capsules.
         iterations, routing, layer
-            As :meth:`RoutingStack.build` has them.
+            See :meth:`RoutingStack.build`.
         primary : mapping, optional
             Further arguments of :class:`PrimaryCapsules`. They have activations if the first layer reads them
             (``activations=True`` of the attention layer, or EM), scores if it is Heinsen's.
@@ -210,12 +210,12 @@ class CapsNet(nn.Module):
         return_trace: bool = False,
         reconstruct: bool | Tensor = False,
     ) -> Tensor | tuple[Any, ...]:
-        """Return logits ``[B, classes]`` of images ``[B, channels, H, W]``, routed in ``iterations``, if given.
+        """Return logits ``[B, classes]`` of images ``[B, channels, H, W]``; ``iterations`` overrides the network's.
 
-        ``reconstruct`` adds the decoder's images: of the class capsules of its labels ``[B]``, as in training, or with
-        True of the longest ones. ``return_trace`` adds the :class:`~fastcaps.nn.stack.RoutingTrace`, last: poses,
-        activations, coefficients of every layer. Images that do not fit, or ``reconstruct`` without a decoder, raise
-        ValueError or TypeError.
+        ``reconstruct`` adds the decoder's images: from the class capsules of its labels ``[B]``, as in training, or
+        from the longest ones if it is True. ``return_trace`` adds the :class:`~fastcaps.nn.stack.RoutingTrace`, last:
+        poses, activations, coefficients of every layer. Images that do not fit, or ``reconstruct`` without a decoder,
+        raise ValueError or TypeError.
         """
         check_images(images, self.in_channels)
         children, activity, _ = parts_of(self.primary(self.backbone(channels_last(images))))

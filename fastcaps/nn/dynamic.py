@@ -15,21 +15,21 @@ class DynamicRouting(RoutingLayer[Tensor, Routed]):
     r"""Route child capsules to parents by dynamic routing (Sabour et al., 2017, Procedure 1).
 
     The equation is that of :func:`fastcaps.functional.dynamic_routing`: the softmax runs over the **parents**, unless
-    ``compete="children"``. The length of a parent's pose, below 1, is the probability that it exists
+    ``compete="children"``. The length of a parent's pose, below 1, is the probability that the parent exists
     (:func:`fastcaps.losses.length`); the children should be squashed, too. The kernels store no vote.
 
     Parameters
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
     break_symmetry, iterations, device, dtype
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; the paper's poses are ``pose="vector"``.
+        See :class:`~fastcaps.nn.layer.RoutingLayer`; the paper's poses are ``pose="vector"``.
     compete, detach, leaky, eps
-        As :func:`fastcaps.functional.dynamic_routing` has them.
+        See :func:`fastcaps.functional.dynamic_routing`.
     prior : "zero", "learned", "random" or bool
         The logits that every iteration starts from, the paper's log prior probabilities, ``[G, M or 1]``: one for each
         parent and each of the G groups of matrices. "zero" (False) is the paper's choice; "learned" (True) starts
         learning at zero; "random" draws them from N(0, 1) once and keeps them. All three are in Table 5 of Li et al.
-        (2018), which does not say when to draw; :meth:`reset_parameters` does, so that a network is deterministic.
+        (2018), which does not say when to draw. :meth:`reset_parameters` draws, so a network is deterministic.
     std : float, optional
         Standard deviation of the initial weights; by default ``sqrt(M / (D * I))``, I the children in one window
         (child types, for "all").

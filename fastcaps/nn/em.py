@@ -24,16 +24,16 @@ class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
     break_symmetry, iterations, device, dtype
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
+        See :class:`~fastcaps.nn.layer.RoutingLayer`.
     inverse_temperature : float, sequence of float, callable, optional
-        As in that function. A training schedule may set the attribute later. A layer with a lambda can be copied but
-        not pickled; a function defined at the top of a module can be pickled.
+        As in :func:`fastcaps.functional.em_routing`. A training schedule may set the attribute later. A layer with a
+        lambda can be copied but not pickled; a function defined at the top of a module can be pickled.
     coordinates : bool
         Coordinate addition, for ``kernel_size="all"``: add the child's position in the grid, in (0, 1), to its votes
-        (:func:`fastcaps.functional.coordinate_bias`); they do not depend on it otherwise. A call may add other
-        coordinates as ``bias``.
+        (:func:`fastcaps.functional.coordinate_bias`), which otherwise do not depend on the position. A call may add
+        other coordinates as ``bias``.
     first_coefficients, normalize_cost, eps
-        As :func:`fastcaps.functional.em_routing` has them.
+        See :func:`fastcaps.functional.em_routing`.
 
     Calls
     -----

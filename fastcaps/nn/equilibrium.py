@@ -21,7 +21,7 @@ from fastcaps.watchers import is_sharded, is_transformed
 
 
 class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
-    r"""Route by inverted attention until the parents stay the same: infinitely many iterations.
+    r"""Route by inverted attention to its fixed point, where the parents no longer change.
 
     .. math::
         Q^* = f(Q^*, \theta), \quad f(Q, \theta)_m = \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{im}(Q)\, V_{im}\Big), \quad
@@ -32,8 +32,8 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     2019): the gradient at a fixed point solves the second equation. Both equations are solved by iteration without a
     graph, so memory does not depend on the number of iterations. The kernels store no vote.
 
-    In a stack, concurrent and sequential routing have the same fixed point, since a layer's depends only on the layers
-    below it. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
+    In a stack, concurrent and sequential routing have the same fixed point, since that of a layer depends only on the
+    layers below. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
 
     How fast the parents converge depends on the matrices. With initial weights, the papers' class layers (800 to 10 of
     4 x 4, 576 to 10 of 8 x 8) move by less than 1e-4 after 30 iterations, but some windows over a grid by 1e-2 even
@@ -46,12 +46,12 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
     break_symmetry, layer_norm, activations, start, eps, device, dtype
-        As :class:`InvertedAttentionRouting` has them. ``start`` cannot be learned, since a fixed point has no gradient
+        See :class:`InvertedAttentionRouting`. ``start`` cannot be learned, since a fixed point has no gradient
         for it, and there is no dropout.
     iterations : int
         The maximum number of forward iterations (from zero at least two), and of backward terms.
     tolerance : float
-        Both stop when no value changes by more than this fraction of the largest; at least the dtype's eps.
+        Both loops stop when no value changes by more than this fraction of the largest; at least the dtype's eps.
 
     Examples
     --------

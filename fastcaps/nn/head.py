@@ -23,7 +23,7 @@ READS = ("linear", "length", "activations")
 class ClassHead(nn.Module):
     r"""One linear read-out, shared by all class capsules: :math:`\hat y_m = \langle w, Q_m \rangle + b`.
 
-    Since it is shared, classes differ by their capsules only, and the head works for any number of classes. Some
+    The read-out is shared, so classes differ only by their capsules, and the head works for any number of classes. Some
     routings need no read-out: the length of a pose (dynamic), an activation or score (EM, Heinsen) is the logit.
 
     Parameters

@@ -24,10 +24,10 @@ class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
     break_symmetry, iterations, device, dtype
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them. ``out_capsules=None`` is section 2.1.1 of the paper. The
-        author's code has ``bias=True``; ``break_symmetry`` is that code's, False the paper's.
+        See :class:`~fastcaps.nn.layer.RoutingLayer`. ``out_capsules=None`` is section 2.1.1 of the paper. The author's
+        code has ``bias=True`` and ``break_symmetry=True``, the paper ``break_symmetry=False``.
     model, eps
-        As :func:`fastcaps.functional.heinsen_routing` has them.
+        See :func:`fastcaps.functional.heinsen_routing`.
     single_beta : bool
         Use one table of parameters both for the benefit of using a child and for the cost of ignoring it.
 
@@ -42,7 +42,7 @@ class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
     weight : Parameter
         ``[G, M or 1, D, E]`` with G the number of weight groups; drawn from N(0, 1) / D, as in the author's code.
     beta_use, beta_ignore : Parameter
-        ``[I or 1, M or 1]``; zero at the start. With ``single_beta`` the latter is None.
+        ``[I or 1, M or 1]``; zero at the start. With ``single_beta``, ``beta_ignore`` is None.
 
     Examples
     --------

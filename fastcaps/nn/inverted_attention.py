@@ -40,7 +40,7 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
     break_symmetry, iterations, device, dtype
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; one iteration a call by default.
+        See :class:`~fastcaps.nn.layer.RoutingLayer`; one iteration per call by default.
     dropout : float
         Probability of dropping a value of a parent's sum, before LayerNorm, in training.
     layer_norm : bool
@@ -48,12 +48,12 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
         if d' = 1.
     activations : bool
         The paper's ablation C, by our formula: the layer also returns the parents' activations,
-        ``sigmoid(<u_m, Q_m> + c_m)`` with u and c learned per parent type. Those of the children are their gates g.
+        ``sigmoid(<u_m, Q_m> + c_m)`` with u and c learned per parent type. The children's are their gates g.
     start : "zero", "random" or "learned"
         The parents before the first iteration, if a call passes none. "zero" is the paper's: all coefficients are
-        equal. The others are its footnote 1: poses drawn from N(0, 1) once, which stay or are learned; one per
-        parent (on a grid, per parent type), the same for all samples. The paper does not say when to draw;
-        :meth:`reset_parameters` does, so that a network is deterministic.
+        equal. The others are in its footnote 1: poses drawn from N(0, 1) once, then fixed or learned; one per parent
+        (on a grid, per parent type), the same for all samples. The paper does not say when to draw. Here
+        :meth:`reset_parameters` draws, so that a network is deterministic.
     eps : float
         Added to the variance in LayerNorm.
 
@@ -257,7 +257,7 @@ def attend(
 
     ``parents`` are the last poses, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; None for the first iteration. ``norm``
     is over the C*E values. Dropout acts between the sum and LayerNorm, as in the authors' code. If it is active, every
-    iteration is a call, and LayerNorm runs after it; otherwise the kernel does both.
+    iteration is a separate call, followed by LayerNorm; otherwise the kernel does both.
     """
     drops = dropout > 0.0
     calls, each = (iterations, 1) if drops and iterations > 1 else (1, iterations)

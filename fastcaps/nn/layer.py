@@ -119,8 +119,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         For ``out_capsules=None``, where all parents would be equal: learn one more pose, zero at the start. Parent j
         adds it to its votes times a factor; the factors are evenly spaced from -1 to 1.
     iterations : int
-        Number of weighted sums, at least 1, of which the first has equal coefficients (without a start or prior);
-        pooling does not count that one, so 0 is allowed.
+        Number of weighted sums, at least 1; the first has equal coefficients (without a start or prior). Pooling does
+        not count the first, so it allows 0.
     device, dtype : optional
         As in PyTorch's own layers.
 
@@ -138,9 +138,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     ----------------
     A subclass defines ``route(self, votes, activations)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits
     poses, windows, matrices, biases, sharing and checks. ``activations`` is the call's second argument, ``[B, I]`` or
-    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; a ``route`` without this parameter refuses calls
-    with activations. ``route`` returns the parents in the layout of ``votes.sum``, or a tuple that starts with them,
-    such as :class:`~fastcaps.functional.Capsules`; the layer returns that with flat poses. If ``route`` takes
+    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; if ``route`` lacks this parameter, calls with
+    activations raise. ``route`` returns the parents in the layout of ``votes.sum``, or a tuple that starts with them,
+    such as :class:`~fastcaps.functional.Capsules`; the layer returns the same with flat poses. If ``route`` takes
     ``iterations``, ``return_coefficients`` or further keyword arguments, so do calls; coefficients come last in the
     result. The page "Your own routing" (docs/routings/your-own.md) has examples.
 
@@ -417,7 +417,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     @property
     def returns_coefficients(self) -> bool:
-        """Whether calls may ask for the coefficients: a ``route`` may not take ``return_coefficients``."""
+        """Whether calls may ask for the coefficients; not every ``route`` takes ``return_coefficients``."""
         return self.route_options is None or "return_coefficients" in self.route_options
 
     def prepare(
@@ -473,7 +473,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return LayerCall(poses, activity, weight, bias, parent_count, window)
 
     def with_flat_poses(self, found: Any) -> Any:
-        """Return what ``run`` returned with flat poses, and without the single position of a whole grid."""
+        """Return the result of ``run`` with flat poses, and without the single position of a whole grid."""
         if isinstance(found, Tensor):
             return _ordered((found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2))
         names = getattr(found, "_fields", ["poses", *["more"] * (len(found) - 1)])

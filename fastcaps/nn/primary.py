@@ -25,7 +25,7 @@ from fastcaps.votes import Window, autocast_dtype
 
 
 class PrimaryCapsules(nn.Module):
-    r"""Make a grid of capsules of a feature map: a convolution, then LayerNorm or squash of each pose.
+    r"""Make a grid of capsules from a feature map: a convolution, then LayerNorm or squash of each pose.
 
     .. math:: P_{n} = \mathrm{LayerNorm}\big((\mathrm{conv}\,F)_{nd \ldots (n+1)d}\big)
 

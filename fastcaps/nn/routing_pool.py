@@ -32,14 +32,14 @@ class RoutingPool(RoutingLayer[Tensor, Routed]):
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias,
     break_symmetry, iterations, device, dtype
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; ``iterations`` may be 0, and one more sum follows them.
+        See :class:`~fastcaps.nn.layer.RoutingLayer`; ``iterations`` may be 0; one more sum follows.
     sharpness, activation, detach
-        As :func:`fastcaps.functional.routing_pool` has them.
+        See :func:`fastcaps.functional.routing_pool`.
 
     Calls
     -----
-    ``activations``, not negative, are the children's weights in the softmax: 0 for one that does not exist. A call also
-    takes another ``sharpness``.
+    ``activations``, not negative, are the children's weights in the softmax: 0 for a child that does not exist. A call
+    also takes another ``sharpness``.
 
     Examples
     --------
@@ -109,7 +109,7 @@ class RoutingPool2d(nn.Module):
     dim : int
         Channels of a capsule; must divide the channels of the map.
     sharpness : float
-        :math:`\lambda`. The paper has 0.5 after a small network, 5 in residual networks. May be set later.
+        :math:`\lambda`. The paper uses 0.5 after a small network, 5 in residual networks. May be set later.
     iterations : int
         Number of times the coefficients are computed; one more sum follows.
     kernel_size : int, pair or None
@@ -123,7 +123,7 @@ class RoutingPool2d(nn.Module):
         go to one parent, of ``dim`` channels. More: that many parents, with one learned matrix for each group of
         channels and parent; then the result has ``parents * out_dim`` channels.
     activation, detach
-        As :func:`fastcaps.functional.routing_pool` has them.
+        See :func:`fastcaps.functional.routing_pool`.
     in_channels, out_dim : int, optional
         For several parents: channels of the map, and of a parent (``dim`` by default).
 
@@ -235,7 +235,7 @@ class RoutingPool2d(nn.Module):
         """Return features ``[B, channels, H, W]`` pooled.
 
         The result is ``[B, channels, Ho, Wo]``, for one parent ``[B, dim, Ho, Wo]``, for several
-        ``[B, parents * out_dim, Ho, Wo]``. ``iterations`` and ``sharpness`` are others for this call.
+        ``[B, parents * out_dim, Ho, Wo]``. ``iterations`` and ``sharpness`` override the layer's.
 
         ``return_coefficients`` adds the coefficients r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw,
         groups]`` if each group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest.

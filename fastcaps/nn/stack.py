@@ -35,7 +35,7 @@ class CapsuleSpec:
     kernel_size : int, pair or "all", optional
         None makes a set layer, which reads a grid below it as one set.
     stride, padding, dilation, share
-        As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
+        See :class:`~fastcaps.nn.layer.RoutingLayer`.
     types : int, optional
         For ``kernel_size="all"`` above a layer whose parents are a set: read the set as this many types, slowest, in a
         row of positions. The capsules of a type share its matrices.
@@ -77,7 +77,7 @@ class RoutingTrace(NamedTuple):
     activations : tuple of (Tensor or None)
         The same for activations, or scores if a layer has scores.
     coefficients : tuple of Tensor
-        ``coefficients[k]``, of layer k in the last iteration, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``; without gradient.
+        ``coefficients[k]`` of layer k in its last iteration, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``; without gradient.
     """
 
     poses: tuple[Tensor, ...]
@@ -99,9 +99,9 @@ class RoutingStack(nn.Module):
     up to iteration t - k. Later updates of that layer are skipped unless ``return_trace`` asks for every layer's last
     state; the result and all gradients are the same.
 
-    Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) run all their own
-    iterations whenever their input has changed; t counts those of the others. Activations and scores pass from layer
-    to layer; if a layer needs the other kind, they are converted: a score is the logit of an activation.
+    Layers of any routing may be mixed. Layers that take no parents (dynamic, EM, Heinsen, pool) run all their
+    iterations whenever their input has changed; t counts the iterations of the others. Activations and scores pass from
+    layer to layer; if a layer needs the other kind, they are converted: a score is the logit of an activation.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ class RoutingStack(nn.Module):
         layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
         **options: Any,
     ) -> RoutingStack:
-        """Return a stack of the layers of ``specs``; every number of children is computed.
+        """Return a stack with the layers of ``specs``, and compute every number of children.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class RoutingStack(nn.Module):
         size : (int, int), optional
             Height and width of the children's grid; None if they are a set.
         layer : type of RoutingLayer
-            The class of layers whose spec names none.
+            The class of a layer whose spec sets none.
         **options
             Further arguments of every layer: pose, bias, device, dtype, and others that all their classes take.
 
@@ -254,9 +254,9 @@ class RoutingStack(nn.Module):
     ) -> Parents | tuple[Parents, RoutingTrace]:
         """Return what the last layer returns: a Tensor, Capsules or Gaussians.
 
-        ``children``, ``[B, I, d]`` or ``[B, N, H, W, d]``, are the lowest layer's; ``activations``, ``[B, I]`` or
-        ``[B, N, H, W]``, theirs, or scores if that layer takes scores. ``iterations`` is t of this call, also for the
-        layers that run all their own iterations. ``return_trace`` adds a :class:`RoutingTrace`: every layer's last
+        ``children``, ``[B, I, d]`` or ``[B, N, H, W, d]``, go into the lowest layer with their ``activations``,
+        ``[B, I]`` or ``[B, N, H, W]`` (scores if that layer takes scores). ``iterations`` is t of this call, also for
+        the layers that run all their iterations. ``return_trace`` adds a :class:`RoutingTrace`: every layer's last
         state.
         """
         require_tensor(children, "children")

@@ -24,7 +24,7 @@ COLUMNS = (
 def replacing(path: Path, first: bool = True) -> Iterator[Path]:
     """Write to a temporary file beside ``path``, which replaces it at the end of the ``with`` block.
 
-    If the process is killed or the disk is full, the old file stays. Of several processes only the ``first`` replaces.
+    If the process is killed or the disk is full, the old file stays. Only the ``first`` of several processes writes.
     """
     fresh = path.with_name(f"{path.name}.writing")
     try:

@@ -52,9 +52,9 @@ class Data(Settings):
     """The data, and their augmentation.
 
     By default only CIFAR and smallNORB are augmented; ``pad`` or ``resize`` (one of the two) replaces ``augment``.
-    Without ``crop``, crops have the images' original size, and test images are not changed, except by ``multi_crop``,
-    which averages the class probabilities of crops of the corners and the middle of the resized test images and, with
-    ``flip``, of their mirror images.
+    Without ``crop``, crops have the images' original size. Only ``multi_crop`` changes test images: it averages the
+    class probabilities of crops of the corners and the middle of the resized images and, with ``flip``, of their mirror
+    images.
     """
 
     name: str  # of fastcaps.data.names()

@@ -120,7 +120,7 @@ def as_data(value: Any) -> Any:
 def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of settings with other values for fields, by their paths: ``{"optimizer.lr": 0.01}``.
 
-    A mapping changes a field's own fields. If a ``name`` changes, the fields beside it start from the new one's
+    A mapping changes the fields inside a field. If a ``name`` changes, the fields beside it start from the new one's
     defaults. :func:`read` checks whether the fields exist.
     """
     made: Any = copy.deepcopy(dict(settings))

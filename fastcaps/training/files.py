@@ -44,7 +44,7 @@ def read_yaml(text: str) -> Any:
 class Shelf:
     """The papers' entries in a folder's files, by name; messages use ``kind`` and ``listing``, a command.
 
-    An entry with a ``base``, another entry's name, inherits the fields that it does not give. A path names a field of a
+    An entry with a ``base``, another entry's name, inherits the fields that it does not set. A path names a field of a
     field (``optimizer.lr``). If a ``name`` changes, the fields beside it start from their defaults. ``also`` is added
     to the base's ``reading``.
     """

@@ -1,7 +1,7 @@
 """``fastcaps reproduce``: train the runs of a paper's table or figure, and collect their results.
 
-Each row of a table has a folder of its name in the table's folder; several seeds have ``seed-0`` and so on inside, as
-:func:`fastcaps.training.train_seeds` creates them. Finished runs are not trained again, and interrupted ones resume.
+Each row of a table has a folder of its name in the table's folder, with folders ``seed-0`` and so on for several seeds,
+as :func:`fastcaps.training.train_seeds` creates them. Finished runs are not trained again, and interrupted ones resume.
 If a folder holds a run with other settings, nothing is trained.
 """
 

@@ -238,7 +238,7 @@ def train_seeds(
 ) -> SeedsResult:
     """Train ``config.runs`` networks that differ only in their seed, one after the other; return their results.
 
-    Each has its own folder in ``config.out``, ``seed-0`` and so on, beside a ``result.json`` of all. The rest is as for
+    Each has a folder in ``config.out``, ``seed-0`` and so on, beside a ``result.json`` of all. The rest is as for
     :func:`train`.
     """
     if config.runs < 2:
