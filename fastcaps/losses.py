@@ -77,8 +77,7 @@ def margin_loss(
     target : Tensor
         ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class in the image.
     upper, lower : float
-        :math:`m^+` and :math:`m^-`: the loss is 0 for a class in the image above the first, for others below the
-        second.
+        :math:`m^+`, above which a class in the image has no loss; :math:`m^-`, below which any other class has none.
     down_weight : float
         :math:`\lambda`, which keeps the other classes from shrinking all capsules early in training.
 
@@ -180,7 +179,7 @@ class ReconstructionDecoder(nn.Module):
     """Reconstruct the image from one class capsule (Sabour et al. 2017): three linear layers, ReLU, ReLU, sigmoid.
 
     It sets all class capsules but one to zero: in training it keeps that of the right class, afterwards the longest. So
-    the decoder knows the class from the capsule's place, and its looks from the values.
+    the decoder knows the class from the capsule's place, and its look from the values.
 
     Parameters
     ----------

@@ -114,7 +114,7 @@ class PrimaryCapsules(nn.Module):
             if self.in_channels != wanted:
                 raise ValueError(
                     f"in_channels must be {wanted} with kernel_size=None, for {self.capsules} capsules of {self.dim}"
-                    + f" numbers{' and their activations' if activations else ''}; got {self.in_channels}"
+                    + f" values{' and their activations' if activations else ''}; got {self.in_channels}"
                 )
         self.conv = self._convolution(self.capsules * self.dim, bias, place)
         self.activation_conv = self._convolution(self.capsules, True, place) if activations else None

@@ -26,7 +26,7 @@ def pyplot() -> Any:
 
 
 def finish(figure: Any, path: str | Path, title: str = "") -> Path:
-    """Write a figure into its file, under a title if one is given, and forget it."""
+    """Write a figure into its file, under its title if it has one, and close it."""
     if title:
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path = Path(path)
@@ -37,7 +37,7 @@ def finish(figure: Any, path: str | Path, title: str = "") -> Path:
 
 
 def tidy(plot: Any, grid: str = "") -> None:
-    """Take two sides of a plot's frame away, and lay light lines under it along an axis."""
+    """Remove two sides of a plot's frame, and draw light lines under it along an axis."""
     plot.spines[["top", "right"]].set_visible(False)
     if grid:
         plot.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
