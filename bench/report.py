@@ -224,10 +224,11 @@ def first(rows: Sequence[Row]) -> str:
     machine = max(rows, key=_date)["machine"]
     return (
         f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: layers of the papers "
-        "(of inverted attention one iteration, but not the first) against the fastest of up to "
+        "(inverted attention: one iteration after the first) against the fastest of up to "
         f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included. In "
-        f"{len(behind(rows))} of {len(rows)} rows an alternative is faster ([all rows](docs/performance.md)). ~: "
-        "doubtful, as the machine was busy. Extra memory is what a training step needs beside its inputs and results.*"
+        f"{len(behind(rows))} of {len(rows)} rows of the whole table an alternative is faster "
+        "([all rows](docs/performance.md)). ~: doubtful, as the machine was busy. Extra memory is what a training step "
+        "needs beside its inputs and results.*"
     )
 
 
@@ -251,8 +252,8 @@ def start(rows: Sequence[Row]) -> str:
 
 def public(rows: Sequence[Row], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
-    lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms", "peak memory, MB",
-              "largest difference", "theirs under torch.compile, ms"]]  # fmt: skip
+    lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms: theirs → ours",
+              "peak memory, MB: theirs → ours", "largest difference", "theirs under torch.compile, ms"]]  # fmt: skip
     for row in rows if full else [row for row in rows if not row["network"]]:
         link = f"[{row['repository']}](https://github.com/{row['repository']}/tree/{row['commit']})"
         line = [link + f" {row['commit'][:7]}" * full, f"{row['what']} ({row['batch']})"]
@@ -267,14 +268,15 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
         lines.append([*line, f"{row['equal']['float64']:.0e}", other])
     machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
     text = (
-        "A training step (forward and backward) of layers as published → with ours, and the largest difference of "
-        f"results and gradients in float64. {machine['device']}, {machine['threads']} threads, {machine['date'][:10]}."
+        "A training step (forward and backward) of layers as published → with ours. Peak memory includes gradients. "
+        f"The largest difference of results and gradients is in float64. {machine['device']}, "
+        f"{machine['threads']} threads, {machine['date'][:10]}."
     )
     text += full * (
         f" torch {machine['versions']['torch']}, float32, commit {machine['commit']}"
         f"{' (modified)' * machine['modified']}, load average before a row {loads[0]:.1f} to {loads[-1]:.1f}. "
-        "Times are medians of steps in turns, in one process. Memory is what a step adds at its peak, gradients "
-        "included. Differences are relative to the tensor's largest value; in float32 our error is at most three times "
+        "Times are medians of alternate steps, in one process. Memory is what a step adds at its peak. "
+        "Differences are relative to the tensor's largest value; in float32 our error is at most three times "
         "theirs, or 1e-5."
     )
     return f"{text}\n\n{as_markdown(lines)}"

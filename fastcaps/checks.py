@@ -118,6 +118,7 @@ def suggest(module: str, note: str = "") -> None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
     found.__getattr__ = unknown
+    found.__dir__ = lambda: sorted(found.__all__)
 
 
 def refuse_unknown(

@@ -173,6 +173,23 @@ def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
     assert report.converted == ["0"] and "not compared" in report.layers[0].why
 
 
+def test_a_layer_that_calls_cuda_is_compared_without_a_gpu():
+    """And is left if it returns something else; afterwards ``cuda`` is torch's own again."""
+
+    class Other(nn_plain.DenseCapsule):
+        part = 1
+
+        def forward(self, x):
+            return super().forward(x.cuda()) * self.part
+
+    Other.__name__ = "DenseCapsule"
+    before = torch.Tensor.cuda
+    for Other.part, outcome in ((1, "compared"), (2, "differs")):
+        (layer,) = fastcaps.convert(Other(5, 4, 3, 6)).layers
+        assert layer.outcome == outcome, layer.why
+    assert torch.Tensor.cuda is before
+
+
 @pytest.mark.parametrize("change", ["iterations", "gradient"])
 def test_copies_that_only_large_children_or_gradients_tell_apart_are_left_alone(change):
     """Of 18 children with a young layer's weights, routed an iteration more or through every iteration's gradient."""

@@ -13,8 +13,9 @@ from nn_layers import draw
 from torch import Tensor, nn
 
 from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models
-from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting, HeinsenRouting
+from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting
 from fastcaps.nn.capsnet import feature_shape
+from fastcaps.nn.layer import RoutingLayer
 from fastcaps.vectors import squash
 
 
@@ -183,6 +184,30 @@ def test_wrong_arguments_are_named() -> None:
     ]:
         with pytest.raises(error, match=message):
             call()
+
+
+class Weighed(RoutingLayer):
+    """Multiplies each vote by its child's activation, which the network must therefore give, and by ``iterations``."""
+
+    def route(self, votes: Any, activations: Tensor, iterations: int) -> Tensor:
+        gate = votes.unfold(activations)[..., None] * iterations / votes.parents
+        return votes.sum(gate.expand(*gate.shape[:-1], votes.parents))
+
+
+@pytest.mark.parametrize("layer", [InvertedAttentionRouting, DynamicRouting, EMRouting, Weighed])
+def test_a_built_network_runs_the_iterations_that_it_is_given(layer: type[RoutingLayer[Any, Any]]) -> None:
+    """By its layers or its stack; a layer's option wins."""
+    sizes: dict[str, Any] = {"in_channels": 1, "image_size": (6, 5), "capsules": 3, "dim": 4, "classes": 7}
+    images = torch.randn(2, 1, 6, 5)
+    nets = [CapsNet.build(nn.Conv2d(1, 2, 3), layer=layer, iterations=count, **sizes) for count in (1, 5)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    one, five = (net(images) for net in nets)
+    assert not torch.allclose(one, five)
+    torch.testing.assert_close(nets[0](images, iterations=5), five)
+    if layer is not InvertedAttentionRouting:
+        last = CapsuleSpec(7, options={"iterations": 4})
+        made = CapsNet.build(nn.Conv2d(1, 2, 3), layer=layer, iterations=5, **{**sizes, "classes": last})
+        assert made.routing.layers[0].iterations == 4
 
 
 def test_all_of_a_built_network_has_its_dtype_and_device() -> None:

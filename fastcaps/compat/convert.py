@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return f"fastcaps.convert: this model has none of {', '.join(TWINS)}"
+            return f"fastcaps.convert: this model has none of {', '.join(TWINS)} (as_= takes classes with other names)"
         outcomes = [layer.outcome for layer in self.layers]
         others = len(outcomes) - outcomes.count("ours")
         head = f"{len(self.converted)} of {others} capsule layers converted" if others else "nothing to convert"
@@ -149,11 +150,11 @@ def convert(
     >>> print(convert(torch.nn.Sequential(torch.nn.Linear(3, 4))))
     fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, \
 DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting, ConvSlimCapsule2D, ConvSlimCapsule3D, \
-DeconvSlimCapsule2D, DeconvSlimCapsule3D
+DeconvSlimCapsule2D, DeconvSlimCapsule3D (as_= takes classes with other names)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    given = {} if as_ is None else dict(as_)
+    given = {} if as_ is None else dict(as_) if isinstance(as_, Mapping) else {as_: None}
     for theirs, kind in given.items():
         if not (isinstance(theirs, type) and isinstance(kind, type) and issubclass(kind, Twin)):
             raise TypeError(f"as_ must map classes to classes of fastcaps.compat, got {theirs!r}: {kind!r}")
@@ -270,6 +271,10 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
     def draw(*shape: int, size: float = 0.5) -> Tensor:
         return (torch.randn(*shape, generator=generator, device="cpu") * size).to(weight)
 
+    # published layers call it, and are compared without a GPU, too
+    cuda = Tensor.cuda if torch.cuda.is_available() else lambda tensor, *_, **__: tensor
+    moved = mock.patch.object(Tensor, "cuda", cuda)
+    moved.start()
     try:
         for module in modes:
             module.training = False
@@ -286,6 +291,7 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
         outcome, why = verdict.args
         return "left" if guessed and outcome in CONVERTED else outcome, why
     finally:
+        moved.stop()
         for module, mode in modes.items():
             module.training = mode
         for each, value in zip(flat, values, strict=True):

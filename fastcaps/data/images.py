@@ -116,7 +116,9 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         """Return several items, float32 ``[n, c, h, w]``, and their targets."""
         return self.finish(self.gather(indices))
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int | slice) -> tuple[Tensor, Tensor]:
+        if isinstance(index, slice):
+            return self.batch(index)
         images, labels = self.batch([index])
         return images[0], labels[0]
 

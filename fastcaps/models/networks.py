@@ -64,8 +64,6 @@ class NetworkConfig:
         layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
         count = (32 if equilibrium else 2) if self.iterations is None else check_count("iterations", self.iterations)
         specs = [*self.hidden, CapsuleSpec(check_count("classes", self.classes), **self.class_layer)]
-        if equilibrium or not attends:  # such layers run all their own iterations
-            specs = [replace(spec, options={"iterations": count, **spec.options}) for spec in specs]
         primary = {} if self.primary_bias else {"bias": False}
         net = CapsNet.build(
             assemble(self.layers(), (channels, *size)),

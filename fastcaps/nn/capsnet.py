@@ -106,7 +106,7 @@ class CapsNet(nn.Module):
         dim: int,
         hidden: Sequence[CapsuleSpec] = (),
         classes: int | CapsuleSpec,
-        iterations: int = 2,
+        iterations: int | None = None,
         routing: str = "concurrent",
         layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
         primary: Mapping[str, Any] | None = None,
@@ -155,7 +155,8 @@ class CapsNet(nn.Module):
         lowest = {**options, **specs[0].options}
         first_layer = specs[0].layer or layer
         scores = first_layer.activity_name == "scores"
-        active = bool(lowest.get("activations")) or first_layer.head == "activations"
+        reads = first_layer.route_options is not None and first_layer.route_takes_activity
+        active = bool(lowest.get("activations")) or first_layer.head == "activations" or reads
         own: dict[str, Any] = {"activations": active, **place, **(primary or {})}
         first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(own["activations"]), **own})
         grid = first.output_size((features[0], features[1]))

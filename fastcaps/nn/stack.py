@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastcaps.checks import check_choice, check_count, known_arguments, one_line, require_tensor
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
-from fastcaps.nn.poses import arguments_repr
+from fastcaps.nn.poses import arguments, arguments_repr
 from fastcaps.results import Capsules, Gaussians, Routed
 
 Parents = Tensor | Capsules | Gaussians
@@ -160,7 +160,7 @@ class RoutingStack(nn.Module):
         in_capsules: int,
         in_dim: int,
         size: tuple[int, int] | None = None,
-        iterations: int = 2,
+        iterations: int | None = None,
         routing: str = "concurrent",
         layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
         **options: Any,
@@ -175,6 +175,8 @@ class RoutingStack(nn.Module):
             Number of the stack's children (on a grid, of child types), and of values in a pose.
         size : (int, int), optional
             Height and width of the children's grid; None if they are a set.
+        iterations : int, optional
+            Of the stack, and of each layer that runs all its own; None: 2, and the default of such a layer.
         layer : type of RoutingLayer
             The class of a layer whose spec sets none.
         **options
@@ -196,8 +198,10 @@ class RoutingStack(nn.Module):
                 if in_capsules % check_count("types", spec.types):
                     raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
                 in_capsules = spec.types
+            kind = spec.layer or layer
+            counted = {"iterations": iterations} if iterations is not None and _counts_itself(kind) else {}
             try:
-                made = (spec.layer or layer)(
+                made = kind(
                     in_capsules,
                     spec.capsules,
                     in_dim,
@@ -207,7 +211,7 @@ class RoutingStack(nn.Module):
                     padding=spec.padding,
                     dilation=spec.dilation,
                     share=spec.share,
-                    **{**options, **spec.options},
+                    **{**counted, **options, **spec.options},
                 )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{where}: {error}") from None
@@ -220,7 +224,7 @@ class RoutingStack(nn.Module):
                 )
             layers.append(made)
             in_capsules, in_dim = spec.capsules, made.out_dim
-        return cls(layers, iterations=iterations, routing=routing)
+        return cls(layers, iterations=2 if iterations is None else iterations, routing=routing)
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 
@@ -347,6 +351,12 @@ def converted(activity: Tensor | None, scores: bool, wanted: bool) -> Tensor | N
     if activity is None or scores == wanted:
         return activity
     return as_scores(activity) if wanted else activity.sigmoid()
+
+
+def _counts_itself(kind: type[RoutingLayer[Any, Any]]) -> bool:
+    """Return whether layers of a class run all their own iterations, as many as their constructor says."""
+    settable = kind.route_options is None or "iterations" in kind.route_options
+    return settable and not kind.takes_parents and "iterations" in arguments(kind)
 
 
 def _check_kind(layer: Any) -> None:
