@@ -68,7 +68,7 @@ class Explanations(tuple[Explanation, ...]):
         for k, call in enumerate(self):
             same.setdefault(call._answer(), []).append(k)
         lines = [*(f"{which} {answer}" for answer, which in same.items()), *_reasons(self)]
-        return "\n".join(lines) or "no routing call"
+        return "\n".join(lines) or "no routing call of fastcaps (fastcaps.convert(model) swaps published layers)"
 
 
 def _reasons(calls: Sequence[Explanation]) -> list[str]:
