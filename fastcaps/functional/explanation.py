@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fastcaps import backends, libraries
 from fastcaps.functional.inverted_attention import inverted_attention_routing
-from fastcaps.ops import Routing
+from fastcaps.ops import Routing, shared
 from fastcaps.votes import VoteInputs
 from fastcaps.watchers import listener
 
@@ -87,7 +87,6 @@ def _reasons(calls: Sequence[Explanation]) -> list[str]:
 
 
 _MOST_CALLS = 1000  # a module that makes more of them iterates absurdly often by itself
-BY_LIBRARY = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
 
 
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
@@ -186,7 +185,7 @@ class _Listener(list[Explanation]):
             )
         call, count = backends.Call.under_autocast(op.stem, votes), op.iterations(own)
         described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
-        self.other(call, described, ("torch", BY_LIBRARY) if by_library else None)
+        self.other(call, described, shared.EVEN if by_library else None)
         if self[-1].backend in backends.NAMES:
             copied = sum(table.numel() for table in (votes.bias, *op.tables(own)) if table is not None)
             facts = (count, getattr(own, op.state[0]) is not None)
