@@ -62,7 +62,7 @@ struct Row {
 template <class T>
 struct Meeting {
   const T* weight;  // [children, D, flat]; null: x are the votes themselves
-  int64_t weight_step, bias_step, x_step, r_step, dvotes_step, dx_step;  // from child to child; `flat` for scores
+  int64_t weight_step, bias_step, x_step, r_step, dvotes_step, dx_step;  // from child to child (of scores: `flat`)
   int64_t D, flat, begin, end;                                           // children begin to end
   const int64_t* starts;  // of each vector of a flat row: its first parent
   bool together;          // rows belong to one pose
