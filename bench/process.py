@@ -96,7 +96,7 @@ class Remote:
         except WorkerError as error:
             reason = str(error)
         except Late:
-            reason = "no answer in time"
+            reason = f"no answer in {seconds:.0f} s"
         self.close()
         raise WorkerError(reason)
 

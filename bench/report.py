@@ -215,7 +215,8 @@ def summary(rows: Sequence[Row]) -> str:
               for row in behind(rows)]  # fmt: skip
     equal = sum(0.995 <= (row.get("speedup") or 0.0) < 1.005 for row in rows)
     said = f"An alternative is faster in {len(slower)} of {len(rows)} rows"
-    said += f" (and equally fast in {equal})" * bool(equal) + (":" if slower else ".")
+    said += f" (and equally fast in {equal})" * bool(equal)
+    said += f"; {sum('~' in _speedup(row) for row in rows)} rows are doubtful (~)" + (":" if slower else ".")
     return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows), about(rows)])
 
 
@@ -228,7 +229,7 @@ def first(rows: Sequence[Row]) -> str:
         f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included. In "
         f"{len(behind(rows))} of {len(rows)} rows of the whole table an alternative is faster "
         "([all rows](docs/performance.md)). ~: doubtful, as the machine was busy. Extra memory is what a training step "
-        "needs beside its inputs and results.*"
+        "needs beside its inputs and results, compared with stored votes.*"
     )
 
 
@@ -269,7 +270,7 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
     machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
     text = (
         "A training step (forward and backward) of layers as published → with ours. Peak memory includes gradients. "
-        f"The largest difference of results and gradients is in float64. {machine['device']}, "
+        f"Largest difference: of results and gradients, in float64. {machine['device']}, "
         f"{machine['threads']} threads, {machine['date'][:10]}."
     )
     text += full * (

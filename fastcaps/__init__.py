@@ -1,4 +1,4 @@
-"""fastcaps: kernels and modules for capsule networks that never store a vote.
+"""Fast capsule layers for PyTorch, with memory that does not explode.
 
 ``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks,
 ``fastcaps.losses`` the losses, ``fastcaps.data`` the data sets, ``fastcaps.training`` the trainer,

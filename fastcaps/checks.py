@@ -198,10 +198,10 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {one_line(dtype)}")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
+def check_choice(name: str, value: Any, choices: Sequence[str | None], note: str = "") -> None:
+    """Raise unless ``value`` is one of ``choices``; ``note`` ends the message."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {one_line(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {one_line(value)}{note}")
 
 
 def check_finite(name: str, value: Any, least: float = -math.inf) -> float:

@@ -140,7 +140,7 @@ def architecture_problem(architectures: str, capability: tuple[int, int]) -> str
 def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
     """Return the module of a pass's Triton kernels, such as ``"attention"``, and ""; or None and why not."""
     if importlib.util.find_spec("triton") is None:
-        return None, "triton is not installed (pip install 'fastcaps[triton]')"
+        return None, "triton is not installed (pip install triton)"
     name = f"{__package__}.triton_kernels.{stem}"
     if importlib.util.find_spec(name) is None:
         return None, f"it has no kernels of the {stem} pass"

@@ -184,7 +184,7 @@ class ReconstructionDecoder(nn.Module):
     Parameters
     ----------
     classes, dim : int
-        Class capsules M, and the values in the pose of one.
+        Class capsules M, and the components of the pose of one.
     image_shape, hidden : sequence of int
         Shape of an image, without the batch; widths of the layers before the last.
 

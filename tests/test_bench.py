@@ -310,7 +310,7 @@ def test_a_process_checks_times_and_survives_errors(tmp_path: Path) -> None:
             remote.call(240, "check", case, "nobody")
         with pytest.raises(WorkerError, match="out of memory"):
             remote.call(240, "check", Case(find("tsai-c10-conv1"), 64, True), STORED)
-        with pytest.raises(WorkerError, match="no answer in time"):
+        with pytest.raises(WorkerError, match=r"no answer in \d+ s"):
             remote.call(0.0, "check", case, OURS)
         assert remote.call(240, "check", case, OURS)["complaint"] == ""  # a new process serves
         for process in remote._pool._processes.values():

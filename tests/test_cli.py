@@ -251,7 +251,7 @@ def test_missing_extras_are_told(
     status, out, err = call(capsys, *command.split())
     assert (status, out) == (1, "")
     command = command.split()[0]
-    assert err == f"fastcaps {command}: {module} is not installed; install it with: pip install 'fastcaps[{extra}]'\n"
+    assert err == f"fastcaps {command}: {module} is not installed; in the checkout run: pip install '.[{extra}]'\n"
 
 
 # --- what every command keeps to --------------------------------------------------------------------------------------

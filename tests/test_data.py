@@ -101,7 +101,7 @@ def test_texts_are_embedded_and_mixed_with_their_masks(tmp_path: Path, monkeypat
     torch.testing.assert_close(made, wanted, rtol=0, atol=0)
     assert not torch.equal(made[0][1], mask.float())
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingDataError, match=r"need transformers, which is not .*: pip install 'fastcaps\[text\]'"):
+    with pytest.raises(MissingDataError, match=r"need transformers, which is not .*: pip install '\.\[text\]'"):
         TextEmbedder(tmp_path)
 
 

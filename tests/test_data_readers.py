@@ -323,7 +323,7 @@ def test_what_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("scipy.io", "SciPy", lambda: data.read_svhn(svhn)),
     ):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(MissingDataError, match=rf"need {name}, which is not .*: pip install 'fastcaps\[data\]'"):
+        with pytest.raises(MissingDataError, match=rf"need {name}, which is not .*: pip install '\.\[data\]'"):
             read()
 
 

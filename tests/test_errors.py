@@ -290,6 +290,7 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "routings": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4, routings=3), r"routings \(did you mean iterations\?\)"),
     "number": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), "^activations must be a tensor,"),
     "spec": (lambda: built(torch.nn.ReLU(), hidden=[fastcaps.nn.CapsuleSpec(8, 15)]), "^layer 0 .*, got 15"),
+    "routing": (lambda: built(torch.nn.ReLU(), routing="dynamic"), r"'dynamic' \(the class of the layers is layer="),
     "recipe": (lambda: fastcaps.training.train("mnist"), "config must be a TrainConfig, such as .*, got 'mnist'"),
     "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),
               r"must define route\(.*got an argument iteration"),

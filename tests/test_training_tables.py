@@ -161,7 +161,7 @@ def test_a_table_that_was_stopped_goes_on_in_the_middle(
         status, _, error = reproduce(capsys, *command)
     assert (status, error) == (
         130,
-        f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --row one --out {out} goes on\n",
+        f"fastcaps reproduce: stopped; to continue: fastcaps reproduce {digits} --row one --out {out}\n",
     )
     assert not (out / "one" / "result.json").exists()
     status, shown, _ = reproduce(capsys, *command)

@@ -23,7 +23,7 @@ import torch
 from cases import Case, apart, on_device
 from registry import ATTENTION, BackwardCall, Call, Routing, routing_of
 
-triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
+triton = pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
 import fastcaps  # noqa: E402
 from fastcaps import ops  # noqa: E402

@@ -10,7 +10,7 @@ from fastcaps.cli import bench, completion, demo, info, reproduce, train
 
 app = typer.Typer(
     name="fastcaps",
-    help="Capsule networks, routed without ever storing a vote.",
+    help="Fast capsule layers for PyTorch, with memory that does not explode.",
     rich_markup_mode="markdown",  # paragraphs are wrapped to the terminal
     add_completion=False,  # Typer's would import torch at every press of the key; completion.py's does not
     pretty_exceptions_enable=False,
@@ -22,7 +22,7 @@ def fastcaps(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
     show_completion: Annotated[
-        Literal["bash", "zsh"] | None, typer.Option(help="print a script for tab completion (both have the same)")
+        Literal["bash", "zsh"] | None, typer.Option(help="print a script for tab completion (one for both shells)")
     ] = None,
 ) -> int:
     """Print the version, the script for tab completion, or the help."""

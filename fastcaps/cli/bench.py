@@ -27,7 +27,7 @@ def _start(module: str, *arguments: str, **options: Any) -> subprocess.Completed
     root = Path(fastcaps.__file__).resolve().parent.parent
     if not (root / "bench" / "conftest.py").is_file():
         raise Fail(
-            "the benchmark lies in the source checkout and not in the installed package; there, run "
+            "the benchmark is only in a source checkout: there, run "
             "pip install --no-build-isolation -e '.[bench]' and this command again"
         )
     if find_spec("pytest_benchmark") is None:

@@ -43,7 +43,7 @@ def missing_extra(error: ImportError) -> Fail:
     module = (error.name or "").split(".")[0]
     if module not in EXTRAS:
         raise error
-    return Fail(f"{module} is not installed; install it with: pip install 'fastcaps[{EXTRAS[module]}]'")
+    return Fail(f"{module} is not installed; in the checkout run: pip install '.[{EXTRAS[module]}]'")
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def one_line_errors(again: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):  # Lightning raises the second for the first
         if not again:
             raise
-        raise Stopped(f"stopped; {again} goes on") from None
+        raise Stopped(f"stopped; to continue: {again}") from None
 
 
 def show(result: Any) -> None:

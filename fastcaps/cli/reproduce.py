@@ -47,7 +47,7 @@ def reproduce(
     collect: Annotated[bool, Option("--collect", help="train nothing, show what there is")] = False,
     as_json: Annotated[bool, Option("--json", help="print what table.json holds, and nothing else")] = False,
 ) -> int:
-    """Make a table or figure of a paper, beside the paper's figures.
+    """Make a table or figure of a paper, with the paper's values beside ours.
 
     Trains the unfinished runs that the table needs. Without NAME, lists the tables.
     """

@@ -13,8 +13,8 @@ from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, Wrong, absolute, one_line_errors, progress_console, read_settings, show, show_list
 
-WHAT, HOW, WHERE, RUN = "What to train on what", "How to train", "On which machine", "The run"
-DATA_DIR = "folder that holds the data set's files, or a folder of them; nothing is downloaded"
+WHAT, HOW, WHERE, RUN = "Network and data", "Training", "Devices", "Output"
+DATA_DIR = "folder with the data set's files, or its parent; nothing is downloaded"
 
 # option, its type, the path of its setting, its panel and text in the help, the setting's default
 OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
@@ -23,8 +23,8 @@ OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
     ("data_dir", str, "data.dir", WHAT, DATA_DIR, ""),
     ("iterations", int, "network.options.iterations", WHAT, "routing iterations", ""),
     ("routing", str, "network.options.routing", WHAT, "concurrent or sequential", ""),
-    ("augment", bool, "data.augment", WHAT, "pad and crop training images at random (CIFAR, smallNORB are)", ""),
-    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is not a 2)", ""),
+    ("augment", bool, "data.augment", WHAT, "pad and crop training images at random (default: CIFAR, smallNORB)", ""),
+    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (default: CIFAR; never digits)", ""),
     ("limit", int, "data.limit", WHAT, "use only the first training images, for a quick try", ""),
     ("validation", int, "data.validation", WHAT, "hold out this many images, to choose the best epoch", "0"),
     ("epochs", int, "epochs", HOW, "passes over the training images", "2"),

@@ -63,7 +63,7 @@ class DenseCapsule(DynamicTwin):
     Parameters
     ----------
     stored : (str, str)
-        The name of the matrices, and their dimensions: i and m for children and parents, d and e for the values in
+        The name of the matrices, and their dimensions: i and m for children and parents, d and e for the components of
         their poses. Copies of the code differ in both.
     returned : str
         The dimensions of the result, where b is the batch.
@@ -190,7 +190,7 @@ class CapsuleLayer(DynamicTwin):
 
     With ``num_route_nodes=-1`` it makes primary capsules, ``[batch, out_channels * h' * w', num_capsules]``, of a map
     ``[batch, in_channels, h, w]``. Its ``capsules`` are convolutions with ``kernel_size`` and ``stride``, one for each
-    of the ``num_capsules`` values in a pose.
+    of the ``num_capsules`` components of a pose.
 
     Examples
     --------

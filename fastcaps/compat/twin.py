@@ -90,8 +90,8 @@ class Twin(nn.Module):
 class VectorTwin(Twin):
     """A layer that routes vectors by a matrix for every child and parent; published layers differ in names and layout.
 
-    Dimensions are letters: b the batch, i the children and d the values in a child's pose, m the parents and e the
-    values in a parent's, 1 a dimension of size 1.
+    Dimensions are letters: b the batch, i the children and d the components of a child's pose, m the parents and e
+    those of a parent's, 1 a dimension of size 1.
 
     Attributes
     ----------

@@ -91,7 +91,7 @@ def needing(package: str, extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        message = f"{what} need {package}, which is not installed: pip install 'fastcaps[{extra}]'"
+        message = f"{what} need {package}, which is not installed; in the checkout run: pip install '.[{extra}]'"
         raise MissingDataError(message) from error
 
 

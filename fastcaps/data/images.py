@@ -21,7 +21,7 @@ Self = TypeVar("Self", bound="BatchDataset")
 class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     """Labelled images, built a batch at a time in two steps.
 
-    :meth:`gather` collects a batch's raw data, mostly bytes; :meth:`finish` turns them into items on their device. A
+    :meth:`gather` collects a batch's raw data, mostly bytes; ``finish`` makes them items on their device. A
     trainer gathers on the CPU, moves the bytes and finishes on the training device; :meth:`batch` does both on the
     images' device. The results are equal.
 

@@ -36,7 +36,7 @@ class CapConv2d(nn.Module):
     types : int
         Capsule types, below and above.
     in_dim, out_dim : int
-        Values in a capsule below and above.
+        Components of a capsule below and above.
     kernel_size : int or pair
         The master's, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
     stride : int or pair
@@ -180,7 +180,7 @@ class CapFC(nn.Module):
     out_capsules : int
         Capsules above, one per class.
     dim : int
-        Values in a capsule, below and above.
+        Components of a capsule, below and above.
 
     Attributes
     ----------

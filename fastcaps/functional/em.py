@@ -84,7 +84,7 @@ def em_routing(
 
     Each parent is a Gaussian with a diagonal variance. The parents compete for each child: the softmax runs over m. In
     the first iteration ``r = 1 / M`` (see ``first_coefficients``). The computation uses logarithms, so activations of 0
-    and small variances never cause NaN. Activations are weights in the sums and are not divided out.
+    and small variances never cause NaN. Activations weight the sums; r is not divided by them.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def em_routing(
         :math:`\lambda_t`: one value, a value for each iteration, or a function of the iteration (counted from 0). None
         is the usual ``0.01 (1 - 0.95^(iteration + 1))``.
     eps : float
-        Added to n under the moments, and to the variances.
+        Added to n in the denominators of mean and variance, and to the variances.
     return_coefficients : bool
         Also return the r of the last iteration.
     first_coefficients : "uniform" or "ones"

@@ -90,7 +90,7 @@ _MOST_CALLS = 1000  # a module that makes more of them iterates absurdly often b
 
 
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
-    """Say which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
+    """Return which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
 
     Nothing is computed: the call runs on a copy of the module, with tensors that have shapes and no values.
 

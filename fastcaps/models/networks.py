@@ -35,7 +35,7 @@ class NetworkConfig:
     _: KW_ONLY
     channels: int | None = None  # of the features of a named backbone
     capsules: int  # types of primary capsules
-    dim: int  # values in every capsule's pose
+    dim: int  # components of every capsule's pose
     hidden: tuple[CapsuleSpec, ...] = ()  # the layers between the primary and the class capsules
     classes: int
     image_size: int | tuple[int, int]  # height and width

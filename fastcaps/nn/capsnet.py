@@ -126,7 +126,7 @@ class CapsNet(nn.Module):
         image_size : int or (int, int)
             Its height and width.
         capsules, dim : int
-            Primary capsule types, and the values in a pose.
+            Primary capsule types, and the components of a pose.
         hidden, classes : sequence of CapsuleSpec, int or CapsuleSpec
             The layers between the primary and the class capsules; and the number of classes, or the layer of class
             capsules.

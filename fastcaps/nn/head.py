@@ -29,7 +29,7 @@ class ClassHead(nn.Module):
     Parameters
     ----------
     dim : int
-        Values in a class capsule's pose.
+        Components of a class capsule's pose.
     read : "linear", "length" or "activations"
         The logit of a capsule: the product of its pose and a learned vector; the length of its pose; its activation.
     bias : bool

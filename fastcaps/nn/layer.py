@@ -98,7 +98,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         Number of parents of a set, or of parent types at one position of a grid. None: any number of parents, which
         share their parameters; a call may set it, and by default it is the number of children.
     in_dim, out_dim : int
-        Values in a child's pose (d = C * D) and in a parent's (d' = C * E): a child's pose is a C x D matrix, a
+        Components of a child's pose (d = C * D) and of a parent's (d' = C * E): a child's pose is a C x D matrix, a
         weight D x E, a parent's pose C x E.
     pose : "matrix", "vector" or int
         The number of rows C, which must divide d and d'. "matrix" is ``sqrt(d)``, "vector" is 1.
@@ -136,13 +136,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     Your own routing
     ----------------
-    A subclass defines ``route(self, votes, activations)`` with the four verbs of :class:`~fastcaps.Votes`; it inherits
-    poses, windows, matrices, biases, sharing and checks. ``activations`` is the call's second argument, ``[B, I]`` or
-    ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; if ``route`` lacks this parameter, calls with
-    activations raise. ``route`` returns the parents in the layout of ``votes.sum``, or a tuple that starts with them,
-    such as :class:`~fastcaps.functional.Capsules`; the layer returns the same with flat poses. If ``route`` takes
-    ``iterations``, ``return_coefficients`` or further keyword arguments, so do calls; coefficients come last in the
-    result. The page "Your own routing" (docs/routings/your-own.md) has examples.
+    A subclass defines ``route(self, votes, iterations)`` or ``route(self, votes, activations, iterations)`` with the
+    verbs of :class:`~fastcaps.Votes`; it inherits poses, windows, matrices, biases, sharing and checks. ``activations``
+    is the call's second argument, ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; if
+    ``route`` lacks this parameter, calls with activations raise. ``route`` returns the parents in the layout of
+    ``votes.sum``, or a tuple that starts with them, such as :class:`~fastcaps.functional.Capsules`; the layer returns
+    the same with flat poses. If ``route`` takes ``iterations``, ``return_coefficients`` or further keyword arguments,
+    so do calls; coefficients come last in the result. The page "Your own routing" (docs/routings/your-own.md) has
+    examples.
 
     The package's own layers define ``run(call, iterations, return_coefficients)`` and their call options instead.
 
@@ -389,7 +390,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         given = {"iterations": iterations, "return_coefficients": return_coefficients}
         for name, value in given.items():
             if name not in takes and value != usual[name]:
-                raise TypeError(f"{name} must be left out: {type(self).__name__}.route does not take it")
+                also = " (and a network's return_trace)" * (name == "return_coefficients")
+                raise TypeError(f"{name}{also} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
         found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **options)

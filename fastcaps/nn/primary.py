@@ -39,7 +39,7 @@ class PrimaryCapsules(nn.Module):
     capsules : int
         Capsule types N at every position.
     dim : int
-        Values in a pose, d; the convolution has ``N * d`` output channels.
+        Components of a pose, d; the convolution has ``N * d`` output channels.
     kernel_size, stride, padding, dilation : int or pair
         Of the convolution. ``kernel_size=None`` uses no convolution: the features' ``N * d`` channels are the poses,
         followed by ``N`` channels of activations if ``activations``.

@@ -31,14 +31,14 @@ class CapsuleSpec:
     capsules : int
         Parents of a set; parent types at one position of a grid.
     dim : int, optional
-        Values in a parent's pose; None: as many as in a child's.
+        Components of a parent's pose; None: as many as in a child's.
     kernel_size : int, pair or "all", optional
         None makes a set layer, which reads a grid below it as one set.
     stride, padding, dilation, share
         See :class:`~fastcaps.nn.layer.RoutingLayer`.
     types : int, optional
-        For ``kernel_size="all"`` above a layer whose parents are a set: read the set as this many types, slowest, in a
-        row of positions. The capsules of a type share its matrices.
+        For ``kernel_size="all"`` above a layer whose parents are a set: read the set as a row of positions with this
+        many types; types vary slowest. The capsules of a type share its matrices.
     layer : type of RoutingLayer, optional
         Its class; None: the ``layer`` of :meth:`RoutingStack.build`.
     options : mapping
@@ -142,7 +142,7 @@ class RoutingStack(nn.Module):
             raise ValueError("layers must hold at least one routing layer, got none")
         _check_chain(layers)
         self.layers: Sequence[RoutingLayer[Any, Any]] = nn.ModuleList(layers)  # type: ignore[assignment]
-        check_choice("routing", routing, ("concurrent", "sequential"))
+        check_choice("routing", routing, ("concurrent", "sequential"), " (the class of the layers is layer=)")
         self.iterations = check_count("iterations", iterations)
         self.routing = routing
 
@@ -172,11 +172,11 @@ class RoutingStack(nn.Module):
         specs : sequence of CapsuleSpec
             Lowest first.
         in_capsules, in_dim : int
-            Number of the stack's children (on a grid, of child types), and of values in a pose.
+            Number of the stack's children (on a grid, of child types), and of components of a pose.
         size : (int, int), optional
             Height and width of the children's grid; None if they are a set.
         iterations : int, optional
-            Of the stack, and of each layer that runs all its own; None: 2, and the default of such a layer.
+            Of the stack (None: 2), and of each layer that runs all its iterations in one call (None: its own default).
         layer : type of RoutingLayer
             The class of a layer whose spec sets none.
         **options
@@ -198,10 +198,10 @@ class RoutingStack(nn.Module):
                 if in_capsules % check_count("types", spec.types):
                     raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
                 in_capsules = spec.types
-            kind = spec.layer or layer
-            counted = {"iterations": iterations} if iterations is not None and _counts_itself(kind) else {}
+            layer_class = spec.layer or layer
+            counted = {"iterations": iterations} if iterations is not None and _counts_itself(layer_class) else {}
             try:
-                made = kind(
+                made = layer_class(
                     in_capsules,
                     spec.capsules,
                     in_dim,
@@ -214,7 +214,8 @@ class RoutingStack(nn.Module):
                     **{**counted, **options, **spec.options},
                 )
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{where}: {error}") from None
+                kind = TypeError if isinstance(error, TypeError) else ValueError  # a subclass may take other arguments
+                raise kind(f"{where}: {error}") from error
             below, size = size, None if size is None else made.output_size(size)
             if size is not None and min(size) < 1:
                 grid, least = (" x ".join(map(str, each)) for each in (below, made.window.smallest_grid))  # type: ignore[union-attr, arg-type]

@@ -85,7 +85,7 @@ def bars(
     title: str,
     axis: str,
 ) -> Path:
-    """Draw numbers beside those of a paper, if there are any, as bars from zero; ``axis`` says what is measured."""
+    """Draw values beside those of a paper, if there are any, as bars from zero; ``axis`` says what is measured."""
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
     pairs = ((-0.2, ours, OURS, "ours"), (0.2, paper, OTHERS, "paper")) if any(paper) else ((0.0, ours, OURS, "ours"),)
     for shift, values, colour, who in pairs:
@@ -113,7 +113,7 @@ def lines(
     over: str,
     axis: str,
 ) -> Path:
-    """Draw numbers over the values of what is varied: ours as lines, those of a paper dashed.
+    """Draw values over what is varied: ours as lines, those of a paper dashed.
 
     ``measured`` maps labels to ours and the paper's, one for each value; ``over`` and ``axis`` say what is varied and
     what is measured.
