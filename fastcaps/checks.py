@@ -18,7 +18,8 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 _MOST_PAIR = 1 << 31  # so that products of two values of a window and a size fit into int64
 _MOST_COUNT = 2**63 - 2  # int64's maximum minus 1, as some callers add 1
 _ELSEWHERE = {  # what other packages call our arguments
-    **dict.fromkeys(("routings", "num_routing", "num_routings", "n_routing", "routing_iters"), "iterations"),
+    **dict.fromkeys(("routings", "num_routing", "num_routings", "n_routing", "routing_iters", "n_iter"), "iterations"),
+    **dict.fromkeys(("mask", "key_padding_mask"), "activations"),
     "m_plus": "upper",
     "m_minus": "lower",
     "lambda_": "down_weight",

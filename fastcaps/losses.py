@@ -14,7 +14,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, is_tracing, known_arguments, require_tensor, shape_text, suggest
+from fastcaps.checks import (
+    check_choice,
+    check_count,
+    is_tracing,
+    known_arguments,
+    one_line,
+    require_tensor,
+    shape_text,
+    suggest,
+)
 from fastcaps.vectors import length
 from fastcaps.watchers import is_transformed
 
@@ -94,7 +103,8 @@ def margin_loss(
     require_tensor(target, "target")
     if target.dim() == 2:
         if target.shape != lengths.shape:
-            raise ValueError(f"target must be {shape_text(lengths)} to fit the lengths, got {shape_text(target)}")
+            wanted = f"[{len(lengths)}] or {shape_text(lengths)}"
+            raise ValueError(f"target must be {wanted} to fit the lengths, got {shape_text(target)}")
         present = target.to(lengths.dtype)
     else:
         _check_labels(target, *lengths.shape)
@@ -157,8 +167,9 @@ def reconstruction_loss(
 
     .. math:: L = 0.0005 \sum_x (\hat I_x - I_x)^2
 
-    ``reconstruction`` and ``images`` are ``[B, ...]``, of the same shape. The scale keeps the sum over an image small
-    beside the margin loss, to which it is added.
+    ``reconstruction`` and ``images`` are ``[B, ...]``, of the same shape. Images are raw pixels in [0, 1], as the
+    decoder ends in a sigmoid: of a data set of :mod:`fastcaps.data`, ``images * data.std + data.mean``. The scale keeps
+    the sum over an image small beside the margin loss, to which it is added.
 
     Examples
     --------
@@ -172,6 +183,8 @@ def reconstruction_loss(
         raise ValueError(f"reconstruction must be [B, ...], got {shape_text(reconstruction)}")
     if images.shape != reconstruction.shape:
         raise ValueError(f"images must be {shape_text(reconstruction)}, the reconstruction's, got {shape_text(images)}")
+    if not images.is_floating_point():
+        raise TypeError(f"images must be floating-point pixels in [0, 1], got {images.dtype}")
     return _reduce(scale * (reconstruction - images).square().flatten(1).sum(1), reduction)
 
 
@@ -213,6 +226,9 @@ class ReconstructionDecoder(nn.Module):
         super().__init__()
         self.classes = check_count("classes", classes)
         self.dim = check_count("dim", dim)
+        for name, sizes in (("image_shape", image_shape), ("hidden", hidden)):
+            if not isinstance(sizes, Sequence):
+                raise TypeError(f"{name} must be a sequence of ints, such as (1, 28, 28), got {one_line(sizes)}")
         self.image_shape = tuple(check_count("image_shape", size) for size in image_shape)
         widths = [classes * dim, *(check_count("hidden", width) for width in hidden), math.prod(self.image_shape)]
         layers: list[nn.Module] = []

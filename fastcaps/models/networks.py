@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from fastcaps.checks import check_choice, check_count, check_images, image_size, refuse_unknown
-from fastcaps.losses import ReconstructionDecoder
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.equilibrium import EquilibriumRouting
@@ -78,12 +77,9 @@ class NetworkConfig:
             layer=layer,
             primary={**primary, **self.primary},
             head=layer.head,
+            decoder=self.decoder,
             **options,
         )
-        if self.decoder:
-            hidden = (512, 1024) if isinstance(self.decoder, bool) else self.decoder
-            dim = net.routing.layers[-1].out_dim
-            net.decoder = ReconstructionDecoder(self.classes, dim, (channels, *size), hidden=hidden)
         if self.kaiming:
             for module in net.modules():
                 if isinstance(module, nn.Conv2d):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_choice, check_count, check_images, did_you_mean, known_arguments, one_line, shape_text
 from fastcaps.checks import image_size as checked_size
+from fastcaps.losses import ReconstructionDecoder
 from fastcaps.nn.head import READS, ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
@@ -111,6 +112,7 @@ class CapsNet(nn.Module):
         layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
         primary: Mapping[str, Any] | None = None,
         head: str = "linear",
+        decoder: bool | Sequence[int] = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -131,34 +133,43 @@ class CapsNet(nn.Module):
             The layers between the primary and the class capsules; and the number of classes, or the layer of class
             capsules.
         iterations, routing, layer
-            See :meth:`RoutingStack.build`.
+            See :class:`RoutingStack` and its ``build``.
         primary : mapping, optional
             Further arguments of :class:`PrimaryCapsules`. They have activations if the first layer reads them
             (``activations=True`` of the attention layer, or EM), scores if it is Heinsen's.
         head : str
-            The ``read`` of :class:`ClassHead`.
+            The ``read`` of :class:`ClassHead`: "linear" for cross-entropy, "length" for the margin loss of dynamic
+            routing, "activations" for the spread loss of EM.
+        decoder : bool or sequence of int
+            Add a :class:`~fastcaps.losses.ReconstructionDecoder`; a sequence sets the widths of its hidden layers.
         device, dtype
             Of all parameters and buffers.
         **options
             Further arguments of every routing layer: pose, bias, and others that all their classes take. As in the
             paper's ablation, ``layer_norm=False`` does not change the primary capsules.
         """
-        for name in options.keys() - arguments(layer).keys() if isinstance(layer, type) else ():
-            if near := did_you_mean(name, inspect.signature(cls.build).parameters):
-                raise TypeError(f"CapsNet.build has no argument {name}{near}")
+        specs = checked_specs("hidden", hidden, layer)
+        specs += [classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
+        of_layers = [name for spec in specs for name in arguments(spec.layer or layer)]
+        own = [name for name in inspect.signature(cls.build).parameters if name != "options"]
+        for name in options.keys() - {*of_layers}:
+            near = did_you_mean(name, own) or did_you_mean(name, of_layers) or f"; there are: {', '.join(own)}"
+            raise TypeError(f"CapsNet.build has no argument {name}{near}")
+        if not isinstance(primary or {}, Mapping):
+            raise TypeError(f"primary must be a mapping, such as {{'normalize': 'squash'}}, got {one_line(primary)}")
+        for name in {"in_channels", "capsules", "dim"}.intersection(primary or ()):
+            raise TypeError(f"primary cannot set {name}: build sets it")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
         channels, *features = feature_shape(backbone, in_channels, size)
         check_choice("head", head, READS)
-        specs = checked_specs("hidden", hidden, layer)
-        specs += [classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
         lowest = {**options, **specs[0].options}
         first_layer = specs[0].layer or layer
         scores = first_layer.activity_name == "scores"
         reads = first_layer.route_options is not None and first_layer.route_takes_activity
         active = bool(lowest.get("activations")) or first_layer.head == "activations" or reads
-        own: dict[str, Any] = {"activations": active, **place, **(primary or {})}
-        first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(own["activations"]), **own})
+        more: dict[str, Any] = {"activations": active, **place, **(primary or {})}
+        first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(more["activations"]), **more})
         grid = first.output_size((features[0], features[1]))
         if min(grid) < 1:
             least, found = (" x ".join(map(str, each)) for each in (first.window.smallest_grid, features))  # type: ignore[union-attr]
@@ -179,8 +190,12 @@ class CapsNet(nn.Module):
         stack = stack.to(device=device, dtype=dtype)  # also what a layer adds itself
         # channels_last from the start: the primary convolution then writes a position's capsules together in memory
         backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        last = ClassHead(stack.layers[-1].out_dim, read=head, **place)
-        return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size)
+        top = stack.layers[-1].out_dim
+        last, draws = ClassHead(top, read=head, **place), None
+        if decoder:
+            widths = {} if decoder is True else {"hidden": decoder}
+            draws = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
+        return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size, decoder=draws)
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 
@@ -219,6 +234,12 @@ class CapsNet(nn.Module):
         raise ValueError or TypeError.
         """
         check_images(images, self.in_channels)
+        if not isinstance(reconstruct, (bool, Tensor)):
+            raise TypeError(f"reconstruct must be True, False or int64 labels [B], got {one_line(reconstruct)}")
+        if reconstruct is not False and self.decoder is None:
+            raise ValueError(
+                "reconstruct must be False for a network without a decoder; CapsNet.build(..., decoder=True) adds one"
+            )
         children, activity, _ = parts_of(self.primary(self.backbone(channels_last(images))))
         wants_scores = self.routing.layers[0].activity_name == "scores"
         activity = converted(activity, getattr(self.primary, "scores", False), wants_scores)
@@ -229,9 +250,7 @@ class CapsNet(nn.Module):
         else:
             result = self.routing(children, activity, iterations=iterations)
         poses, activity, scores = parts_of(result)
-        if isinstance(reconstruct, Tensor) or reconstruct:
-            if self.decoder is None:
-                raise ValueError("reconstruct must be False for a network without a decoder")
+        if self.decoder is not None and reconstruct is not False:
             more.insert(0, self.decoder(poses, reconstruct if isinstance(reconstruct, Tensor) else None))
         # scores are logits; a linear read-out needs them as activations
         logits = self.head(poses, converted(activity, scores, scores and self.head.read == "activations"))

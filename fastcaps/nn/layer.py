@@ -178,10 +178,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         takes = inspect.signature(cls.route).parameters
         places = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         star = any(x.kind is x.VAR_POSITIONAL for x in [*takes.values()][:3])
-        active = star or bool({*places[2:3]} - {*_OF_ROUTE})
+        third = [takes[name] for name in places[2:3] if name not in _OF_ROUTE]  # the activations, or an option
+        active = star or any(x.default is x.empty or x.name in ("activations", cls.activity_name) for x in third)
         fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
-        if active and places[2:] and places[2].startswith(("iter", "return")):  # it would hold the activations
-            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got an argument {places[2]}")
+        if third and ("iter" in third[0].name or third[0].name.startswith("return")):  # it would hold the activations
+            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got an argument {third[0].name}")
         if fixed or (len(places) < 2 and not star) or {*places[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
             raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(takes)})")
         by_name = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
@@ -441,8 +442,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
-            hint = "; PrimaryCapsules turns a feature map into capsules" if children.dim() == 4 else ""
-            raise ValueError(f"children must be {wanted}, got {shape_text(children)}{hint}")
+            hints = {2: "; nn.Flatten(1, 3) keeps the poses", 4: "; PrimaryCapsules turns a feature map into capsules"}
+            raise ValueError(f"children must be {wanted}, got {shape_text(children)}{hints.get(children.dim(), '')}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
             also = "" if self.on_grid else " as a set (kernel_size routes grids; another image size needs a new layer)"

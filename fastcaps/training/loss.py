@@ -123,6 +123,11 @@ class Margin(Loss):
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         if not self.reconstruction:
             return super().__call__(network, batch, done)
+        if getattr(network, "decoder", None) is None:
+            raise ValueError(
+                "loss.reconstruction: the network has no decoder; want loss.reconstruction=0, or "
+                "network.options.decoder=true"
+            )
         if batch.target.dim() == 1:
             logits, drawn = network(*batch.inputs, reconstruct=batch.target)
             missed = reconstruction_loss(drawn, batch.pixels, scale=self.reconstruction)
