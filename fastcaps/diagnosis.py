@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_finite, known_arguments
+from fastcaps.checks import check_finite, known_arguments, one_line, require_tensor
 from fastcaps.inside import Inside, watched
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 
@@ -137,6 +137,8 @@ def diagnose(
     inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     if loss is None and target is not None:
         loss = F.cross_entropy
+    if not (loss is None or callable(loss)):
+        raise TypeError(f"loss must be a function of the model's result and the target, got {one_line(loss)}")
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     if not any(isinstance(each, Tensor) for each in given):
         raise TypeError(f"batch must be a tensor or (inputs, target), got {type(batch).__name__}")
@@ -159,6 +161,7 @@ def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]
     """Return the loss's gradients of the layers' parameters and results, 0 for those that it does not depend on."""
     if value is None:
         return {}
+    require_tensor(value, "the result of loss")
     if value.numel() != 1:
         raise ValueError(f"loss must return a scalar, got {list(value.shape)}")
     wanted = [each for one in seen for each in (*one.layer.parameters(), *one.returned) if each.requires_grad]
@@ -178,7 +181,7 @@ def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> Lay
     compete, entropy, gated = "", None, None
     if one.routes:
         shares, given = one.coefficients().double(), one.gates()
-        gates = (shares.sum(-1) > 0).double() if given is None else given.double().expand(shares.shape[:-1])
+        gates = (shares.sum(-1) != 0).double() if given is None else given.double().expand(shares.shape[:-1])
         compete, gated = one.layer.compete, shares * gates[..., None]
         entropy = _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False)))
     measured_by, strength = _strength(one, gated)
@@ -188,7 +191,7 @@ def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> Lay
         type(one.layer).__name__,
         measured_by,
         tuple(greatest),
-        tuple(index for index, each in enumerate(greatest) if each < threshold),
+        tuple(index for index, each in enumerate(greatest) if not each >= threshold),  # NaN, too
         compete,
         entropy,
         _norm(gradients, one.layer.parameters()),
@@ -215,12 +218,12 @@ def _strength(one: Inside, gated: Tensor | None) -> tuple[str, Tensor]:
 def _entropy(shares: Tensor, gates: Tensor, compete: str, leaky: bool) -> float | None:
     """Return the mean entropy of coefficients ``[B, Ho, Wo, I, M]``, divided by its maximum."""
     if compete == "children":
-        choices = (shares > 0).sum(-2)  # [B, Ho, Wo, M]
+        choices = (shares != 0).sum(-2)  # [B, Ho, Wo, M]; a NaN shows in the result
         entropy = -torch.special.xlogy(shares, shares).sum(-2) / choices.clamp_min(2).log()
         return float(entropy[choices > 1].mean()) if bool((choices > 1).any()) else None
     if leaky:
         shares = torch.cat([shares, (1 - shares.sum(-1, keepdim=True)).clamp_min(0)], dim=-1)
-    if shares.shape[-1] == 1 or not bool(gates.sum() > 0):
+    if shares.shape[-1] == 1 or bool(gates.sum() == 0):
         return None
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(shares.shape[-1])
     return float((entropy * gates).sum() / gates.sum())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import nn_plain
 import pytest
 import torch
@@ -171,6 +173,37 @@ def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
     changed = other_fc(lambda *_: torch.zeros(2, 3, 4))
     report = fastcaps.convert(nn.Sequential(changed), check=False)
     assert report.converted == ["0"] and "not compared" in report.layers[0].why
+
+
+def test_a_layer_is_left_if_only_its_gradients_differ_and_random_numbers_go_on():
+    """Also under autocast, which must not make a right layer differ."""
+    plain = nn_plain.DenseCapsule(5, 4, 3, 6)
+
+    class Other(nn_plain.DenseCapsule):
+        keeps = True
+
+        def forward(self, x):
+            torch.manual_seed(3)
+            weight = self.weight if self.keeps else self.weight.detach()
+            return torch.func.functional_call(plain, {"weight": weight}, (x,))
+
+    Other.__name__ = "DenseCapsule"
+    for Other.keeps, outcome in ((True, "compared"), (False, "differs")):
+        other, state = Other(5, 4, 3, 6), torch.get_rng_state()
+        with torch.autocast("cpu", torch.bfloat16):
+            (layer,) = fastcaps.convert(other).layers
+        assert layer.outcome == outcome, layer.why
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_models_are_converted_in_threads():
+    """One at a time: comparing changes modes, which all layers get back."""
+    before, one = torch.Tensor.cuda, nn_plain.DenseCapsule(5, 4, 3, 6)
+    models = [one, one, nn_plain.DenseCapsule(5, 4, 3, 6)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [report.layers[0].outcome for report in pool.map(fastcaps.convert, models)]
+    assert sorted(found) == ["compared", "compared", "ours"]
+    assert torch.Tensor.cuda is before and all(model.training for model in models)
 
 
 def test_a_layer_that_calls_cuda_is_compared_without_a_gpu():

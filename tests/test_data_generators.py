@@ -90,6 +90,8 @@ def test_an_item_follows_from_its_number_alone(kind: type[BatchDataset], options
     assert not torch.equal(made.batch(slice(None))[0], images)
     made.set_epoch(0)
     assert torch.equal(made.to("cpu").batch(slice(None))[0], images)
+    assert torch.equal(made.batch(slice(None, None, -2))[0], images.flip(0)[::2])
+    assert made.batch(slice(0))[0].shape == images[:0].shape
     drawn = kind(*digits(), **options)  # without a seed torch decides
     torch.manual_seed(0)
     first, second = drawn.batch(range(20))[0], drawn.batch(range(20))[0]

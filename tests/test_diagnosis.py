@@ -73,6 +73,15 @@ def test_dead_capsules_are_found_by_length_and_activation() -> None:
     assert (found.measured_by, found.dead) == ("activation", (1,))
 
 
+def test_nan_shows() -> None:
+    """In strengths and the entropy, and the parents count as dead."""
+    for kind in (fastcaps.DynamicRouting, fastcaps.EMRouting, fastcaps.RoutingPool):
+        layer = kind(5, 3, 4, 4)
+        nn.init.constant_(layer.weight[0, 0, 0], torch.nan)
+        (found,) = fastcaps.diagnose(layer, torch.randn(2, 5, 4)).layers
+        assert found.dead and found.entropy is not None and math.isnan(found.entropy), found
+
+
 def test_gradients_are_those_of_the_loss() -> None:
     net, (images, labels) = digits()
     found = fastcaps.diagnose(net, (images, labels))

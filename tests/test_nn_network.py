@@ -109,6 +109,13 @@ def test_measuring_the_backbone_touches_nothing() -> None:
     assert module.training and all(torch.equal(before[k], v) for k, v in module.state_dict().items())
     with pytest.raises(ValueError, match="backbone must return a feature map"):
         feature_shape(nn.Flatten(), 1, (3, 3))
+    with pytest.raises(ValueError, match="backbone must have its parameters"):
+        feature_shape(nn.LazyConv2d(4, 3), 1, (3, 3))
+    hooked = nn.Conv2d(1, 4, 3)
+    hooked.register_forward_hook(lambda *_: pytest.fail("a hook must not run"))
+    pruned = nn.utils.prune.l1_unstructured(nn.Conv2d(1, 4, 3), "weight", 0.5)
+    for module in (hooked, pruned, nn.utils.weight_norm(nn.Conv2d(1, 4, 3)), torch.jit.script(nn.Conv2d(1, 4, 3))):
+        assert feature_shape(module, 1, (5, 6)) == (4, 3, 4)
 
 
 def test_network_is_its_parts() -> None:
@@ -192,6 +199,21 @@ class Weighed(RoutingLayer):
     def route(self, votes: Any, activations: Tensor, iterations: int) -> Tensor:
         gate = votes.unfold(activations)[..., None] * iterations / votes.parents
         return votes.sum(gate.expand(*gate.shape[:-1], votes.parents))
+
+
+class Scaled(RoutingLayer):
+    """Has no iterations, and an option, which is not mistaken for activations."""
+
+    def route(self, votes: Any, scale: float = 1.0) -> Tensor:
+        return votes.sum(scale / votes.parents)
+
+
+def test_an_own_layer_needs_no_iterations_and_no_activations() -> None:
+    sizes: dict[str, Any] = {"in_channels": 1, "image_size": (6, 5), "capsules": 3, "dim": 4, "classes": 7}
+    net, images = CapsNet.build(nn.Conv2d(1, 2, 3), layer=Scaled, iterations=5, **sizes), torch.randn(2, 1, 6, 5)
+    assert torch.equal(net(images, iterations=4), net(images)) and not net.primary.activations
+    layer, children = net.routing.layers[-1], torch.randn(2, 3 * 4 * 3, 4)
+    torch.testing.assert_close(layer(children, scale=2.0), 2 * layer(children))
 
 
 @pytest.mark.parametrize("layer", [InvertedAttentionRouting, DynamicRouting, EMRouting, Weighed])

@@ -420,6 +420,7 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "return_coefficients (and a network's return_trace) must be left out: Wrong.route",
      lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
+    (TypeError, "got an argument num_iterations", lambda: define(lambda self, votes, num_iterations: None)),
     (TypeError, "must define route(self, votes, iterations) ... got route(self)", lambda: define(lambda self: None)),
     (TypeError, "got route(votes, at)", lambda: define(staticmethod(lambda votes, at: None))),
     (TypeError, "got route(self, iterations, votes)", lambda: define(lambda self, iterations, votes: None)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -13,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import known_arguments
+from fastcaps.checks import known_arguments, one_line
 from fastcaps.compat import batch_averaged
 from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
@@ -154,11 +156,24 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D (as_= takes classes with other names)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    given = {} if as_ is None else dict(as_) if isinstance(as_, Mapping) else {as_: None}
+    given = {} if as_ is None else as_
+    if not isinstance(given, Mapping):
+        raise TypeError(f"as_ must map classes to classes of fastcaps.compat, got {one_line(as_)}")
     for theirs, kind in given.items():
         if not (isinstance(theirs, type) and isinstance(kind, type) and issubclass(kind, Twin)):
             raise TypeError(f"as_ must map classes to classes of fastcaps.compat, got {theirs!r}: {kind!r}")
     report = ConversionReport(model)
+    with _ONE:  # comparisons change modes and biases, and put them back
+        _convert(model, given, check, report)
+    if verbose:
+        print(report)
+    return report
+
+
+_ONE = threading.RLock()
+
+
+def _convert(model: nn.Module, given: Mapping[type, type[Twin]], check: bool, report: ConversionReport) -> None:
     for path, module in list(model.named_modules()):
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         try:
@@ -172,9 +187,6 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D (as_= takes classes with other names)
         except Exception as error:  # a property of an unknown layer may raise anything
             outcome, why = "left", f"reading or running it failed with {_named(error)}"
         report.layers.append(Conversion(path or "(the model)", name, outcome, why))
-    if verbose:
-        print(report)
-    return report
 
 
 def _candidate(module: nn.Module, given: Mapping[type, type[Twin]]) -> tuple[type[Twin], list[str]] | None:
@@ -271,10 +283,16 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
     def draw(*shape: int, size: float = 0.5) -> Tensor:
         return (torch.randn(*shape, generator=generator, device="cpu") * size).to(weight)
 
-    # published layers call it, and are compared without a GPU, too
-    cuda = Tensor.cuda if torch.cuda.is_available() else lambda tensor, *_, **__: tensor
-    moved = mock.patch.object(Tensor, "cuda", cuda)
-    moved.start()
+    # published layers call it, and are compared without a GPU, too; other threads' calls go on as usual
+    moved, here = Tensor.cuda, None if torch.cuda.is_available() else threading.get_ident()
+
+    def cuda(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return tensor if threading.get_ident() == here else moved(tensor, *arguments, **options)
+
+    around = ExitStack()
+    around.enter_context(mock.patch.object(Tensor, "cuda", cuda))
+    around.enter_context(torch.autocast(weight.device.type, enabled=False))
+    around.enter_context(torch.random.fork_rng([weight.device] if weight.is_cuda else []))
     try:
         for module in modes:
             module.training = False
@@ -291,7 +309,7 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
         outcome, why = verdict.args
         return "left" if guessed and outcome in CONVERTED else outcome, why
     finally:
-        moved.stop()
+        around.close()
         for module, mode in modes.items():
             module.training = mode
         for each, value in zip(flat, values, strict=True):
@@ -318,20 +336,21 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
         raise _Verdict("differs", f"its results differ from the authors' layer by {far:.1e} of the largest")
     if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
         try:
-            wanted = _gradients(old, arguments)
+            shared = [each for each in new.parameters() if each.requires_grad]
+            wanted = _gradients(old, arguments, shared)
         except Exception as error:
             raised = f"the old layer's gradients failed with {_named(error)}"
             raise _Verdict("compared", f"results agree to {far:.1e}; {raised}") from error
-        if not finite and not all(bool(tensor.isfinite().all()) for tensor in wanted):
+        if not finite and not all(bool(tensor.isfinite().all()) for tensors in wanted for tensor in tensors):
             return far  # at a parent of 0 the derivative of a published squash is NaN
-        apart = _distance(wanted, _gradients(new, arguments))
+        apart = max(map(_distance, wanted, _gradients(new, arguments, shared)))
         if not apart <= GRADIENT_TOLERANCES[weight.dtype]:
             raise _Verdict("differs", f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
     return far
 
 
 def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _tensors(result: Any) -> list[Tensor] | None:
@@ -347,15 +366,15 @@ def _distance(theirs: list[Tensor], ours: list[Tensor]) -> float:
     far = [float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True)]
     if any(map(math.isnan, far)):  # max would ignore it
         return math.inf
-    return max(far, default=0.0) / max(1e-30, *(float(tensor.abs().max()) for tensor in theirs))
+    return max(far, default=0.0) / max([1e-30, *(float(tensor.abs().max()) for tensor in theirs)])
 
 
-def _gradients(layer: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Return the gradients of a weighted sum of a layer's results for the tensors among its arguments."""
+def _gradients(layer: nn.Module, arguments: tuple[Any, ...], shared: list[nn.Parameter]) -> tuple[list[Tensor], ...]:
+    """Return the gradients of a weighted sum of a layer's results: for tensors among its arguments, and parameters."""
     with torch.inference_mode(False), torch.enable_grad():
         copies = [each.clone().requires_grad_() if isinstance(each, Tensor) else each for each in arguments]
         leaves = [each for each in copies if isinstance(each, Tensor)]
         rows = [result.flatten() for result in _tensors(layer.forward(*copies)) or []]
         total = torch.stack([row @ torch.linspace(-1, 1, len(row), device="cpu").to(row) for row in rows]).sum()
-        found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
+        found = torch.autograd.grad(total, [*leaves, *shared], materialize_grads=True)
+    return [*found[: len(leaves)]], [*found[len(leaves) :]]

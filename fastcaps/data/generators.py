@@ -161,6 +161,8 @@ class AffineDigits(ShiftedDigits):
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return float32 ``[n, 1, size, size]`` and int64 ``[n]``."""
         digits, labels, states = gathered
+        if not len(digits):  # affine_grid takes no empty batch
+            return self._normalised(digits.new_zeros(0, 1, self.size, self.size)), labels
         matrix, place = self.maps(digits, Draws.going_on(states))
         back = torch.linalg.inv(matrix)
         side = digits.shape[2]

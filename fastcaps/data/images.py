@@ -59,6 +59,7 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Move all tensors to a device, in place, so that batches are built there; return self."""
+        device = torch.device(device)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
@@ -77,7 +78,7 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """Return item indices from 0 to n − 1, on the images' device."""
         if isinstance(indices, slice):
-            return torch.arange(len(self), device=self.images.device)[indices]
+            return torch.tensor(range(len(self))[indices], dtype=torch.int64, device=self.images.device)
         every = range(len(self))  # takes negative indices, and raises IndexError
         given = torch.as_tensor(indices)
         if given.dtype == torch.bool:

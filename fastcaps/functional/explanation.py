@@ -126,9 +126,7 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         inputs = tuple(call.smallest_inputs())  # type: ignore[operator]
     if not callable(call):
         raise TypeError(f"explain: call must be a module, a function or tensors, got {type(call).__name__}")
-    with _uncompiled(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        mode.cache_enabled = False  # a call that was seen before must be explained again
-        fake = _faked(call, mode)
+    with shapes_alone(call) as (fake, mode):
         inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
         found = _Listener()
         token = listener.set(found)
@@ -143,6 +141,14 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         finally:
             listener.reset(token)
     return found[0] if len(found) == 1 else Explanations(found)
+
+
+@contextmanager
+def shapes_alone(call: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], FakeTensorMode]]:
+    """Yield a copy of a module that computes shapes alone, and the mode that makes tensors for it."""
+    with _uncompiled(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        mode.cache_enabled = False  # a call that was seen before must be explained again
+        yield _faked(call, mode), mode
 
 
 _one_stance = threading.RLock()  # torch's is one for the process: each puts back what it found

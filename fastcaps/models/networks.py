@@ -8,14 +8,14 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_images, image_size, refuse_unknown
+from fastcaps.checks import check_choice, check_count, check_images, image_size, one_line, refuse_unknown
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments
-from fastcaps.nn.stack import CapsuleSpec
+from fastcaps.nn.stack import FOLLOWING, CapsuleSpec, checked_specs
 
 
 class Config(Protocol):
@@ -52,6 +52,12 @@ class NetworkConfig:
     decoder: bool | tuple[int, ...] = False  # its hidden widths; True: those of Sabour et al., 512 and 1024
     kaiming: bool = False  # draw convolutions from Kaiming's normal distribution, with biases of 0
 
+    def __post_init__(self) -> None:
+        checked_specs("hidden", self.hidden, self.layer)
+        for name in ("primary", "class_layer", "options"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise TypeError(f"{name} must be a mapping, got {one_line(value)}")
+
     def build(self) -> CapsNet:
         """Return the network with new weights."""
         size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
@@ -84,7 +90,8 @@ class NetworkConfig:
             for module in net.modules():
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight)
-                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+                    if module.bias is not None:
+                        nn.init.zeros_(module.bias)
         return net
 
     def routing_layer(self) -> type[RoutingLayer[Any, Any]]:
@@ -110,13 +117,6 @@ class NetworkConfig:
     def extended(self, more: Mapping[str, Any]) -> NetworkConfig:
         """Return the configuration with other values for some of :meth:`extras`."""
         return replace(self, options={**self.options, **more})
-
-
-FOLLOWING = {
-    "in_capsules", "out_capsules", "in_dim", "out_dim", "kernel_size", "stride", "padding", "dilation", "share",
-    "device", "dtype",
-}  # fmt: skip
-"""Arguments of routing layers that follow from the network."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.nn.parameter import is_lazy
 
 from fastcaps.checks import check_choice, check_count, check_images, did_you_mean, known_arguments, one_line, shape_text
 from fastcaps.checks import image_size as checked_size
+from fastcaps.functional.explanation import shapes_alone
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.nn.head import READS, ClassHead
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -24,17 +26,24 @@ from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, checked_s
 def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
     """Return channels, height and width of ``backbone``'s feature map.
 
-    A copy on the meta device computes them, so that neither the state of BatchNorm nor a random generator changes.
+    A copy without values computes them, so that neither the state of BatchNorm nor a random generator changes.
     """
     if not isinstance(backbone, nn.Module):
         raise TypeError(f"backbone must be a torch.nn.Module, got {one_line(backbone)}")
-    probe = copy.deepcopy(backbone).to("meta").eval()
-    try:
-        dtype = next((each.dtype for each in backbone.parameters() if each.is_floating_point()), None)
-        features = probe(torch.empty(1, in_channels, *image_size, device="meta", dtype=dtype))
-    except RuntimeError as error:
-        wanted = f"[B, {in_channels}, {image_size[0]}, {image_size[1]}] of in_channels and image_size"
-        raise ValueError(f"backbone must take images {wanted}, but it fails: {str(error).splitlines()[0]}") from error
+    if any(map(is_lazy, (*backbone.parameters(), *backbone.buffers()))):
+        raise ValueError("backbone must have its parameters: call its lazy layers once, on images")
+    like = next((each for each in backbone.parameters() if each.is_floating_point()), torch.empty(0))
+    with shapes_alone(backbone) as (probe, _):
+        try:
+            for module in probe.modules():  # type: ignore[attr-defined]
+                module.training = False
+            features = probe(torch.empty(1, in_channels, *image_size, device=like.device, dtype=like.dtype))
+        except RuntimeError as error:
+            wanted = f"[B, {in_channels}, {image_size[0]}, {image_size[1]}] of in_channels and image_size"
+            why = str(error).partition("\n")[0] or type(error).__name__
+            if isinstance(error, DataDependentOutputException):
+                why = "its result depends on the images' values, and it is called with shapes alone"
+            raise ValueError(f"backbone must take images {wanted}, but it fails: {why}") from error
     if not isinstance(features, Tensor) or features.dim() != 4:
         got = shape_text(features) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"backbone must return a feature map [B, channels, H, W], got {got}")
@@ -148,16 +157,20 @@ class CapsNet(nn.Module):
             Further arguments of every routing layer: pose, bias, and others that all their classes take. As in the
             paper's ablation, ``layer_norm=False`` does not change the primary capsules.
         """
-        specs = checked_specs("hidden", hidden, layer)
+        specs = checked_specs("hidden", hidden, layer, options)
         specs += [classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
-        of_layers = [name for spec in specs for name in arguments(spec.layer or layer)]
+        kinds = [spec.layer or layer for spec in specs]
+        of_layers = [name for kind in kinds for name in arguments(kind)]
         own = [name for name in inspect.signature(cls.build).parameters if name != "options"]
         for name in options.keys() - {*of_layers}:
-            near = did_you_mean(name, own) or did_you_mean(name, of_layers) or f"; there are: {', '.join(own)}"
-            raise TypeError(f"CapsNet.build has no argument {name}{near}")
-        if not isinstance(primary or {}, Mapping):
+            near = did_you_mean(name, own)
+            if near or all(kind.__module__.startswith("fastcaps.") for kind in kinds):  # others may take any options
+                near = near or did_you_mean(name, of_layers) or f"; there are: {', '.join(own)}"
+                raise TypeError(f"CapsNet.build has no argument {name}{near}")
+        primary = {} if primary is None else primary
+        if not isinstance(primary, Mapping):
             raise TypeError(f"primary must be a mapping, such as {{'normalize': 'squash'}}, got {one_line(primary)}")
-        for name in {"in_channels", "capsules", "dim"}.intersection(primary or ()):
+        for name in {"in_channels", "capsules", "dim"}.intersection(primary):
             raise TypeError(f"primary cannot set {name}: build sets it")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
@@ -168,7 +181,7 @@ class CapsNet(nn.Module):
         scores = first_layer.activity_name == "scores"
         reads = first_layer.route_options is not None and first_layer.route_takes_activity
         active = bool(lowest.get("activations")) or first_layer.head == "activations" or reads
-        more: dict[str, Any] = {"activations": active, **place, **(primary or {})}
+        more: dict[str, Any] = {"activations": active, **place, **primary}
         first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(more["activations"]), **more})
         grid = first.output_size((features[0], features[1]))
         if min(grid) < 1:
@@ -193,7 +206,7 @@ class CapsNet(nn.Module):
         top = stack.layers[-1].out_dim
         last, draws = ClassHead(top, read=head, **place), None
         if decoder:
-            widths = {} if decoder is True else {"hidden": decoder}
+            widths = {} if isinstance(decoder, int) else {"hidden": decoder}
             draws = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
         return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size, decoder=draws)
 

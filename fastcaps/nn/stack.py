@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, known_arguments, one_line, require_tensor
+from fastcaps.checks import check_choice, check_count, check_pair, known_arguments, one_line, require_tensor
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
 from fastcaps.nn.poses import arguments, arguments_repr
@@ -62,7 +62,17 @@ class CapsuleSpec:
             check_count("dim", self.dim)
         if self.layer is not None:
             _check_kind(self.layer)
+        if self.types is not None:
+            check_count("types", self.types)
+        if not isinstance(self.options, Mapping):
+            raise TypeError(f"options must be a mapping, got {one_line(self.options)}")
 
+
+FOLLOWING = {
+    "in_capsules", "out_capsules", "in_dim", "out_dim", "kernel_size", "stride", "padding", "dilation", "share",
+    "device", "dtype",
+}  # fmt: skip
+"""Arguments of routing layers that follow from the network."""
 
 CapsuleSpec.__init__ = known_arguments(CapsuleSpec.__init__, "; options={...} takes others of the layer")  # type: ignore[method-assign]
 
@@ -188,7 +198,8 @@ class RoutingStack(nn.Module):
             If a window is larger than its grid, or a grid layer follows a set layer.
         """
         layers = []
-        for index, spec in enumerate(checked_specs("specs", specs, layer)):
+        size = None if size is None else check_pair("size", size, 1)
+        for index, spec in enumerate(checked_specs("specs", specs, layer, options)):
             where = f"layer {index} (kernel_size {spec.kernel_size})"
             if spec.kernel_size is None and size is not None:
                 in_capsules, size = in_capsules * size[0] * size[1], None
@@ -324,7 +335,8 @@ class RoutingStack(nn.Module):
         if layer.takes_parents:
             found = layer(read[0], parents, read[1], iterations=count, return_coefficients=spread)
         else:
-            found = layer(*read, iterations=own, return_coefficients=spread)
+            takes = layer.route_options is None or "iterations" in layer.route_options
+            found = layer(*read, iterations=own if takes else None, return_coefficients=spread)
         if not spread:
             return found, []
         *parts, coefficients = found
@@ -367,12 +379,15 @@ def _check_kind(layer: Any) -> None:
         raise TypeError(f"layer must be a class of routing layers, such as fastcaps.DynamicRouting, got {got}")
 
 
-def checked_specs(name: str, specs: Any, layer: Any) -> list[CapsuleSpec]:
-    """Return specs as a list; raise unless all are CapsuleSpecs, and ``layer`` is a class of routing layers."""
+def checked_specs(name: str, specs: Any, layer: Any, options: Iterable[str] = ()) -> list[CapsuleSpec]:
+    """Return specs as a list; raise unless all are CapsuleSpecs, ``layer`` is a class of routing layers, and the
+    ``options`` of all layers are none that follow from the network."""
     found: list[Any] = list(specs) if isinstance(specs, Iterable) else [None]
     if not all(isinstance(each, CapsuleSpec) for each in found):
         raise TypeError(f"{name} must be a list of CapsuleSpecs, such as [CapsuleSpec(16)], got {one_line(specs)}")
     _check_kind(layer)
+    for option in FOLLOWING.intersection(options) - {"device", "dtype"}:
+        raise TypeError(f"{option} is no option of all layers: it is set in a CapsuleSpec, or follows from the sizes")
     return found
 
 
