@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Option
 
-from fastcaps.cli.common import absolute, one_line_errors, progress_console, read_settings, show, show_list
+from fastcaps.cli.common import Wrong, absolute, one_line_errors, progress_console, read_settings, show, show_list
 from fastcaps.cli.train import DATA_DIR
 
 
@@ -58,12 +58,16 @@ def reproduce(
     console, command = progress_console(as_json), shlex.join(["fastcaps", *context.obj])
     with one_line_errors(command):
         if name is None:
+            if row or settings or out or collect:
+                raise Wrong("NAME is missing, the table or figure; without options, `fastcaps reproduce` lists them")
             every = {name: tables.table(name) for name in tables.names()}
             (show if as_json else show_list)({name: f"{each.source}: {each.title}" for name, each in every.items()})
             return 0
         table = tables.table(name)
         stem = Path(name).stem
         folder = Path(out or f"runs/reproduce/{stem}{'-short' if short else ''}")
+        if folder.is_file():
+            raise Wrong(f"--out {folder}: is a file, want a folder")
         changes = read_settings(settings or [])
         where = {"data.dir": absolute(data_dir)} if data_dir else {}
         lines = table.lines(table.runs_folder(folder, stem), short=short, changes={**changes, **where})

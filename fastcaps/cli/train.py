@@ -106,6 +106,8 @@ def train(
         for path in ("data.dir", "data.options.transformer"):
             if isinstance(changes.get(path), str):
                 changes[path] = absolute(changes[path])
+        if resume and not (recipe or changes):
+            raise Wrong("--resume needs the run's folder: fastcaps train --resume RUN")
         config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
     from fastcaps import training  # loads Lightning, for which a wrong setting need not wait
     from fastcaps.training.callbacks import Report

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fastcaps.checks import one_line
 from fastcaps.data.draws import Draws
 from fastcaps.data.files import Images, Labels
 from fastcaps.data.transforms import Augmentation, Mixup
@@ -79,11 +80,16 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         """Return item indices from 0 to n − 1, on the images' device."""
         if isinstance(indices, slice):
             return torch.tensor(range(len(self))[indices], dtype=torch.int64, device=self.images.device)
-        every = range(len(self))  # takes negative indices, and raises IndexError
+        every = range(len(self))  # takes negative indices
         given = torch.as_tensor(indices)
         if given.dtype == torch.bool:
             raise TypeError("indices must be whole numbers, got a mask: mask.nonzero().flatten() has its indices")
-        numbers = [every[index] for index in given.tolist()]
+        if given.dim() != 1 or (given.is_floating_point() and given.numel()):
+            raise TypeError(f"indices must be a list of whole numbers or a slice, got {type(indices).__name__}")
+        try:
+            numbers = [every[index] for index in given.tolist()]
+        except IndexError:
+            raise IndexError(f"an index is out of range: there are {len(self)} images") from None
         return torch.tensor(numbers, dtype=torch.int64, device=self.images.device)
 
     def _draws(self, items: Tensor) -> Draws:
@@ -120,6 +126,8 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     def __getitem__(self, index: int | slice) -> tuple[Tensor, Tensor]:
         if isinstance(index, slice):
             return self.batch(index)
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"index must be an int or a slice, got {one_line(index)}; .batch takes lists")
         images, labels = self.batch([index])
         return images[0], labels[0]
 

@@ -206,7 +206,7 @@ class CapsNet(nn.Module):
         top = stack.layers[-1].out_dim
         last, draws = ClassHead(top, read=head, **place), None
         if decoder:
-            widths = {} if isinstance(decoder, int) else {"hidden": decoder}
+            widths: dict[str, Any] = {} if isinstance(decoder, int) else {"hidden": decoder}
             draws = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
         return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size, decoder=draws)
 
