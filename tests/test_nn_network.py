@@ -212,6 +212,8 @@ def test_an_own_layer_needs_no_iterations_and_no_activations() -> None:
     sizes: dict[str, Any] = {"in_channels": 1, "image_size": (6, 5), "capsules": 3, "dim": 4, "classes": 7}
     net, images = CapsNet.build(nn.Conv2d(1, 2, 3), layer=Scaled, iterations=5, **sizes), torch.randn(2, 1, 6, 5)
     assert torch.equal(net(images, iterations=4), net(images)) and not net.primary.activations
+    with pytest.raises(TypeError, match=r"layers\[1\]: Scaled.route takes no activations, but EMRouting below"):
+        CapsNet.build(nn.Conv2d(1, 2, 3), layer=Scaled, hidden=[CapsuleSpec(3, layer=EMRouting)], **sizes)
     layer, children = net.routing.layers[-1], torch.randn(2, 3 * 4 * 3, 4)
     torch.testing.assert_close(layer(children, scale=2.0), 2 * layer(children))
 

@@ -403,6 +403,11 @@ def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
             raise ValueError(
                 f"{where}.in_dim must be {below.out_dim}, the out_dim of the layer below it, got {layer.in_dim}"
             )
+        if layer.route_options is not None and not layer.route_takes_activity and below.head == "activations":
+            raise TypeError(
+                f"{where}: {type(layer).__name__}.route takes no activations, but {type(below).__name__} below it "
+                "returns them; give route a parameter activations"
+            )
         if layer.on_grid and below.window is None:
             if layer.whole_grid and None not in (layer.in_capsules, below.out_capsules):
                 if below.out_capsules % layer.in_capsules:  # type: ignore[operator]
