@@ -216,7 +216,7 @@ def summary(rows: Sequence[Row]) -> str:
     equal = sum(0.995 <= (row.get("speedup") or 0.0) < 1.005 for row in rows)
     said = f"An alternative is faster in {len(slower)} of {len(rows)} rows"
     said += f" (and equally fast in {equal})" * bool(equal)
-    said += f"; {sum('~' in _speedup(row) for row in rows)} rows are doubtful (~)" + (":" if slower else ".")
+    said += f"; rows marked ~ ({sum('~' in _speedup(row) for row in rows)}) are doubtful" + (":" if slower else ".")
     return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows), about(rows)])
 
 

@@ -294,4 +294,4 @@ def test_without_a_checkout_bench_says_where_it_lies(
 ) -> None:
     monkeypatch.setattr(fastcaps, "__file__", str(tmp_path / "fastcaps" / "__init__.py"))
     status, out, err = call(capsys, *command)
-    assert (status, out) == (1, "") and "lies in the source checkout" in err and err.count("\n") == 1
+    assert (status, out) == (1, "") and "only in a source checkout" in err and err.count("\n") == 1

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from nn_layers import draw
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models
 from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting
@@ -113,7 +114,7 @@ def test_measuring_the_backbone_touches_nothing() -> None:
         feature_shape(nn.LazyConv2d(4, 3), 1, (3, 3))
     hooked = nn.Conv2d(1, 4, 3)
     hooked.register_forward_hook(lambda *_: pytest.fail("a hook must not run"))
-    pruned = nn.utils.prune.l1_unstructured(nn.Conv2d(1, 4, 3), "weight", 0.5)
+    pruned = prune.l1_unstructured(nn.Conv2d(1, 4, 3), "weight", 0.5)
     for module in (hooked, pruned, nn.utils.weight_norm(nn.Conv2d(1, 4, 3)), torch.jit.script(nn.Conv2d(1, 4, 3))):
         assert feature_shape(module, 1, (5, 6)) == (4, 3, 4)
 
