@@ -214,9 +214,9 @@ def summary(rows: Sequence[Row]) -> str:
     slower = [f"- `{row['workload']}` batch {row['batch']}, {row['mode']}: {_speedup(row)} of {_short(row['fastest'])}"
               for row in behind(rows)]  # fmt: skip
     equal = sum(0.995 <= (row.get("speedup") or 0.0) < 1.005 for row in rows)
-    said = f"An alternative is faster in {len(slower)} of {len(rows)} rows"
-    said += f" (and equally fast in {equal})" * bool(equal)
-    said += f"; rows marked ~ ({sum('~' in _speedup(row) for row in rows)}) are doubtful" + (":" if slower else ".")
+    said = f"Rows marked ~ ({sum('~' in _speedup(row) for row in rows)}) are doubtful. "
+    said += f"An alternative is faster in {len(slower)} of {len(rows)} rows"
+    said += f" (and equally fast in {equal})" * bool(equal) + (":" if slower else ".")
     return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows), about(rows)])
 
 

@@ -26,7 +26,7 @@ class LayerDiagnosis:
     layer: str  # its class
     measured_by: str  # a parent's strength: "activation", "length", "relative length" or "share"
     strengths: tuple[float, ...]  # the maximum over batch and positions, of each parent (type, on a grid)
-    dead: tuple[int, ...]  # the parents whose strength is below the threshold
+    dead: tuple[int, ...]  # the parents whose strength is below the threshold, or NaN
     compete: str  # "parents" or "children", over which coefficients add up to 1; empty without coefficients
     entropy: float | None  # of the coefficients: 0 if each child goes to one, 1 if all are equal; None without a choice
     weight_gradient: float | None  # norms of the loss's gradients; None without a loss or without gradients
@@ -78,7 +78,7 @@ def diagnose(
     Let m be a parent (on a grid, a parent type at any position l), i its children, :math:`g_i` their gates (their
     activations, the sigmoid of their scores, or 1) and :math:`r_{im}` the coefficients of the last iteration.
 
-    **Dead capsules.** A parent is dead if its strength stays below the threshold in the whole batch,
+    **Dead capsules.** A parent is dead if its strength is NaN, or stays below the threshold in the whole batch,
 
     .. math:: \max_{b,l}\; \text{strength}_{blm} < \text{threshold}.
 
@@ -212,7 +212,7 @@ def _strength(one: Inside, gated: Tensor | None) -> tuple[str, Tensor]:
     squashed = isinstance(layer, DynamicRouting) or getattr(layer, "activation", None) == "squash"
     if squashed:
         return "length", lengths
-    return "relative length", lengths / lengths.amax().clamp_min(torch.finfo(lengths.dtype).tiny)
+    return "relative length", lengths / lengths.nan_to_num(0.0).amax().clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
 def _entropy(shares: Tensor, gates: Tensor, compete: str, leaky: bool) -> float | None:

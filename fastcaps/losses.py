@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,12 @@ def _reduce(per_sample: Tensor, reduction: str) -> Tensor:
     return per_sample if reduction == "none" else getattr(per_sample, reduction)()
 
 
+def _check_numbers(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            check_finite(name, value)
+
+
 def _check_activations(activations: Tensor, name: str) -> None:
     require_tensor(activations, name)
     if not activations.is_floating_point():
@@ -51,13 +58,15 @@ def _check_labels(target: Tensor, batch: int, classes: int) -> None:
         raise ValueError(f"target must be [{batch}], a class for every sample, got {shape_text(target)}")
     if target.dtype != torch.int64:
         raise TypeError(f"target must hold classes as int64, got {target.dtype}")
-    _refuse(target, (target < 0) | (target >= classes), f"target must hold classes from 0 to {classes - 1}")
+    _check_range(target, classes - 1, f"target must hold classes from 0 to {classes - 1}")
 
 
-def _refuse(target: Tensor, wrong: Tensor, wanted: str) -> None:
-    """Raise if any value is wrong, where values can be read."""
+def _check_range(target: Tensor, most: int, wanted: str) -> None:
     if is_tracing() or torch._C._is_tracing() or is_transformed() or type(target) is not Tensor or target.is_meta:
+        return  # the values cannot be read
+    if torch._C._len_torch_dispatch_stack():  # make_fx, say
         return
+    wrong = (target < 0) | (target > most)
     if target.device.type == "cuda":
         torch._assert_async(~wrong.any(), wanted)  # does not wait for the GPU
     elif wrong.any():
@@ -106,13 +115,12 @@ def margin_loss(
     """
     _check_activations(lengths, "lengths")
     require_tensor(target, "target")
-    for name, value in (("upper", upper), ("lower", lower), ("down_weight", down_weight)):
-        check_finite(name, value)
+    _check_numbers(upper=upper, lower=lower, down_weight=down_weight)
     if target.dim() == 2:
         if target.shape != lengths.shape:
             wanted = f"[{len(lengths)}] or {shape_text(lengths)}"
             raise ValueError(f"target must be {wanted} to fit the lengths, got {shape_text(target)}")
-        _refuse(target, (target < 0) | (target > 1), "target must hold values from 0 to 1")
+        _check_range(target, 1, "target must hold values from 0 to 1")
         present = target.to(lengths.dtype)
     else:
         _check_labels(target, *lengths.shape)
@@ -144,7 +152,7 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
     """
     _check_activations(activations, "activations")
     _check_labels(target, *activations.shape)
-    check_finite("margin", margin)
+    _check_numbers(margin=margin)
     ahead = activations.gather(1, target.unsqueeze(1)) - activations
     short = (margin - ahead).clamp(min=0).square()
     return _reduce(short.scatter(1, target.unsqueeze(1), 0.0).sum(1), reduction)
@@ -163,8 +171,9 @@ def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9
     [0.2, 0.55, 0.9, 0.9]
     """
     check_count("steps", steps)
-    check_finite("step", step, 0)
-    start, end = check_finite("start", start), check_finite("end", end)
+    _check_numbers(step=step, start=start, end=end)
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
     return start + (end - start) * min(1.0, step / steps)
 
 
@@ -188,7 +197,7 @@ def reconstruction_loss(
     """
     require_tensor(reconstruction, "reconstruction")
     require_tensor(images, "images")
-    check_finite("scale", scale)
+    _check_numbers(scale=scale)
     if reconstruction.dim() < 2:
         raise ValueError(f"reconstruction must be [B, ...], got {shape_text(reconstruction)}")
     if images.shape != reconstruction.shape:
@@ -238,7 +247,7 @@ class ReconstructionDecoder(nn.Module):
         self.dim = check_count("dim", dim)
         for name, sizes in (("image_shape", image_shape), ("hidden", hidden)):
             if not isinstance(sizes, Iterable):
-                raise TypeError(f"{name} must be a sequence of ints, such as (1, 28, 28), got {one_line(sizes)}")
+                raise TypeError(f"{name} must be a sequence of ints, got {one_line(sizes)}")
         self.image_shape = tuple(check_count("image_shape", size) for size in image_shape)
         widths = [classes * dim, *(check_count("hidden", width) for width in hidden), math.prod(self.image_shape)]
         layers: list[nn.Module] = []

@@ -198,12 +198,14 @@ def test_a_layer_is_left_if_only_its_gradients_differ_and_random_numbers_go_on()
 
 def test_models_are_converted_in_threads():
     """One at a time: comparing changes modes, which all layers get back."""
-    before, one = torch.Tensor.cuda, nn_plain.DenseCapsule(5, 4, 3, 6)
-    models = [one, one, nn_plain.DenseCapsule(5, 4, 3, 6)]
-    with ThreadPoolExecutor(3) as pool:
-        found = [report.layers[0].outcome for report in pool.map(fastcaps.convert, models)]
-    assert sorted(found) == ["compared", "compared", "ours"]
-    assert torch.Tensor.cuda is before and all(model.training for model in models)
+    before = torch.Tensor.cuda
+    for _ in range(10):
+        one, other = (nn_plain.DenseCapsule(5, 4, 3, 6) for _ in range(2))
+        one.weight.register_hook(lambda gradient: pytest.fail("no training"))
+        with ThreadPoolExecutor(3) as pool:
+            found = [report.layers[0].outcome for report in pool.map(fastcaps.convert, [one, one, other])]
+        assert sorted(found) == ["compared", "compared", "ours"]
+        assert torch.Tensor.cuda is before and one.training and other.training and one.weight._backward_hooks
 
 
 def test_a_layer_that_calls_cuda_is_compared_without_a_gpu():

@@ -114,6 +114,7 @@ needs_fake_gpu_tensors = pytest.mark.skipif(
 @pytest.fixture
 def settings_kept() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.allow_tf32 = True  # the default, which a benchmark's test in this process may have changed
     yield
     torch.use_deterministic_algorithms(deterministic)
     torch.set_float32_matmul_precision("highest")

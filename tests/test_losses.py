@@ -153,7 +153,7 @@ test_errors_name_the_argument = refusals(
     (ValueError, "target must hold classes from 0 to 2, got 3", lambda: DECODER(torch.ones(2, 3, 4), LABELS + 3)),
     (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
     (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
-    (ValueError, "step must be a finite number >= 0, got -1", lambda: spread_margin(-1, 5)),
+    (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
     (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
     (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
     (ValueError, r"capsules must be \[B, 3, 4\]", lambda: DECODER(torch.ones(2, 4, 3))),

@@ -59,7 +59,7 @@ def reproduce(
     with one_line_errors(command):
         if name is None:
             if row or settings or out or collect:
-                raise Wrong("NAME is missing, the table or figure; without options, `fastcaps reproduce` lists them")
+                raise Wrong("NAME, the table or figure, is missing; `fastcaps reproduce` lists them")
             every = {name: tables.table(name) for name in tables.names()}
             (show if as_json else show_list)({name: f"{each.source}: {each.title}" for name, each in every.items()})
             return 0

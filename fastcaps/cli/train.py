@@ -24,7 +24,7 @@ OPTIONS: tuple[tuple[str, Any, str, str, str, str], ...] = (
     ("iterations", int, "network.options.iterations", WHAT, "routing iterations", ""),
     ("routing", str, "network.options.routing", WHAT, "concurrent or sequential", ""),
     ("augment", bool, "data.augment", WHAT, "pad and crop training images at random (default: CIFAR, smallNORB)", ""),
-    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (default: CIFAR; never digits)", ""),
+    ("flip", bool, "data.flip", WHAT, "mirror half of the training images (default: CIFAR; wrong for digits)", ""),
     ("limit", int, "data.limit", WHAT, "use only the first training images, for a quick try", ""),
     ("validation", int, "data.validation", WHAT, "hold out this many images, to choose the best epoch", "0"),
     ("epochs", int, "epochs", HOW, "passes over the training images", "2"),

@@ -289,11 +289,13 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
     def cuda(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return tensor if threading.get_ident() == here else moved(tensor, *arguments, **options)
 
-    around = ExitStack()
-    around.enter_context(mock.patch.object(Tensor, "cuda", cuda))
-    around.enter_context(torch.autocast(weight.device.type, enabled=False))
-    around.enter_context(torch.random.fork_rng([weight.device] if weight.is_cuda else []))
+    around, hooks = ExitStack(), [(each, each._backward_hooks) for each in new.parameters()]
     try:
+        around.enter_context(mock.patch.object(Tensor, "cuda", cuda))
+        around.enter_context(torch.autocast(weight.device.type, enabled=False))
+        around.enter_context(torch.random.fork_rng([weight.device] if weight.is_cuda else []))
+        for each, _ in hooks:  # the gradients below are no training
+            each._backward_hooks = None
         for module in modes:
             module.training = False
         for noisy in (False, True) if flat else (False,):
@@ -310,6 +312,8 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
         return "left" if guessed and outcome in CONVERTED else outcome, why
     finally:
         around.close()
+        for each, kept in hooks:
+            each._backward_hooks = kept
         for module, mode in modes.items():
             module.training = mode
         for each, value in zip(flat, values, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -126,8 +127,10 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     def __getitem__(self, index: int | slice) -> tuple[Tensor, Tensor]:
         if isinstance(index, slice):
             return self.batch(index)
-        if not hasattr(index, "__index__"):
-            raise TypeError(f"index must be an int or a slice, got {one_line(index)}; .batch takes lists")
+        try:
+            operator.index(index)
+        except TypeError:
+            raise TypeError(f"index must be an int or a slice, got {one_line(index)}; .batch takes lists") from None
         images, labels = self.batch([index])
         return images[0], labels[0]
 

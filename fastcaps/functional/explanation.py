@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from fastcaps import backends, libraries
 from fastcaps.functional.inverted_attention import inverted_attention_routing
@@ -127,6 +132,9 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     if not callable(call):
         raise TypeError(f"explain: call must be a module, a function or tensors, got {type(call).__name__}")
     with shapes_alone(call) as (fake, mode):
+        for module in fake.modules() if isinstance(fake, torch.nn.Module) else ():
+            for when in ("forward_pre", "forward", "backward_pre", "backward"):
+                getattr(module, f"_{when}_hooks").clear()
         inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
         found = _Listener()
         token = listener.set(found)
@@ -165,7 +173,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """Return a copy of a module whose tensors are fake and that has no hooks; anything else as it is."""
+    """Return a copy of a module whose parameters and buffers are fake; anything else as it is."""
     if not isinstance(call, torch.nn.Module):
         return call
     tensors = [*call.parameters(), *call.buffers()]
@@ -173,11 +181,8 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
     # what a graph led to, as pruned weights and results that a module keeps, cannot be copied otherwise
     tensors += [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
-    copied = copy.deepcopy(call, memo)
-    for module in copied.modules():
-        for when in ("forward_pre", "forward", "backward_pre", "backward"):
-            getattr(module, f"_{when}_hooks").clear()
-    return copied
+    with unset_fake_temporarily():  # other tensors stay real
+        return copy.deepcopy(call, memo)
 
 
 class _Listener(list[Explanation]):

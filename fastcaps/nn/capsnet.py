@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.parameter import is_lazy
 
-from fastcaps.checks import check_choice, check_count, check_images, did_you_mean, known_arguments, one_line, shape_text
+from fastcaps.checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_images,
+    did_you_mean,
+    known_arguments,
+    one_line,
+    shape_text,
+)
 from fastcaps.checks import image_size as checked_size
 from fastcaps.functional.explanation import shapes_alone
 from fastcaps.losses import ReconstructionDecoder
@@ -31,9 +40,10 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
     if not isinstance(backbone, nn.Module):
         raise TypeError(f"backbone must be a torch.nn.Module, got {one_line(backbone)}")
     if any(map(is_lazy, (*backbone.parameters(), *backbone.buffers()))):
-        raise ValueError("backbone must have its parameters: call its lazy layers once, on images")
-    like = next((each for each in backbone.parameters() if each.is_floating_point()), torch.empty(0))
-    with shapes_alone(backbone) as (probe, _):
+        raise ValueError("backbone must have no lazy parameters: call it once on images")
+    tensors = (*backbone.parameters(), *backbone.buffers())
+    like = next((each for each in tensors if each.is_floating_point()), torch.empty(0))
+    with shapes_alone(backbone) as (probe, _), torch.enable_grad():  # a backbone may need gradients inside
         try:
             for module in probe.modules():  # type: ignore[attr-defined]
                 module.training = False
@@ -41,7 +51,7 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
         except RuntimeError as error:
             wanted = f"[B, {in_channels}, {image_size[0]}, {image_size[1]}] of in_channels and image_size"
             why = str(error).partition("\n")[0] or type(error).__name__
-            if isinstance(error, DataDependentOutputException):
+            if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
                 why = "its result depends on the images' values, and it is called with shapes alone"
             raise ValueError(f"backbone must take images {wanted}, but it fails: {why}") from error
     if not isinstance(features, Tensor) or features.dim() != 4:
@@ -164,7 +174,7 @@ class CapsNet(nn.Module):
         own = [name for name in inspect.signature(cls.build).parameters if name != "options"]
         for name in options.keys() - {*of_layers}:
             near = did_you_mean(name, own)
-            if near or all(kind.__module__.startswith("fastcaps.") for kind in kinds):  # others may take any options
+            if near or all(kind.__module__.startswith("fastcaps.") for kind in kinds):  # a user's layer may take any
                 near = near or did_you_mean(name, of_layers) or f"; there are: {', '.join(own)}"
                 raise TypeError(f"CapsNet.build has no argument {name}{near}")
         primary = {} if primary is None else primary
@@ -172,6 +182,9 @@ class CapsNet(nn.Module):
             raise TypeError(f"primary must be a mapping, such as {{'normalize': 'squash'}}, got {one_line(primary)}")
         for name in {"in_channels", "capsules", "dim"}.intersection(primary):
             raise TypeError(f"primary cannot set {name}: build sets it")
+        whole: object = decoder
+        if isinstance(whole, str) or not isinstance(whole, (bool, Sequence)):
+            raise TypeError(f"decoder must be True, False or a sequence of ints, got {one_line(decoder)}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
         channels, *features = feature_shape(backbone, in_channels, size)
@@ -206,7 +219,7 @@ class CapsNet(nn.Module):
         top = stack.layers[-1].out_dim
         last, draws = ClassHead(top, read=head, **place), None
         if decoder:
-            widths: dict[str, Any] = {} if isinstance(decoder, int) else {"hidden": decoder}
+            widths: dict[str, Any] = {} if decoder is True else {"hidden": decoder}
             draws = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
         return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size, decoder=draws)
 
@@ -247,8 +260,8 @@ class CapsNet(nn.Module):
         raise ValueError or TypeError.
         """
         check_images(images, self.in_channels)
-        if not isinstance(reconstruct, (bool, Tensor)):
-            raise TypeError(f"reconstruct must be True, False or int64 labels [B], got {one_line(reconstruct)}")
+        if not isinstance(reconstruct, Tensor):
+            reconstruct = check_flag("reconstruct, if no tensor of labels,", reconstruct)
         if reconstruct is not False and self.decoder is None:
             raise ValueError(
                 "reconstruct must be False for a network without a decoder; CapsNet.build(..., decoder=True) adds one"

@@ -179,9 +179,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         places = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
         star = any(x.kind is x.VAR_POSITIONAL for x in [*takes.values()][:3])
         third = [takes[name] for name in places[2:3] if name not in _OF_ROUTE]  # the activations, or an option
-        active = star or any(x.default is x.empty or x.name in ("activations", cls.activity_name) for x in third)
+        active = star or any(x.default is None or x.default is x.empty or x.name == cls.activity_name for x in third)
         fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
-        if third and ("iter" in third[0].name or third[0].name.startswith("return")):  # it would hold the activations
+        if any(word.startswith(("iter", "return")) for x in third for word in x.name.split("_")):  # no activations
             raise TypeError(f"{cls.__name__} must define {_ROUTE}, got an argument {third[0].name}")
         if fixed or (len(places) < 2 and not star) or {*places[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
             raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(takes)})")
@@ -442,7 +442,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
-            hints = {2: "; nn.Flatten(1, 3) keeps the poses", 4: "; PrimaryCapsules turns a feature map into capsules"}
+            hints = {2: "; leave out nn.Flatten", 4: "; PrimaryCapsules turns a feature map into capsules"}
             raise ValueError(f"children must be {wanted}, got {shape_text(children)}{hints.get(children.dim(), '')}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"

@@ -335,8 +335,7 @@ class RoutingStack(nn.Module):
         if layer.takes_parents:
             found = layer(read[0], parents, read[1], iterations=count, return_coefficients=spread)
         else:
-            takes = layer.route_options is None or "iterations" in layer.route_options
-            found = layer(*read, iterations=own if takes else None, return_coefficients=spread)
+            found = layer(*read, iterations=own if _takes_iterations(layer) else None, return_coefficients=spread)
         if not spread:
             return found, []
         *parts, coefficients = found
@@ -366,10 +365,13 @@ def converted(activity: Tensor | None, scores: bool, wanted: bool) -> Tensor | N
     return as_scores(activity) if wanted else activity.sigmoid()
 
 
+def _takes_iterations(layer: RoutingLayer[Any, Any] | type[RoutingLayer[Any, Any]]) -> bool:
+    return layer.route_options is None or "iterations" in layer.route_options
+
+
 def _counts_itself(kind: type[RoutingLayer[Any, Any]]) -> bool:
     """Return whether layers of a class run all their own iterations, as many as their constructor says."""
-    settable = kind.route_options is None or "iterations" in kind.route_options
-    return settable and not kind.takes_parents and "iterations" in arguments(kind)
+    return _takes_iterations(kind) and not kind.takes_parents and "iterations" in arguments(kind)
 
 
 def _check_kind(layer: Any) -> None:
@@ -380,14 +382,14 @@ def _check_kind(layer: Any) -> None:
 
 
 def checked_specs(name: str, specs: Any, layer: Any, options: Iterable[str] = ()) -> list[CapsuleSpec]:
-    """Return specs as a list; raise unless all are CapsuleSpecs, ``layer`` is a class of routing layers, and the
-    ``options`` of all layers are none that follow from the network."""
+    """Return specs as a list; raise unless all are CapsuleSpecs, ``layer`` is a class of routing layers, and no option
+    is one that the network sets."""
     found: list[Any] = list(specs) if isinstance(specs, Iterable) else [None]
     if not all(isinstance(each, CapsuleSpec) for each in found):
         raise TypeError(f"{name} must be a list of CapsuleSpecs, such as [CapsuleSpec(16)], got {one_line(specs)}")
     _check_kind(layer)
     for option in FOLLOWING.intersection(options) - {"device", "dtype"}:
-        raise TypeError(f"{option} is no option of all layers: it is set in a CapsuleSpec, or follows from the sizes")
+        raise TypeError(f"options cannot set {option}: a CapsuleSpec sets it, or it follows from the sizes")
     return found
 
 
@@ -403,7 +405,8 @@ def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
             raise ValueError(
                 f"{where}.in_dim must be {below.out_dim}, the out_dim of the layer below it, got {layer.in_dim}"
             )
-        if layer.route_options is not None and not layer.route_takes_activity and below.head == "activations":
+        active = below.head == "activations" or getattr(below, "activations", False)
+        if layer.route_options is not None and not layer.route_takes_activity and active:
             raise TypeError(
                 f"{where}: {type(layer).__name__}.route takes no activations, but {type(below).__name__} below it "
                 "returns them; give route a parameter activations"

@@ -123,7 +123,7 @@ class Margin(Loss):
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         if not self.reconstruction:
             return super().__call__(network, batch, done)
-        if getattr(network, "decoder", None) is None:
+        if getattr(getattr(network, "module", network), "decoder", None) is None:
             raise ValueError(
                 "loss.reconstruction: the network has no decoder; want loss.reconstruction=0, or "
                 "network.options.decoder=true"
