@@ -34,6 +34,8 @@ TWINS["DigitCaps"] += (RoutingCapsules, batch_averaged.DigitCaps)  # many copies
 TWINS["CapsuleLayer"] += (batch_averaged.CapsuleLayer, batch_averaged.RoutedCapsuleLayer)
 """The twins by the names of the published classes; several implementations may use the same name."""
 
+_one_at_a_time = threading.RLock()
+
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The largest difference between the results of a twin and the old layer, relative to the largest value: far above
 rounding, but below what another layer would give."""
@@ -163,17 +165,15 @@ DeconvSlimCapsule2D, DeconvSlimCapsule3D (as_= takes classes with other names)
         if not (isinstance(theirs, type) and isinstance(kind, type) and issubclass(kind, Twin)):
             raise TypeError(f"as_ must map classes to classes of fastcaps.compat, got {theirs!r}: {kind!r}")
     report = ConversionReport(model)
-    with _ONE:  # comparisons change modes and biases, and put them back
+    with _one_at_a_time:  # comparisons change modes and biases, and put them back
         _convert(model, given, check, report)
     if verbose:
         print(report)
     return report
 
 
-_ONE = threading.RLock()
-
-
 def _convert(model: nn.Module, given: Mapping[type, type[Twin]], check: bool, report: ConversionReport) -> None:
+    """Convert the layers of ``model``, and add what became of each candidate to the report."""
     for path, module in list(model.named_modules()):
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         try:

@@ -217,11 +217,11 @@ class CapsNet(nn.Module):
         # channels_last from the start: the primary convolution then writes a position's capsules together in memory
         backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         top = stack.layers[-1].out_dim
-        last, draws = ClassHead(top, read=head, **place), None
+        net = cls(backbone, first, stack, ClassHead(top, read=head, **place), in_channels=in_channels, image_size=size)
         if decoder:
             widths: dict[str, Any] = {} if decoder is True else {"hidden": decoder}
-            draws = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
-        return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size, decoder=draws)
+            net.decoder = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
+        return net
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 
