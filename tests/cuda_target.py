@@ -22,7 +22,7 @@ from registry import ROUTINGS, BackwardCall, Call, Routing, votes_of
 from torch import Tensor
 
 import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
-from fastcaps import backends
+from fastcaps import backends, libraries
 
 DETERMINISTIC, ALLOW_TF32, TF32X3 = 1, 2, 4
 GPU = {entry.name: entry for entry in backends.listing()}["cuda"]
@@ -48,7 +48,8 @@ def library() -> ctypes.CDLL:
 
 def ask(name: str, *arguments: Any) -> str:
     """Return the library's answer to one of the questions of csrc/cuda/introspection.cu."""
-    function = getattr(library(), f"fastcaps_cuda_{name}")
+    built = ctypes.CDLL(str(libraries.library_path("cuda"))) if ON_DEVICE else library()
+    function = getattr(built, f"fastcaps_cuda_{name}")
     function.restype = ctypes.c_char_p
     as_c = {str: lambda text: ctypes.c_char_p(text.encode()), int: ctypes.c_int64}
     as_c |= {tuple: lambda numbers: (ctypes.c_int64 * len(numbers))(*numbers)}
@@ -86,8 +87,12 @@ class Target:
         return getattr(torch.ops.fastcaps_cuda, name).default
 
     def guarded(self) -> Any:
-        library()
-        return build.guarded(build.KERNELS) if self.device == "cpu" else nullcontext()
+        return nullcontext() if self.device == "cuda" else build.guarded(build.KERNELS)
+
+    def set_order(self, order: str) -> None:
+        """Choose the order of blocks and threads for all launches to come; on a GPU it is chance."""
+        if self.device == "cpu":
+            build.set_order(build.KERNELS, order)
 
     def moved(self, given: dict[str, Any]) -> dict[str, Any]:
         return {n: on_device(x, self.device) if isinstance(x, Tensor) else x for n, x in given.items()}
@@ -122,8 +127,9 @@ on_every_target = pytest.mark.parametrize(
 )
 
 
-def mixed_order() -> Any:
+def mixed_order(request: pytest.FixtureRequest) -> Any:
     """Blocks and threads alternately forward, backward and shuffled, alike in every test: a fixture's body."""
-    build.set_order(build.KERNELS, "mixed")
+    target = request.getfixturevalue("target") if "target" in request.fixturenames else Target("cuda")
+    target.set_order("mixed")
     yield
-    build.set_order(build.KERNELS, "mixed")
+    target.set_order("mixed")

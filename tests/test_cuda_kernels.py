@@ -113,7 +113,7 @@ def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: 
 def test_random_calls(
     target: Target, routing: Routing, data: st.DataObject, pose: Any, option: str, order: str, seed: int, **more: Any
 ) -> None:
-    build.set_order(build.KERNELS, order)
+    target.set_order(order)
     case = data.draw(random_cases(routing))
     pose = (pose[0], pose[1], pose[1]) if case.groups == "none" else pose
     target.check(routing, replace(case, pose=pose, **more), option, seed)
@@ -137,7 +137,7 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
     """Whatever the order in which blocks and threads come: on a device that is chance, here it is chosen."""
     first: dict[str, Any] = {}
     for order in ("forward", "backward", "shuffled"):
-        build.set_order(build.KERNELS, order)
+        target.set_order(order)
         found = target.forward(routing.call(taken(routing, case, option)), option)
         found |= target.backward(routing.backward_call(case), option)
         first = first or found

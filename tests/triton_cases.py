@@ -26,7 +26,10 @@ from registry import ATTENTION, BackwardCall, Call, Routing, routing_of
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
 import fastcaps  # noqa: E402
-from fastcaps import ops  # noqa: E402
+from fastcaps import libraries, ops  # noqa: E402
+
+if problem := libraries.triton_kernels()[1]:
+    pytest.skip(problem, allow_module_level=True)
 from fastcaps.rules import Rule  # noqa: E402
 from fastcaps.triton_kernels import call, forward, schedule, static  # noqa: E402
 
