@@ -57,7 +57,8 @@ def suited(names: Sequence[str], work: Workload, batch: int, on_cpu: bool = True
     """Return those of ``names`` that can be the fastest of a workload at a batch.
 
     Where many children share their matrices, folding wins by far over making votes, unless the squares of a Gaussian's
-    poses are many more than the numbers of a vote. Elsewhere votes in blocks win over stored ones of some megabytes.
+    poses are many more than the numbers of a vote. Elsewhere, on a CPU, votes in blocks win over stored ones of some
+    megabytes.
     """
     if not work.routing.makes_votes:
         return [one for one in names if one.startswith((STORED, VERBS, BEFORE))]
@@ -66,7 +67,9 @@ def suited(names: Sequence[str], work: Workload, batch: int, on_cpu: bool = True
     found = {VERBS, BEFORE, *((FOLDED, FOLDED + _SUFFIX) if folded else (BLOCKED, BLOCKED + _SUFFIX))}
     if (not on_cpu or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
         found |= {STORED + _SUFFIX, EINSUM}
-    if work.votes_bytes(batch) < _SMALL:
+    if not on_cpu:  # blocks keep votes in a processor's cache; a GPU would wait for their launches
+        found = found - {BLOCKED, BLOCKED + _SUFFIX} | {STORED}
+    elif work.votes_bytes(batch) < _SMALL:
         found = found - {BLOCKED} | {STORED}
     return [one for one in names if one in found]
 

@@ -33,7 +33,7 @@ OUT=$(realpath -m "${OUT:-bench/results/gpu-$(date -u +%Y-%m-%d)}")
 
 export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
-export FASTCAPS_CUDA=1 FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null)}"
+export FASTCAPS_CUDA=1 FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null)}"
 
 # Print a command; run it too, unless this is a dry run, within the given seconds. Output goes to the stage's log.
 run() {

@@ -25,8 +25,10 @@ RESULTS = ROOT / "bench" / "results"
 
 def describe(threads: int) -> dict[str, Any]:
     """Return what a figure is measured on: device, versions, commit and date."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    commit = os.environ.get("FASTCAPS_COMMIT", "")  # of a copy without its history, such as an archive
+    if not commit and shutil.which("git"):
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     native = {entry.name: entry for entry in fastcaps.backends.listing()}["cpu"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -38,8 +40,7 @@ def describe(threads: int) -> dict[str, Any]:
         "backend": fastcaps.backends.forced() or ("cpu" if native.available else "reference"),
         "capability": native.detail.split()[-1] if native.available else None,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        # a copy without its history, such as an archive, gets its commit from the environment
-        "commit": commit.removesuffix("-dirty") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
+        "commit": commit.removesuffix("-dirty") or "unknown",
         "modified": commit.endswith("-dirty"),
         "versions": {n.__name__: n.__version__ for n in (fastcaps, torch)} | {"python": platform.python_version()},
     }

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from bench.workload import PRECISIONS, size_of
+import fastcaps
 from fastcaps import libraries
 
 Call = Callable[[], Any]
@@ -204,7 +205,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         about = {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-        about["cuda"] = torch.version.cuda
+        about |= {"backend": fastcaps.backends.forced() or "cuda", "cuda": torch.version.cuda}
     count, size = _SIZES[device.type]
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)

@@ -141,7 +141,7 @@ def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None,
     if prior is not None:
         votes = _with_prior(votes, prior)
         one = torch.zeros((rows, columns + 1), dtype=votes.children.dtype, device=votes.children.device)
-        one[0, -1] = 1.0
+        one[0, -1].fill_(1.0)  # assigning a number would copy it from the CPU, which a CUDA graph cannot hold
         own = own._replace(query=one.expand(*positions_of(votes), votes.parents, -1, -1))
 
     def squashed(results: Any) -> Tensor:
