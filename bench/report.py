@@ -251,6 +251,23 @@ def start(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.{key}*"])
 
 
+def on_gpu(rows: Sequence[Row]) -> str:
+    """Return what README says of a GPU: a sentence for each layer, of the rows in which every alternative took part."""
+    layers: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        own, other = (_megabytes(charts.own_bytes(row, name)) for name in (OURS, row["fastest"]))
+        layers.setdefault((row["workload"], row["batch"]), []).append(
+            f"{row['mode']} {number(device_seconds(row['fastcaps']) * 1e3)} ms (**{_speedup(row)}**), {own} MB of "
+            f"extra memory instead of {other}"
+        )
+    machine = max(rows, key=_date)["machine"]
+    said = "; ".join(f"`{name}` (batch {batch}): {', '.join(parts)}" for (name, batch), parts in layers.items())
+    return (
+        f"*{machine['device']}, float32, {machine['date'][:10]}, against the fastest of up to "
+        f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included: {said}.*"
+    )
+
+
 def public(rows: Sequence[Row], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
     lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms: theirs → ours",
@@ -290,6 +307,7 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
     on_cpu = [r for r in rows if "rates" not in r["machine"] and r["batch"] in WORKLOADS[r["workload"]].batches]
     # a page shows one machine: that of the most rows, of two as many the one that was measured last
     on_cpu = max(_by_device(on_cpu), key=lambda part: (len(part), max(map(_date, part))), default=[])
+    device = [row for row in rows if "rates" in row["machine"]]
     newest = max(map(_date, programs), default="")
     programs = [row for row in programs if _date(row) == newest]
     wanted: dict[Path, str] = {}
@@ -301,7 +319,8 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
         ("docs/performance.md", "summary", on_cpu, summary),
         ("docs/performance/attention.md", "attention", [r for r in on_cpu if r["workload"] in passes], markdown),
         ("docs/performance/routings.md", "routings", [r for r in on_cpu if r["workload"] not in passes], markdown),
-        ("docs/performance/gpu.md", "device", [r for r in rows if "rates" in r["machine"]], markdown),
+        ("README.md", "device", [row for row in device if row["complete"]], on_gpu),
+        ("docs/performance/gpu.md", "device", device, markdown),
     ):
         if part:
             page = root / path

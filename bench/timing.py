@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.workload import PRECISIONS, size_of
 import fastcaps
+from bench.workload import PRECISIONS, size_of
 from fastcaps import libraries
 
 Call = Callable[[], Any]

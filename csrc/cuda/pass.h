@@ -33,7 +33,7 @@ constexpr int kMostChildren = 8;     // in shared memory at a time
 constexpr int kMostIterations = 16;  // of a routing in one launch
 // The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
 // would lose more digits than torch's, and all blocks would wait for each other.
-constexpr int kSharedSums = 8;
+constexpr int kSharedSums = 32;
 
 // How a call is cut: what the schedule decides and kernels read.
 struct Cut {
