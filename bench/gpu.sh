@@ -74,7 +74,7 @@ stage_test() {
   local parallel=() worst=0
   "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n auto --maxprocesses 14)
   run 100 "$PYTHON" -m pytest -q tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/encapnet/test_squash_sum.py \
-    -k "on-cuda or gpu" "${parallel[@]}" || worst=1
+    tests/test_nn_on_gpu.py -k "on-cuda or gpu" "${parallel[@]}" || worst=1
   run 140 "$PYTHON" -m pytest -q tests/test_verbs_triton.py tests/test_triton.py -k "not compiles" "${parallel[@]}" || worst=1
   return "$worst"
 }

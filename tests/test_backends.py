@@ -27,6 +27,11 @@ def test_listing_and_names() -> None:
     assert entries[3].available and [str(entry).split()[0] for entry in entries] == list(backends.NAMES)
 
 
+def test_a_triton_that_cannot_compile_the_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.6.0")
+    assert libraries.triton_kernels.__wrapped__("verbs") == (None, "it needs Triton 3.7 or later, got 3.6.0")
+
+
 @pytest.mark.parametrize(("name", "device"), [("cuda", "cpu"), ("triton", "cpu"), ("cpu", "meta")])
 @pytest.mark.parametrize("with_parents", [True, False])
 def test_a_forced_backend_never_falls_back(name: str, device: str, with_parents: bool) -> None:

@@ -1,0 +1,89 @@
+"""Every routing layer on a GPU, against itself in float64 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from features import number
+from nn_layers import LAYERS, Row, draw_for
+from torch import Tensor, nn
+
+import fastcaps
+from fastcaps import backends
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+KERNELS = [entry.name for entry in backends.listing()[:2] if entry.available] or ["cuda"]
+every_layer = pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        pytest.param(row, options, id=f"{row}-{name}")
+        for row in LAYERS
+        for name, options in ({"": {}} | row.variants).items()
+    ],
+)
+
+
+def step(layer: nn.Module, children: Tensor) -> dict[str, Tensor]:
+    """Return the parents of a training step, and its gradients, in float64 on the CPU."""
+    leaf = children.clone().requires_grad_()
+    found = layer(leaf)
+    results = found if isinstance(found, tuple) else (found,)
+    number([result.cpu() for result in results]).backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"children": leaf.grad}
+    return {"parents": results[0].detach(), **gradients}
+
+
+def hold(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in found.items():
+        apart = (value.double().cpu() - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12)
+        assert apart < 0.02, (name, float(apart))  # float32 itself is 0.006 off in the gradient of learned first poses
+
+
+def drawn(row: Row, options: dict[str, Any]) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    """Return a layer and children on the GPU, in float32, and the float64 results of the same on the CPU."""
+    layer = row.make("grid", **options)
+    children = draw_for(layer)[0]
+    return copy.deepcopy(layer).float().cuda(), children.float().cuda(), step(layer, children)
+
+
+@every_layer
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_training_step(row: Row, options: dict[str, Any], backend: str) -> None:
+    """On a stream of its own."""
+    layer, children, wanted = drawn(row, options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), fastcaps.backend(backend):
+        found = step(layer, children)
+    torch.cuda.synchronize()
+    hold(found, wanted)
+
+
+@every_layer
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_cuda_graph(row: Row, options: dict[str, Any], backend: str) -> None:
+    """No call waits for the device, and none copies from the CPU."""
+    layer, children, wanted = drawn(row, options)
+    with torch.no_grad(), fastcaps.backend(backend):
+        layer(children)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = layer(children)
+        parents = found[0] if isinstance(found, tuple) else found
+        parents.zero_()
+        graph.replay()
+    hold({"parents": parents}, wanted)
+
+
+@pytest.mark.slow
+@every_layer
+def test_inductor(row: Row, options: dict[str, Any]) -> None:
+    layer, children, wanted = drawn(row, options)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer)
+    found = step(compiled, children)
+    hold({name.removeprefix("_orig_mod."): value for name, value in found.items()}, wanted)
