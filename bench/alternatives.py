@@ -67,7 +67,7 @@ def suited(names: Sequence[str], work: Workload, batch: int, on_cpu: bool = True
     found = {VERBS, BEFORE, *((FOLDED, FOLDED + _SUFFIX) if folded else (BLOCKED, BLOCKED + _SUFFIX))}
     if (not on_cpu or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
         found |= {STORED + _SUFFIX, EINSUM}
-    if not on_cpu:  # blocks keep votes in a processor's cache; a GPU would wait for their launches
+    if not on_cpu:  # a GPU would wait for the launches of blocks; stored votes have a column for their memory
         found = found - {BLOCKED, BLOCKED + _SUFFIX} | {STORED}
     elif work.votes_bytes(batch) < _SMALL:
         found = found - {BLOCKED} | {STORED}

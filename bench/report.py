@@ -252,8 +252,9 @@ def start(rows: Sequence[Row]) -> str:
 
 
 def on_gpu(rows: Sequence[Row]) -> str:
-    """Return what README says of a GPU: a sentence for each layer, of the rows in which every alternative took part."""
+    """Return what README says of the GPU measured last: a sentence for each layer, of rows with all alternatives."""
     layers: dict[tuple[str, int], list[str]] = {}
+    rows = _by_device(rows)[0]
     for row in rows:
         own, other = (_megabytes(charts.own_bytes(row, name)) for name in (OURS, row["fastest"]))
         layers.setdefault((row["workload"], row["batch"]), []).append(
@@ -319,7 +320,12 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
         ("docs/performance.md", "summary", on_cpu, summary),
         ("docs/performance/attention.md", "attention", [r for r in on_cpu if r["workload"] in passes], markdown),
         ("docs/performance/routings.md", "routings", [r for r in on_cpu if r["workload"] not in passes], markdown),
-        ("README.md", "device", [row for row in device if row["complete"]], on_gpu),
+        (
+            "README.md",
+            "device",
+            [r for r in device if r["complete"] and r["speedup"] and r["precision"] == "fp32"],
+            on_gpu,
+        ),
         ("docs/performance/gpu.md", "device", device, markdown),
     ):
         if part:

@@ -205,7 +205,10 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         about = {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-        about |= {"backend": fastcaps.backends.forced() or "cuda", "cuda": torch.version.cuda}
+        about |= {
+            "backend": fastcaps.backends.forced() or ("cuda" if fastcaps.backends.listing()[0].available else "triton"),
+            "cuda": torch.version.cuda,
+        }
     count, size = _SIZES[device.type]
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)

@@ -146,8 +146,9 @@ def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
         return None, f"it has no kernels of the {stem} pass"
     try:
         version = importlib.import_module("triton").__version__
-        if tuple(map(int, version.split(".")[:2])) < (3, 7):  # its functions cannot return None in a tuple
-            return None, f"it needs Triton 3.7 or later, got {version}"
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found and (int(found[1]), int(found[2])) < (3, 7):  # its functions cannot return None in a tuple
+            return None, f"it needs Triton 3.7 or later (torch 2.12 brings it), got {version}"
         return importlib.import_module(name), ""
     except Exception as error:  # a broken installation of Triton may raise anything
         return None, f"triton does not load ({type(error).__name__}: {str(error).partition(chr(10))[0]})"

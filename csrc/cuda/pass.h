@@ -129,7 +129,7 @@ struct PassArgs : Cut, ParentArgs {
   float* dchildren;       // [parts, B, H, W, N, C, D], where blocks along y have a part each (cells_part), or [B, ..]
   float* dgate;           // [parts, B, H, W, N] or [B, ..]
   float* dweight;         // [parts, G, M, D, E]
-  float* dbias;           // [parts, I or kSharedSums, M, C, E]
+  float* dbias;           // [parts, I or at most kSharedSums, M, C, E]
   int64_t dweight_part, dbias_part, dbeta_part, cells_part;  // from part to part; 0 if all blocks add to one
   bool alone_with_children, alone_with_weights;  // no other block adds to the same values meanwhile: no atomics
 };

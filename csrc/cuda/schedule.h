@@ -1,6 +1,7 @@
 // How a call is cut into blocks: which kernel, how many warps on parents and on positions, how many children at a time.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "pass.h"
@@ -16,7 +17,9 @@ struct Bias {
   int64_t numbers = 0;
   bool shared = false;
 
-  static Bias of(const Votes& v, bool shared) { return {(shared ? kSharedSums : v.I) * v.parents_size(), shared}; }
+  static Bias of(const Votes& v, bool shared) {
+    return {(shared ? std::min<int64_t>(kSharedSums, v.I) : v.I) * v.parents_size(), shared};
+  }
 };
 
 struct Schedule : Cut {
