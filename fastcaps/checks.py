@@ -226,6 +226,13 @@ def require_tensor(value: object, name: str) -> None:
     refuse_nested(name, value)
 
 
+def check_parameters_dtype(name: str, value: Tensor, weight: Tensor) -> None:
+    """Raise unless a tensor has the dtype of a layer's parameters, or autocast converts it."""
+    casts = value.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(value.device.type)
+    if value.dtype != weight.dtype and not casts:
+        raise TypeError(f"{name} must be {weight.dtype}, the dtype of the layer's parameters, got {value.dtype}")
+
+
 def check_map(name: str, value: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
     """Raise unless ``value`` is ``[B, channels, H, W]`` with the given sizes."""
     require_tensor(value, name)

@@ -19,6 +19,7 @@ from fastcaps.checks import (
     check_choice,
     check_count,
     check_finite,
+    check_parameters_dtype,
     is_tracing,
     known_arguments,
     one_line,
@@ -272,4 +273,6 @@ class ReconstructionDecoder(nn.Module):
 
         ``target``, int64 ``[B]``, is the class to draw; None draws each sample's longest capsule.
         """
-        return self.layers(self.mask(capsules, target).flatten(1)).unflatten(1, self.image_shape)
+        masked = self.mask(capsules, target).flatten(1)
+        check_parameters_dtype("capsules", masked, next(self.parameters()))
+        return self.layers(masked).unflatten(1, self.image_shape)

@@ -127,7 +127,10 @@ def left() -> dict[str, tuple[nn.Module, str]]:
         "wrong": (wrong, "w has shape (6, 2, 2, 3) where its attributes say (7, 2, 2, 3)"),
         "act": (act, "nonlinear_act must be a LayerNorm"),
         "normed": (normed, "parametrized"),
-        "shape": (other_fc(lambda *_: torch.zeros(2, 4)), "another shape"),
+        "shape": (
+            other_fc(lambda *_: torch.zeros(2, 4)),
+            "its result has shape [2, 4], that of the authors' layer [2, ",
+        ),
         "nan": (other_fc(lambda *_: torch.full((2, 3, 4), torch.nan)), "NaN"),
         "hooked": (hooked, "nonlinear_act has hooks"),
         "called": (Called(**SIZES, matrix_pose=True, dp=0.0), "has __call__ of its own"),
@@ -285,6 +288,20 @@ def test_a_class_named_by_hand():
         def forward(self, x):
             return super().forward(x) * 2
 
+    class Lengths(Copy):
+        def forward(self, x):
+            return super().forward(x).norm(dim=-1)
+
+    class Dropped(Copy):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.drop = nn.Dropout(0.5)
+
+    class Shared(Copy):  # one child's matrices serve all children: with one child alone it would agree
+        def forward(self, x):
+            votes = torch.einsum("bid,mde->bime", x, self.W[0])
+            return nn_plain.agree(votes, torch.zeros_like(votes[..., 0]), 3, 2, 1e-9, votes)
+
     torch.manual_seed(0)
     model = nn.ModuleDict({
         "beta": Copy("mied"), "hula": Copy("1imed", "b1me1", iterations=2), "laubong": Copy("1imde", detach=False),
@@ -301,6 +318,12 @@ def test_a_class_named_by_hand():
     for name, layer in model.items():
         assert name == "other" or type(layer) is fastcaps.compat.DenseCapsule
         torch.testing.assert_close(layer(children), want[name])
+    shared = Shared("imde")
+    shared.W = nn.Parameter(shared.W[:1].detach())
+    odd = nn.ModuleDict({"lengths": Lengths("mied"), "dropped": Dropped("mied"), "shared": shared})
+    report = fastcaps.convert(odd, as_=dict.fromkeys((Lengths, Dropped, Shared), fastcaps.compat.DenseCapsule))
+    said = [layer.why for layer in report.layers]
+    assert report.left == [*odd] and "shape [2, 3], that of" in said[0] and "holds drop: dropout" in said[1], said
     report = fastcaps.convert(nn.Linear(2, 3), as_={nn.Linear: fastcaps.compat.DenseCapsule})
     assert "has no attribute in_num_caps" in report.layers[0].why
     with pytest.raises(TypeError, match=r"as_ must map classes to classes of fastcaps.compat, got <class"):

@@ -14,10 +14,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from fastcaps.checks import known_arguments, one_line
 from fastcaps.compat import batch_averaged
-from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
+from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, DynamicTwin, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
@@ -138,8 +139,8 @@ def convert(
     check : bool
         First compare the layer and its twin on random inputs (small and large; without and with parents if it takes
         them), and leave it unchanged if results or gradients differ. A layer that cannot run is converted, and the
-        report says so. Both run in evaluation mode, so dropout that a copy added goes unnoticed. False uses the
-        version that the layer's authors maintain.
+        report says so. Both run in evaluation mode, so a call of ``F.dropout`` that a copy added is lost. False uses
+        the version that the layer's authors maintain.
     verbose : bool
         Print the report.
 
@@ -227,7 +228,8 @@ def _replacement(module: nn.Module, kind: type[Twin], added: list[str], check: b
         if outcome in CONVERTED:
             return new, outcome, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
         said.append((outcome, why))
-    return None, *next((each for each in said if each[0] == "differs"), said[0])
+    # of a wrong guess of the dimensions the old layer says nothing of interest
+    return None, *min(said, key=lambda each: (each[0] != "differs", each[1].startswith("not compared")))
 
 
 def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
@@ -237,7 +239,9 @@ def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
     if (missing := _missing(module, kind)) and not options.keys() >= {*missing}:
-        return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
+        note = f"; for dynamic routing of your own pass as_={{{type(module).__name__}: fastcaps.compat.DenseCapsule}}"
+        dynamic = issubclass(kind, DynamicTwin) and kind is not DenseCapsule
+        return f"has no attribute {', '.join(missing)}: not the layer of the authors' code{note * dynamic}"
     if wrong := kind._unfit(module):
         return wrong
     try:
@@ -251,6 +255,9 @@ def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
             return f"has no plain parameter {name} (is it parametrized?)"
         if parameters[name].shape != wanted.shape:
             return f"{name} has shape {tuple(parameters[name].shape)} where its attributes say {tuple(wanted.shape)}"
+    drops = [name for name, each in module.named_modules() if isinstance(each, _DropoutNd) and each.p > 0]
+    if drops := [name for name in drops if name.partition(".")[0] not in twin._modules]:
+        return f"holds {', '.join(drops)}: dropout, which the authors' layer does not have"
     for name in twin._modules:
         inner = getattr(module, name)
         # the twin reads what it holds, and never calls it
@@ -330,7 +337,8 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
             raise _Verdict("not compared", f"not compared: the old layer failed with {_named(error)}") from error
         got = _tensors(new.forward(*arguments))
     if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
-        raise _Verdict("left", "its result has another shape than the authors' layer's")
+        theirs, ours = (str(each and [[*one.shape] for one in each])[1:-1] for each in (expected, got))
+        raise _Verdict("left", f"its result has shape {theirs}, that of the authors' layer {ours}")
     if not all(bool(tensor.isfinite().all()) for tensor in expected):
         if finite:
             raise _Verdict("left", "its results hold NaN or infinity: nothing to compare")

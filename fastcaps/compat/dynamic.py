@@ -117,7 +117,8 @@ class DenseCapsule(DynamicTwin):
         for axes, detach, returned in product(("mied", "imed", "imde", "mide"), (True, False), ("bme", "b1me1")):
             sizes = {name: shape[-4:][axes.index(axis)] for axis, name in zip("idme", cls._names, strict=True)}
             guess = {"stored": (found[0][0], ones + axes), "returned": returned, "detach": detach}
-            options.append(sizes | guess | {"routings": [*counts, 3][0]})
+            if sizes["in_num_caps"] > 1:  # else all children may share the matrices, and one would agree
+                options.append(sizes | guess | {"routings": [*counts, 3][0]})
         return options
 
 

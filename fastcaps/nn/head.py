@@ -10,6 +10,7 @@ from fastcaps.checks import (
     check_count,
     check_dtype,
     check_flag,
+    check_parameters_dtype,
     known_arguments,
     require_tensor,
     shape_text,
@@ -83,6 +84,7 @@ class ClassHead(nn.Module):
             return activations
         if self.linear is None:
             return length(poses)
+        check_parameters_dtype("poses", poses, self.linear.weight)
         return self.linear(poses if activations is None else poses * activations.unsqueeze(-1)).squeeze(-1)
 
     extra_repr = arguments_repr

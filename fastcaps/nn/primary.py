@@ -14,6 +14,7 @@ from fastcaps.checks import (
     check_finite,
     check_flag,
     check_map,
+    check_parameters_dtype,
     known_arguments,
     shape_text,
 )
@@ -21,7 +22,7 @@ from fastcaps.nn.layer import Pair
 from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses
 from fastcaps.results import Capsules
 from fastcaps.vectors import squash
-from fastcaps.votes import Window, autocast_dtype
+from fastcaps.votes import Window
 
 
 class PrimaryCapsules(nn.Module):
@@ -150,9 +151,8 @@ class PrimaryCapsules(nn.Module):
         rows, columns = self.output_size((features.shape[2], features.shape[3]))
         if rows < 1 or columns < 1:
             raise ValueError(f"features {shape_text(features)} are smaller than the window of {self.window}")
-        own = features.dtype if self.conv is None else self.conv.weight.dtype
-        if features.dtype != own and autocast_dtype(features.device.type) is None:
-            raise TypeError(f"features must be {own}, the dtype of the layer's parameters, got {features.dtype}")
+        if self.conv is not None:
+            check_parameters_dtype("features", features, self.conv.weight)
         stored, active = self._convolve(channels_last(features))
         poses = channels_last(stored).unflatten(1, (self.capsules, self.dim)).permute(0, 1, 3, 4, 2)
         if self.norm is not None:
