@@ -337,7 +337,7 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
             raise _Verdict("not compared", f"not compared: the old layer failed with {_named(error)}") from error
         got = _tensors(new.forward(*arguments))
     if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
-        theirs, ours = (str(each and [[*one.shape] for one in each])[1:-1] for each in (expected, got))
+        theirs, ours = (", ".join(str([*one.shape]) for one in each or ()) or "none" for each in (expected, got))
         raise _Verdict("left", f"its result has shape {theirs}, that of the authors' layer {ours}")
     if not all(bool(tensor.isfinite().all()) for tensor in expected):
         if finite:
