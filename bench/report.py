@@ -258,8 +258,8 @@ def on_gpu(rows: Sequence[Row]) -> str:
     for row in rows:
         own, other = (_megabytes(charts.own_bytes(row, name)) for name in (OURS, row["fastest"]))
         layers.setdefault((row["workload"], row["batch"]), []).append(
-            f"{row['mode']} {number(device_seconds(row['fastcaps']) * 1e3)} ms (**{_speedup(row)}**), {own} MB of "
-            f"extra memory instead of its {other}"
+            f"{row['mode']} {number(device_seconds(row['fastcaps']) * 1e3)} ms (**{_speedup(row)}**) and {own} MB of "
+            f"extra memory (the alternative: {other})"
         )
     machine = max(rows, key=_date)["machine"]
     said = "; ".join(f"`{name}` (batch {batch}): {', '.join(parts)}" for (name, batch), parts in layers.items())

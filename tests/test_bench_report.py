@@ -224,6 +224,13 @@ def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> Non
     assert {row["workload"] for row in rows} == set(WORKLOADS)
 
 
+def test_the_readme_speaks_of_the_gpu_that_was_measured_last(row: dict[str, Any]) -> None:
+    last, before = (row | {"machine": row["machine"] | {"device": name, "date": date}}
+                    for name, date in (("A", "2026-02-01"), ("B", "2026-01-01")))  # fmt: skip
+    text = report.on_gpu([last, before])
+    assert text.startswith("*A, float32, 2026-02-01") and text.count("forward 5.00 ms (**30.0×**) and 1.00 MB") == 1
+
+
 def test_the_figures_of_a_speed_up_are_typed_nowhere() -> None:
     """Of README and docs only generated parts, and pages of other dated measurements, say how many times faster."""
     dated = {"encapnet.md", "learned.md"}
