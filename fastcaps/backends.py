@@ -265,6 +265,19 @@ def refusal(name: str, call: Call) -> str | None:
     return answer or None
 
 
+def _warn_without_kernels(call: Call) -> None:
+    """Warn if this installation has no kernels for a GPU at all: a user would only see that calls are slow."""
+    cuda = _cuda_problem() or _device_problem(call.device) if call.stem != "verbs" else "no kernels of the verbs"
+    triton = _triton_problem()
+    if cuda and triton and not _torch_problem():
+        warnings.warn(
+            f"fastcaps: no kernels run on {call.device}; calls fall back to plain PyTorch, which is slower and needs "
+            f"more memory (cuda: {cuda}; triton: {triton})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 @lru_cache(maxsize=4096)
 def chosen(name: str | None, call: Call) -> str:
     """Return the result of :func:`choose` if ``name`` is the forced backend, or None."""
@@ -277,6 +290,8 @@ def chosen(name: str | None, call: Call) -> str:
         raise BackendError(_cpu_problem())  # the user asked for a level
     for one in NAMES:
         if not (one == "triton" and _interprets()) and refusal(one, call) is None:  # the interpreter is too slow
+            if one == "reference" and call.device.type == "cuda":
+                _warn_without_kernels(call)
             return one
     raise TypeError(f"children must be a floating-point tensor, got {call.dtype}")
 

@@ -184,6 +184,22 @@ def test_what_stands_in_the_way_is_told(
             assert reason is None or listed[name].detail == reason
 
 
+def test_a_gpu_without_any_kernels_is_told(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(libraries, "triton_kernels", lambda *_: (None, "triton is not installed"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.choose(asked()) == "cuda" and backends.choose(asked(torch.float64)) == "reference"
+    backends.chosen.cache_clear()
+    with pytest.warns(RuntimeWarning, match="no kernels of the verbs; triton: triton is not installed"):
+        assert backends.choose(asked()._replace(stem="verbs")) == "reference"
+    gpu.setattr(libraries, "library", lambda name: SimpleNamespace(problem="it does not load"))
+    backends.chosen.cache_clear()
+    with pytest.warns(
+        RuntimeWarning, match=r"no kernels run on cuda:0.*\(cuda: it does not load; triton: triton is not"
+    ):
+        assert backends.choose(asked()) == "reference"
+
+
 def test_a_forced_backend_is_obeyed_or_raises(gpu: object) -> None:
     with fastcaps.backend("triton"):
         assert backends.choose(asked()) == "triton"
