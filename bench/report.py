@@ -309,6 +309,7 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
     # a page shows one machine: that of the most rows, of two as many the one that was measured last
     on_cpu = max(_by_device(on_cpu), key=lambda part: (len(part), max(map(_date, part))), default=[])
     device = [row for row in rows if "rates" in row["machine"]]
+    compared = [row for row in device if row["complete"] and row["speedup"] and row["precision"] == "fp32"]
     newest = max(map(_date, programs), default="")
     programs = [row for row in programs if _date(row) == newest]
     wanted: dict[Path, str] = {}
@@ -320,12 +321,7 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
         ("docs/performance.md", "summary", on_cpu, summary),
         ("docs/performance/attention.md", "attention", [r for r in on_cpu if r["workload"] in passes], markdown),
         ("docs/performance/routings.md", "routings", [r for r in on_cpu if r["workload"] not in passes], markdown),
-        (
-            "README.md",
-            "device",
-            [r for r in device if r["complete"] and r["speedup"] and r["precision"] == "fp32"],
-            on_gpu,
-        ),
+        ("README.md", "device", compared, on_gpu),
         ("docs/performance/gpu.md", "device", device, markdown),
     ):
         if part:

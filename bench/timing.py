@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import fastcaps
 from bench.workload import PRECISIONS, size_of
-from fastcaps import libraries
+from fastcaps import backends, libraries
 
 Call = Callable[[], Any]
 
@@ -205,10 +204,8 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         about = {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-        about |= {
-            "backend": fastcaps.backends.forced() or ("cuda" if fastcaps.backends.listing()[0].available else "triton"),
-            "cuda": torch.version.cuda,
-        }
+        first = "cuda" if backends.listing()[0].available else "triton"
+        about |= {"backend": backends.forced() or first, "cuda": torch.version.cuda}
     count, size = _SIZES[device.type]
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)

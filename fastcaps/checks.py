@@ -226,10 +226,13 @@ def require_tensor(value: object, name: str) -> None:
     refuse_nested(name, value)
 
 
-def check_parameters_dtype(name: str, value: Tensor, weight: Tensor) -> None:
-    """Raise unless a tensor has the dtype of a layer's parameters, or autocast converts it."""
+def check_parameters_dtype(name: str, value: Tensor, weight: Any) -> None:
+    """Raise unless a tensor has the dtype of a layer's parameters, or autocast converts it.
+
+    A ``weight`` that is no tensor is not looked at: a quantized or a replaced layer may have none.
+    """
     casts = value.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(value.device.type)
-    if value.dtype != weight.dtype and not casts:
+    if isinstance(weight, Tensor) and value.dtype != weight.dtype and not casts:
         raise TypeError(f"{name} must be {weight.dtype}, the dtype of the layer's parameters, got {value.dtype}")
 
 

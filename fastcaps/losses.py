@@ -274,5 +274,5 @@ class ReconstructionDecoder(nn.Module):
         ``target``, int64 ``[B]``, is the class to draw; None draws each sample's longest capsule.
         """
         masked = self.mask(capsules, target).flatten(1)
-        check_parameters_dtype("capsules", masked, next(self.parameters()))
+        check_parameters_dtype("capsules", masked, next(self.parameters(), None))
         return self.layers(masked).unflatten(1, self.image_shape)

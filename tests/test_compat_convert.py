@@ -320,7 +320,7 @@ def test_a_class_named_by_hand():
         torch.testing.assert_close(layer(children), want[name])
     shared = Shared("imde")
     shared.W = nn.Parameter(shared.W[:1].detach())
-    odd = nn.ModuleDict({"lengths": Lengths("mied"), "dropped": Dropped("mied"), "shared": shared})
+    odd = nn.ModuleDict({"lengths": Lengths("imde"), "dropped": Dropped("mied"), "shared": shared})
     report = fastcaps.convert(odd, as_=dict.fromkeys((Lengths, Dropped, Shared), fastcaps.compat.DenseCapsule))
     said = [layer.why for layer in report.layers]
     assert report.left == [*odd] and "shape [2, 3], that of" in said[0] and "holds drop: dropout" in said[1], said

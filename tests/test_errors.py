@@ -314,6 +314,14 @@ def test_a_first_step_that_fails_says_what_to_do(what: str) -> None:
         run()
 
 
+def test_layers_whose_linear_maps_were_replaced_run_on() -> None:
+    """As quantization does: there is no parameter to compare a dtype with."""
+    head, decoder = fastcaps.nn.ClassHead(4), fastcaps.losses.ReconstructionDecoder(3, 4, (1, 5, 5))
+    head.linear, decoder.layers = torch.nn.Sequential(torch.nn.AvgPool1d(4)), torch.nn.AdaptiveAvgPool1d(25)
+    for layer in (head, decoder):
+        assert layer(torch.zeros(2, 3, 4).double()).dtype == torch.float64
+
+
 def test_equilibrium_routing_warns_only_if_it_has_not_converged() -> None:
     torch.manual_seed(0)
     children = torch.randn(2, 5, 4)

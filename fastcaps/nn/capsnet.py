@@ -174,7 +174,7 @@ class CapsNet(nn.Module):
         own = [name for name in inspect.signature(cls.build).parameters if name != "options"]
         for name in options.keys() - {*of_layers}:
             near = did_you_mean(name, own)
-            if name.startswith("class_"):
+            if near and name.startswith("class_"):
                 near = "; classes=CapsuleSpec(10, dim=16) sets the class layer"
             if near or all(kind.__module__.startswith("fastcaps.") for kind in kinds):  # a user's layer may take any
                 near = near or did_you_mean(name, of_layers) or f"; there are: {', '.join(own)}"

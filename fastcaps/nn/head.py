@@ -84,7 +84,7 @@ class ClassHead(nn.Module):
             return activations
         if self.linear is None:
             return length(poses)
-        check_parameters_dtype("poses", poses, self.linear.weight)
+        check_parameters_dtype("poses", poses, getattr(self.linear, "weight", None))
         return self.linear(poses if activations is None else poses * activations.unsqueeze(-1)).squeeze(-1)
 
     extra_repr = arguments_repr
