@@ -166,6 +166,7 @@ class BuildNative(build_ext):
     def run(self) -> None:
         torch, jobs, folder = find_torch(), parallel_jobs(), str(self.folder)
         cmake, ninja = find_program("cmake", "CMAKE_BIN_DIR"), find_program("ninja", "BIN_DIR")
+        levels = os.environ.get("FASTCAPS_LEVELS") or ("native" if self.inplace else "all")
         package = ROOT / "fastcaps" if self.inplace else Path(self.build_lib, "fastcaps").resolve()
         # What an earlier configuration found (another CXX, tools of a build environment that is gone) must not stay;
         # objects whose command is unchanged do.
@@ -174,7 +175,7 @@ class BuildNative(build_ext):
             shutil.rmtree(found, ignore_errors=True)
         print(f"fastcaps: torch at {torch}; {jobs} jobs; build folder {folder}", flush=True)
         configure = [cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        configure += [f"-DFASTCAPS_TORCH_DIR={torch}"]
+        configure += [f"-DFASTCAPS_TORCH_DIR={torch}", f"-DFASTCAPS_LEVELS={levels}"]
         self.call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         self.call([cmake, "--build", folder, "--parallel", str(jobs)])
         outputs = put_into(package, lambda staged: self.call([cmake, "--install", folder, "--prefix", str(staged)]))

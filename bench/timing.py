@@ -10,20 +10,25 @@ it uses the host's clock, so that the tests can run it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
+import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench.workload import PRECISIONS, size_of
-from fastcaps import backends, libraries
+from fastcaps import backends
 
 Call = Callable[[], Any]
 
@@ -132,10 +137,24 @@ def doubts(row: dict[str, Any]) -> list[str]:
 MULTIPLY_ADDS = 2**29  # operations of a thread, two for each multiply-add: some milliseconds
 
 
+@cache
+def _peak_loop() -> Any:
+    """Compile and load ``bench/peak.cpp``, whose function runs without the GIL."""
+    source = Path(__file__).with_name("peak.cpp")
+    flags = ["-std=c++20", "-O2", "-march=native", "-shared", "-fPIC", "-DFASTCAPS_ISA=native"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [os.environ.get("CXX", "c++"), *flags, f"-I{source.parents[1] / 'csrc'}", str(source), "-o"]
+        subprocess.run([*command, f"{folder}/peak.so"], check=True)
+        run: Any = ctypes.CDLL(f"{folder}/peak.so").fastcaps_multiply_adds
+    run.argtypes, run.restype = [ctypes.c_int64], ctypes.c_double
+    return run
+
+
 def multiply_adds(threads: int) -> Call:
     """Return a call that runs so many operations on each of some threads, multiply-adds and nothing else: a matrix
     product by a library stays a tenth below the peak, and more where it is small."""
-    rounds, run = round(MULTIPLY_ADDS / libraries.multiply_adds(1)), libraries.multiply_adds
+    run = _peak_loop()
+    rounds = round(MULTIPLY_ADDS / run(1))
     pool = ThreadPoolExecutor(threads)
     return lambda: [*pool.map(run, [rounds] * threads)]
 

@@ -19,7 +19,6 @@ struct VerbOp {
   CpuCall cpu;
   VerbCall call{};
   const VerbKernels& table = table_of<VerbKernels>(level_in_use());
-  SignalWatch watch;
   std::vector<Tensor> kept;
 
   VerbOp(const VoteTensors& given, VerbCall::Kind kind) : cpu(given) {
@@ -54,7 +53,7 @@ struct VerbOp {
     step = x ? call.flat : 0;
     void* data = workspace(x ? call.numbers() : call.flat);
     if (x)
-      run_items(watch, FlatPoses{call, cpu.view(x), data}, table.flatten, call.votes.positions(), 0);
+      run_items(FlatPoses{call, cpu.view(x), data}, table.flatten, call.votes.positions(), 0);
     else
       for (int64_t k = 0; k < call.flat; ++k)
         call.votes.is_double() ? static_cast<double*>(data)[k] = otherwise : static_cast<float*>(data)[k] = otherwise;
@@ -84,9 +83,9 @@ struct VerbOp {
   }
   // Adds up the sums of all ranges of children.
   void gather(void* sums, void* to) {
-    if (sums) run_items(watch, FlatPoses{call, {}, to, sums}, table.gather, call.votes.positions(), 0);
+    if (sums) run_items(FlatPoses{call, {}, to, sums}, table.gather, call.votes.positions(), 0);
   }
-  void run() { run_items(watch, call, table.walk, call.items(), table.scratch(call)); }
+  void run() { run_items(call, table.walk, call.items(), table.scratch(call)); }
 };
 
 std::vector<Tensor> vote_scores(Stack stack) {

@@ -59,7 +59,6 @@ struct Votes {
   // Dense, in the type that a backend computes in:
   const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's poses, and E = D
   bool narrow_weight = false;    // CPU: whether it is bfloat16, widened when it is read
-  bool tiled = false;            // CPU: whether AMX multiplies it as it is (by_tiles in cpu/levels.h)
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import libraries
-from fastcaps.settings import Setting
+from fastcaps.settings import Setting, constant_in_graphs
 from fastcaps.votes import VoteInputs, autocast_dtype
 
 __all__ = [
@@ -144,7 +144,7 @@ def native_capability() -> str | None:
     return libraries.library("cpu").ask("fastcaps_capability")
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def native_serves(stem: str = "attention") -> bool:
     """Return whether compiled kernels run an op on the CPU."""
     return not _cpu_problem(stem)
@@ -162,6 +162,8 @@ def _cpu_problem(stem: str = "attention") -> str:
     if native_capability() is not None:
         return ""
     wanted, built = os.environ.get("FASTCAPS_CPU_CAPABILITY", ""), library.ask("fastcaps_capabilities_built")
+    if not wanted:
+        return f"it was built on another machine, for {built} alone: build it here, or with FASTCAPS_LEVELS=all"
     return f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this processor has and this build holds ({built})"
 
 

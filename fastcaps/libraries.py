@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -40,17 +39,12 @@ def _to_c(argument: Any) -> Any:
     return ctypes.c_int64(argument) if isinstance(argument, int) else argument
 
 
-_FOR_SIGNALS = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch", "PyErr_Restore")
-"""Functions that a native library calls to handle signals in a long call, in the order of ``csrc/cpu/signals.cpp``."""
-
-
 class Library:
     """One native library, loaded with its ops registered; or ``problem``, the reason why not (else empty)."""
 
     def __init__(self, path: Path) -> None:
         self.problem = ""
         self.handle: ctypes.CDLL | None = None
-        self._raise: Callable[[], object] | None = None
         if not path.is_file():
             self.problem = "it is not built"
             return
@@ -59,11 +53,6 @@ class Library:
             self.handle = ctypes.CDLL(str(path))
         except OSError as error:
             self.problem = f"it does not load ({error})"
-            return
-        if tell := getattr(self.handle, "fastcaps_cpu_python", None):
-            functions = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _FOR_SIGNALS)
-            tell((ctypes.c_void_p * len(_FOR_SIGNALS))(*functions))
-            self._raise = ctypes.PyDLL(str(path)).fastcaps_cpu_raise  # PyDLL keeps the GIL and raises exceptions
 
     def ask(self, function: str, *arguments: int | str | ctypes.Array[ctypes.c_int64]) -> str | None:
         """Return the text that a C function returns; None without the library, the function or a result."""
@@ -73,11 +62,6 @@ class Library:
         called.restype = ctypes.c_char_p
         answer = called(*(_to_c(argument) for argument in arguments))
         return None if answer is None else answer.decode()
-
-    def raise_signal(self) -> None:
-        """Raise the exception of a signal handler, such as KeyboardInterrupt, if it stopped a call."""
-        if self._raise is not None:
-            self._raise()
 
 
 @cache
@@ -95,19 +79,6 @@ def native_build_info() -> dict[str, Any]:
     """
     found: dict[str, Any] = json.loads(library("cpu").ask("fastcaps_build_info") or "{}")
     return found
-
-
-def multiply_adds(rounds: int) -> float:
-    """Run rounds of float32 multiply-adds on this thread, without the GIL; return the operations, two for each.
-
-    The time that they take is the processor's peak. Raises RuntimeError if the package has no library for the CPU.
-    """
-    loaded = library("cpu")
-    if loaded.problem:
-        raise RuntimeError(f"the CPU library is not loaded: {loaded.problem}")
-    run = loaded.handle.fastcaps_multiply_adds  # type: ignore[union-attr]
-    run.restype = ctypes.c_double
-    return float(run(ctypes.c_int64(rounds)))
 
 
 _ARCHITECTURE = re.compile(r"(\d+)(\d)([af]?)(-real|-virtual)?(?:,|$)")  # major, minor, suffix letter, form

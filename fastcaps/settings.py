@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
-from typing import Generic, TypeVar
-
-import torch
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Return a function whose result a compiler takes as a constant, as by ``torch.compiler.assume_constant_result``.
+
+    That decorator sets the same mark, but imports PyTorch's compiler first, which takes two seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class _Block(Generic[Value]):
@@ -36,7 +44,7 @@ class Setting(Generic[Value]):
         """Return the value. In compiled code it is a constant; opening other blocks in the process recompiles."""
         return self._get() if self.open else self.default
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def _get(self) -> Value:
         for block in reversed(self._blocks.get()):
             if not block.ended:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEVELS = ("default", "avx2", "avx512", "amx")
+LEVELS = ("default", "avx2", "avx512")
 """Instruction sets that the CPU library holds kernels for, as ``FASTCAPS_CPU_CAPABILITY`` names them."""
 LEVEL_FLAGS = {"default": "", "avx2": "-mavx2 -mfma -mf16c"}
 """What compiles the CPU kernels once, as they are at this level; the library then calls its level "default"."""
@@ -47,7 +47,7 @@ def build(folder: Path, target: str, flags: str, source: Path = ROOT, *definitio
     configure = [_tool("cmake"), "-S", str(source / _PROJECTS[target]), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
     configure += [f"-DFASTCAPS_TORCH_DIR={Path(torch.__file__).parent}", "-DCMAKE_BUILD_TYPE=Other"]
-    configure += ["-DFASTCAPS_ONE_LEVEL=ON", f"-DCMAKE_CXX_FLAGS={flags}", *(f"-D{one}" for one in definitions)]
+    configure += ["-DFASTCAPS_LEVELS=default", f"-DCMAKE_CXX_FLAGS={flags}", *(f"-D{one}" for one in definitions)]
     make = [_tool("cmake"), "--build", str(folder), "--target", target]
     make += ["-j", os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)), "--", "-k", "0"]
     for command in (configure, make):

@@ -29,7 +29,6 @@ OTHER_PROCESSES = "instruction_set or cuda or has_a_case"  # tests of another li
 ADDRESS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "FASTCAPS_GUARD_SCRATCH": "1",
     "CI": "1",
 }
 
@@ -67,7 +66,7 @@ def _run(what: str, command: list[str], variables: dict[str, str]) -> bool:
 def _built(kind: str, short: bool, flags: str) -> Path:
     level = "default" if short else "avx2"
     folder = ROOT / "build" / f"sanitize-{kind}-{level}"
-    return build(folder, "fastcaps_cpu", f"{COMMON} {LEVEL_FLAGS[level]} {flags}".strip())
+    return build(folder, "fastcaps_cpu", f"{COMMON} {LEVEL_FLAGS[level]} {flags}".strip(), ROOT, "FASTCAPS_GUARDS=ON")
 
 
 def address(short: bool) -> bool:

@@ -136,7 +136,6 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   }
 
   void run(int64_t which) {
-    const TilesInUse in_use(Base::tiled);
     item = which;
     const int64_t at = item % schedule.ranges, group = item / schedule.ranges,
                   first_row = group * schedule.rows_per_group;
@@ -315,7 +314,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   void gradients_of(int64_t m0) {
     begin_parents<kMany>(m0);
     for (int64_t j = 0; j < block.count; ++j) {
-      const Weight* W = Base::tiled && (kept || !needs_vote) ? nullptr : weights.matrix(j, m0);
+      const Weight* W = weights.matrix(j, m0);
       const Weight* bias = weights.bias_of(j, m0);
       for (int64_t t = 0; t < block.nt; ++t) {
         const int64_t slot = t * schedule.block_children + j;
@@ -405,11 +404,6 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // dP += dV W^T of unit j in all rows, for parents [m0, m0 + kMany), unless gradients_of_votes added it.
   template <int kMany>
   FASTCAPS_INLINE void add_child_gradients(int64_t j, int64_t m0, const Weight* W) {
-    if constexpr (Base::kCanTile)
-      if (Base::tiled) {
-        if (call.wants_votes()) Base::add_in_tiles(j, m0, call.dchildren ? dP : nullptr);
-        return;
-      }
     if constexpr (!kAtOnce) {
       if (gradient_is_childs()) return;
       each_group<Pose::kTiles>(call.dchildren ? block.nt : 0, [&](int64_t t, auto many) {

@@ -18,15 +18,10 @@ struct Block {
   using Units = UnitsOf<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
   static constexpr bool kUnitsShare = kLane == Lanes::kSharing && Pose::kUnits > 1;
-  static constexpr bool kCanTile =
-      kHasTiles && kLane == Lanes::kPositions && std::is_same_v<T, float> && !Pose::kIdentity &&
-      (Pose::kDynamic || Pose::kTiles > 1) &&
-      (std::is_same_v<Call, ForwardCall<Attention>> || std::is_same_v<Call, BackwardCall<Attention>>);
   // Whether each vote is used as soon as it is made: not if those of several parents, units or tiles are made together,
   // or child by child.
   bool made_one_by_one(int64_t rows) const {
     if (kLane == Lanes::kChildren) return !votes_by_child;
-    if (tiled) return false;
     return Pose::kTogether == 1 && !kUnitsShare && (Pose::kTiles == 1 || rows == 1);
   }
   const Call& call;
@@ -38,9 +33,6 @@ struct Block {
   Tile<T>* tiles;  // the rows' positions
   V *P, *gates, *votes_kept;
   T* votes_by_child;  // of a unit for a parent; null where matrices are transposed
-  const bool tiled;   // AMX multiplies bfloat16 matrices by bfloat16 poses and gradients,
-  V* pairs;           // stored here in pairs of neighbours; poses [slots][D / 2]
-  BFloat16* turned;   // a matrix, transposed
   Range range{};      // the children of the walk
 
   Block(const Call& call, const Pose& pose, Arena& arena, int64_t rows)
@@ -56,10 +48,7 @@ struct Block {
         P(arena.take<V>(slots * CD)),
         gates(arena.take<V>(slots)),
         votes_kept(arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE)),
-        votes_by_child(makes_votes_by_child() ? arena.take<T>(n * CE) : nullptr),
-        tiled(kCanTile && in.tiled),
-        pairs(tiled ? arena.take<V>(slots * CD / 2) : nullptr),
-        turned(tiled ? arena.take<BFloat16>(in.D * in.E) : nullptr) {}
+        votes_by_child(makes_votes_by_child() ? arena.take<T>(n * CE) : nullptr) {}
 
   // A child's own large matrix would take longer to transpose to lanes than to read.
   bool makes_votes_by_child() const {
@@ -96,12 +85,6 @@ struct Block {
   void make_votes(int64_t count, int64_t rows) {
     if constexpr (kLane == Lanes::kChildren && Pose::kDynamic)
       if (votes_by_child) return make_votes_by_child(count, rows);
-    if constexpr (kCanTile)
-      if (tiled) {
-        pair_poses(count, rows);
-        for (int64_t m = 0; m < in.M; ++m) make_votes_in_tiles(count, rows, m);
-        return;
-      }
     constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // matrices are transposed one by one
     int64_t m = 0;
     for (; m + kMany <= in.M; m += kMany) make_votes<kMany>(count, rows, m);
@@ -127,30 +110,6 @@ struct Block {
     else
       for (int64_t j = 0; j < count; ++j)
         each_group<Pose::kTiles>(rows, [&](int64_t t, auto tiles) { make(tiles, t * stride + j, stride, j); });
-  }
-
-  static void pair_neighbours(const V* numbers, int64_t count, V* to) {
-    for (int64_t k = 0; k < count / 2; ++k) to[k] = paired(numbers[2 * k], numbers[2 * k + 1]);
-  }
-  void pair_poses(int64_t count, int64_t rows) {
-    for (int64_t t = 0; t < rows; ++t) {
-      const int64_t first = t * schedule.block_children * CD;
-      pair_neighbours(P + first, count * CD, pairs + first / 2);
-    }
-  }
-  void make_votes_in_tiles(int64_t count, int64_t rows, int64_t m) {
-    const int64_t apart = schedule.block_children * int64_t(sizeof(V)), D = in.D, E = in.E;
-    for (int64_t j = 0; j < count; ++j) {
-      transpose_matrix(weights.narrow_matrix(j, m), D, E, turned);
-      each_group<4>(rows, [&](int64_t t, auto many) {
-        const int64_t slot = t * schedule.block_children + j;
-        tile_products<many, false>(E, D / 32, turned, pairs + slot * D / 2, votes_of(m, slot),
-                                   {2 * D, 64, apart * D / 2, 16 * sizeof(V), sizeof(V), apart * E});
-      });
-      const Weight* bias = weights.bias_of(j, m);
-      for (int64_t t = 0; bias && t < rows; ++t)
-        for (int64_t e = 0; e < E; ++e) votes_of(m, t * schedule.block_children + j)[e] += bias[e];
-    }
   }
 
   static constexpr int kAhead = 2048;  // values; a child's matrices follow one another

@@ -6,7 +6,6 @@
 #include "../arguments.h"
 #include "schedule.h"
 #include "scratch.h"
-#include "signals.h"
 
 namespace fastcaps {
 
@@ -14,15 +13,14 @@ inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast
 
 // Runs one of a table's kernels over all items, or rows.
 template <class Call>
-void run_items(SignalWatch& watch, const Call& call, void (*kernel)(const Call&, int64_t, int64_t, void*),
-               int64_t items, int64_t scratch_bytes) {
+void run_items(const Call& call, void (*kernel)(const Call&, int64_t, int64_t, void*), int64_t items,
+               int64_t scratch_bytes) {
   if (items == 0) return;
   torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
     const Scratch scratch(scratch_bytes);
     if (!scratch.get()) throw_no_memory("workspace of a thread: " + std::to_string(scratch_bytes) + " bytes");
-    watch.run_pieces(begin, end, [&](int64_t from, int64_t to) { kernel(call, from, to, scratch.get()); });
+    kernel(call, begin, end, scratch.get());
   });
-  STD_TORCH_CHECK(!watch.stopped(), "fastcaps: the handler of a signal stopped the call");
 }
 
 // A gradient in parts, one for each group, item or row.
@@ -62,7 +60,6 @@ struct CpuCall : OpCall {
     // If matrices are large and each child has its own, reading bfloat16 is faster than copying them to float.
     votes.narrow_weight = weight && weight->scalar_type() == ScalarType::BFloat16 && weight->is_contiguous() &&
                           votes.G == votes.I && votes.D * votes.E >= kLargeMatrix;
-    votes.tiled = votes.narrow_weight && by_tiles(votes);
     votes.weight = votes.narrow_weight ? data_of(*weight) : table(weight);
     votes.bias = table(given.bias);
   }
@@ -139,13 +136,12 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const MaybeTensor partial = cpu.rows(cut, call.schedule, call.schedule.ranges, row.results, lanes, call.partial);
   const MaybeTensor state = cpu.rows(cut && call.total > 1, call.schedule, 1, row.state, lanes, call.state);
   const int64_t scratch = table.forward_scratch(call);
-  SignalWatch watch;
   call.iterations = cut ? 1 : call.total;  // an iteration needs the sums over all ranges of the one before
   for (call.iteration = 0; call.iteration < call.total; call.iteration += call.iterations) {
-    run_items(watch, call, table.forward, call.schedule.items(), scratch);
+    run_items(call, table.forward, call.schedule.items(), scratch);
     if (!cut) continue;
     const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
-    run_items(watch, call, table.forward_finish, rows, scratch);
+    run_items(call, table.forward_finish, rows, scratch);
   }
 }
 
@@ -175,10 +171,9 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
     const MaybeTensor partial =
         cpu.rows(dparents, call.schedule, call.schedule.ranges, row.results, lanes, call.partial);
     const int64_t scratch = table.backward_scratch(call);
-    SignalWatch watch;
-    run_items(watch, call, table.backward_prepare, call.schedule.rows(), scratch);
-    run_items(watch, call, table.backward, call.schedule.items(), scratch);
-    if (dparents) run_items(watch, call, table.backward_finish, call.schedule.rows(), scratch);
+    run_items(call, table.backward_prepare, call.schedule.rows(), scratch);
+    run_items(call, table.backward, call.schedule.items(), scratch);
+    if (dparents) run_items(call, table.backward_finish, call.schedule.rows(), scratch);
   }
   return {cpu.stored(children), cpu.stored(weights.sum()), cpu.stored(biases.sum()), cpu.stored(gate)};
 }

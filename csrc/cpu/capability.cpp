@@ -3,14 +3,13 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
-#if defined(FASTCAPS_BUILT_AVX512) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include "../tensors.h"
 #include "levels.h"
+#include "processor.h"
+
+#define FASTCAPS_NAME(level) "," #level
 
 namespace fastcaps {
 namespace {
@@ -20,35 +19,9 @@ struct Level {
   bool (*supported)();
 };
 
-#if defined(FASTCAPS_BUILT_AVX512)
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-}
-
-// Tiles need the system's permission, once for a process (Linux 5.16).
-bool has_amx() {
-#if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned a, b, c, d, bf16, count;
-  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &bf16, &b, &c, &count))
-    return false;
-  const bool amx = d >> 22 & d >> 24 & bf16 >> 5 & 1;  // bfloat16 products of tiles; tiles; AVX-512's conversion
-  return amx && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-const Level kLevels[] = {
-    {"default", [] { return true; }},
-#if defined(FASTCAPS_BUILT_AVX512)
-    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
-    {"avx512", has_avx512},
-    {"amx", has_amx},  // AVX-512's kernels, which ask by_tiles()
-#endif
-};
+constexpr const char* kNames = &(FASTCAPS_LEVELS(FASTCAPS_NAME))[1];
+#define FASTCAPS_NAMED(level) {#level, &has_##level},
+const Level kLevels[] = {FASTCAPS_LEVELS(FASTCAPS_NAMED)};
 
 // The level that the user wants, or null.
 const char* forced() {
@@ -67,16 +40,13 @@ const Level* chosen() {
   return found;
 }
 
-bool has_tiles() { return chosen() && std::strcmp(chosen()->name, "amx") == 0; }
-
 }  // namespace
 
-int level_in_use() { return chosen() ? int(chosen() - kLevels) - has_tiles() : 0; }
-bool level_is_forced() { return forced() != nullptr; }
-bool by_tiles(const Votes& in) {
-  return has_tiles() && in.storage == Storage::kBFloat16 && in.G == in.I && in.C == 1 && in.D % 32 == 0 &&
-         in.E % 32 == 0;
+int level_in_use() {
+  STD_TORCH_CHECK(chosen(), "fastcaps: this processor, or FASTCAPS_CPU_CAPABILITY, has none of the levels built: ", kNames);
+  return int(chosen() - kLevels);
 }
+bool level_is_forced() { return forced() != nullptr; }
 
 }  // namespace fastcaps
 
@@ -84,18 +54,6 @@ extern "C" {
 
 const char* fastcaps_capability(void) { return fastcaps::chosen() ? fastcaps::chosen()->name : nullptr; }
 
-double fastcaps_multiply_adds(int64_t rounds) {
-  using namespace fastcaps;
-  return table_of<Peak>(level_in_use()).multiply_adds(rounds);
-}
-
-const char* fastcaps_capabilities_built(void) {
-#define FASTCAPS_NAME(level) "," #level
-#if defined(FASTCAPS_BUILT_AVX512)
-  return &(FASTCAPS_LEVELS(FASTCAPS_NAME) ",amx")[1];
-#else
-  return &(FASTCAPS_LEVELS(FASTCAPS_NAME))[1];
-#endif
-}
+const char* fastcaps_capabilities_built(void) { return fastcaps::kNames; }
 
 }  // extern "C"

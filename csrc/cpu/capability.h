@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-/* The level in use: "default", "avx2", "avx512" or "amx". FASTCAPS_CPU_CAPABILITY forces one; null if that one is
+/* The level in use: "default", "avx2" or "avx512". FASTCAPS_CPU_CAPABILITY forces one; null if that one is
    unknown, not built or more than this processor can do. */
 FASTCAPS_EXPORT const char* fastcaps_capability(void);
 
@@ -23,22 +23,12 @@ FASTCAPS_EXPORT const char* fastcaps_build_info(void);
 /* The levels in this build, lowest first, separated by commas. */
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
 
-/* Runs `rounds` rounds of float32 multiply-adds on this thread, at the level in use. Returns the operations, two for
-   each: divided by the time they took, they are the peak of one thread. */
-FASTCAPS_EXPORT double fastcaps_multiply_adds(int64_t rounds);
-
 /* Describes in one line, for people, how a call of the routing `stem` is cut up, and its kernel. `sizes`: B H W N C D
    Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: whether it is the backward; the children's Storage;
    the bias (0 none, 1 one for all children, 2 one for each); whether the call starts from parents; iterations; unused;
    and how many values bias and betas have. The text of an unknown routing says so. It is valid until the thread's next
    call. */
 FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* sizes, const int64_t* facts);
-
-/* Sets the addresses of five functions of Python, named in signals.cpp: then signals can interrupt long calls. */
-FASTCAPS_EXPORT void fastcaps_cpu_python(void* const* functions);
-
-/* With the GIL held: raises the exception that a signal handler raised during this thread's last call, if any. */
-FASTCAPS_EXPORT void fastcaps_cpu_raise(void);
 
 #ifdef __cplusplus
 }

@@ -36,9 +36,6 @@ std::string describe(const Votes& in, const Facts& facts, View Operands::* start
   if (schedule.ranges > 1) text += " (" + n(schedule.ranges) + " ranges of children)";
   if (schedule.stay) text += ", children stay from iteration to iteration";
   if (schedule.folded) return text + ", weights folded into the parents";
-  if constexpr (std::is_same_v<Operands, Attention>)
-    if (schedule.keep_votes && !schedule.child_lanes && table.lanes(in) == 16 && in.weight && by_tiles(in))
-      text += ", products by AMX";
   return text + (schedule.keep_votes ? "" : ", votes made twice");
 }
 
@@ -49,6 +46,7 @@ extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n,
   using namespace fastcaps;
   static thread_local std::string text;
   Votes in = votes_of(n, Storage(facts[1]));
+  if (!fastcaps_capability()) return "no kernels for this processor";
   if (!in.is_countable()) return "no memory for a call of this size";
   if (n[10] > 0) in.weight = &in;  // some weights
   if (facts[2] > 0) in.bias = &in;

@@ -80,7 +80,6 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   static FASTCAPS_INLINE int64_t in_target(int64_t m) { return kChildLanes ? m % kJoined : m; }
 
   void run(int64_t item) {
-    const TilesInUse in_use(Base::tiled);
     const int64_t at = item % schedule.ranges, group = item / schedule.ranges;
     const int64_t begin = edge(at), count = edge(at + 1) - begin;
     const int64_t all = kChildLanes ? in.positions() : (in.positions() + n - 1) / n;

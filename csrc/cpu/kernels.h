@@ -29,8 +29,8 @@ inline constexpr bool kOwnPoses = false;
 inline constexpr bool kOwnPoses = true;
 #endif
 
-// The papers' poses that have their own kernels, in float: those for which this is worth the compiler's time. Vector
-// poses have them only if weights are scalars, the larger ones only for attention.
+// The poses that have their own kernels, in float: those of the papers' layers (bench/workloads.py), for the lanes that
+// the schedule gives them. All others share the general kernel, as each pose costs the build two seconds.
 template <class...>
 struct Poses {};
 template <class... Each>
@@ -39,15 +39,14 @@ using P4x4 = StaticPose<4, 4, 4>;
 using P6x6 = StaticPose<6, 6, 6>;
 using P1x8 = StaticPose<1, 8, 16>;
 using P1x16 = StaticPose<1, 16, 16>;
-using OfAttention = OwnPoses<P4x4, P1x16, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
-using OfGaussian = OwnPoses<P4x4, P1x16, P1x8, StaticPose<1, 64, 2>, StaticPose<1, 2, 2>>;
+using OfAttention = OwnPoses<P4x4, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
+using OfSharing = OwnPoses<P4x4, P1x16, P1x8, StaticPose<1, 64, 2>>;
 
 Poses<> own_poses(...);
 OfAttention own_poses(Attention, LanesAre<Lanes::kPositions>);
 OwnPoses<P4x4, P6x6> own_poses(Attention, LanesAre<Lanes::kChildren>);
-OwnPoses<P4x4, P1x16, P1x8> own_poses(Pooling, LanesAre<Lanes::kPositions>);
-OfGaussian own_poses(Gaussian, LanesAre<Lanes::kPositions>);
-OfGaussian own_poses(Gaussian, LanesAre<Lanes::kSharing>);
+OwnPoses<P4x4, StaticPose<1, 2, 2>> own_poses(Gaussian, LanesAre<Lanes::kPositions>);
+OfSharing own_poses(Gaussian, LanesAre<Lanes::kSharing>);
 
 // Calls f(pose, compute type, what lanes are) with the first pose that has the call's sizes, or else `any`.
 template <class Any, class Is, class F>
@@ -69,11 +68,11 @@ auto with_pose(const Call& call, F&& f) {
   const auto with_lanes = [&](auto lanes) {
     if constexpr (std::is_same_v<Operands, Attention> && decltype(lanes)::value != Lanes::kChildren)
       if (call.schedule.folded) {
-        using Own = OwnPoses<SameStaticPose<1, 8>, SameStaticPose<4, 4>>;
+        using Own = OwnPoses<SameStaticPose<1, 8>>;
         const SamePose same{{int(in.C), int(in.D), int(in.D)}};
         return with_one_of(std::conditional_t<own, Own, Poses<>>{}, same, lanes, f);
       }
-    if constexpr (own && std::is_same_v<Operands, Pooling>)
+    if constexpr (own && std::is_same_v<Operands, Pooling> && decltype(lanes)::value == Lanes::kSharing)
       if (!in.weight) return with_one_of(OwnPoses<SameStaticPose<1, 16>>{}, any, lanes, f);
     using Own = decltype(own_poses(Operands{}, lanes));
     if (own && in.weight) return with_one_of(Own{}, any, lanes, f);
@@ -82,7 +81,7 @@ auto with_pose(const Call& call, F&& f) {
   const LanesAre<Lanes::kPositions> positions;
   const LanesAre<Lanes::kChildren> children;
   const bool child_lanes = call.schedule.child_lanes;
-  if (in.is_double()) return child_lanes ? f(any, double{}, children) : f(any, double{}, positions);
+  if (in.is_double()) return f(any, double{}, positions);  // as the schedule has it
   if (!child_lanes) return with_lanes(positions);
   return call.schedule.shared_weights ? with_lanes(LanesAre<Lanes::kSharing>{}) : with_lanes(children);
 }

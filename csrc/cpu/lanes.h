@@ -133,15 +133,12 @@ struct Tile {
   }
 };
 
-// f(S*) with the pointer cast to what it stores.
-template <class F>
+// f(S*) with the pointer cast to what it stores: values of the compute type T, or bfloat16 for float.
+template <class T, class F>
 FASTCAPS_INLINE void with_storage(Storage storage, const void* data, F&& f) {
-  switch (storage) {
-    case Storage::kFloat32: return f(static_cast<const float*>(data));
-    case Storage::kFloat64: return f(static_cast<const double*>(data));
-    case Storage::kBFloat16: return f(static_cast<const BFloat16*>(data));
-    case Storage::kFloat16: return;  // the op refuses it
-  }
+  if constexpr (std::is_same_v<T, float>)
+    if (storage == Storage::kBFloat16) return f(static_cast<const BFloat16*>(data));
+  f(static_cast<const T*>(data));
 }
 
 // Whether a row is a single position (lanes are children, X = T) or a tile of kLanes positions (X is a vector).
@@ -152,7 +149,7 @@ inline constexpr bool kOnePosition = std::is_same_v<X, T>;
 template <class T, class X>
 FASTCAPS_NOINLINE void gather_parents(const Votes& in, const Tile<T>& tile, Storage storage, const View& view,
                                       int64_t many, int64_t rows, int64_t columns, X* out) {
-  with_storage(storage, view.data, [&](auto* data) FASTCAPS_LAMBDA {
+  with_storage<T>(storage, view.data, [&](auto* data) FASTCAPS_LAMBDA {
     using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     const S* lane[kLanes<T>];
     const int64_t pose = rows * columns;
@@ -200,7 +197,7 @@ void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {
 template <class T, class X>
 FASTCAPS_NOINLINE void write_parents(const Tile<T>& tile, Storage storage, void* data, int64_t first, int64_t length,
                                      const X* in) {
-  with_storage(storage, data, [&](auto* typed) FASTCAPS_LAMBDA {
+  with_storage<T>(storage, data, [&](auto* typed) FASTCAPS_LAMBDA {
     using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
     write_row<T>(tile, const_cast<Out*>(typed) + first * length, length, in);
   });
@@ -257,7 +254,7 @@ struct UnitsOf {
     const int64_t pose = in.child_size();
     const bool packed = !kChildLanes && children.stride[5] == 1 && (in.C == 1 || children.stride[4] == in.D) &&
                         (in.N == 1 || children.stride[3] == pose);
-    with_storage(storage, children.data, [&](auto* data) FASTCAPS_LAMBDA {
+    with_storage<T>(storage, children.data, [&](auto* data) FASTCAPS_LAMBDA {
       using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
       const S* lane[n];
       const S* gate_lane[n];

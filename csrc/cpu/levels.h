@@ -4,11 +4,22 @@
 
 #include "pass.h"
 
-#if defined(FASTCAPS_BUILT_AVX512)
-#define FASTCAPS_LEVELS(each) each(default) each(avx2) each(avx512)
+#if defined(FASTCAPS_BUILT_DEFAULT)
+#define FASTCAPS_IF_DEFAULT(each) each(default)
 #else
-#define FASTCAPS_LEVELS(each) each(default)
+#define FASTCAPS_IF_DEFAULT(each)
 #endif
+#if defined(FASTCAPS_BUILT_AVX2)
+#define FASTCAPS_IF_AVX2(each) each(avx2)
+#else
+#define FASTCAPS_IF_AVX2(each)
+#endif
+#if defined(FASTCAPS_BUILT_AVX512)
+#define FASTCAPS_IF_AVX512(each) each(avx512)
+#else
+#define FASTCAPS_IF_AVX512(each)
+#endif
+#define FASTCAPS_LEVELS(each) FASTCAPS_IF_DEFAULT(each) FASTCAPS_IF_AVX2(each) FASTCAPS_IF_AVX512(each)
 #define FASTCAPS_LEVEL(level) \
   namespace isa_##level {     \
     template <class Table>    \
@@ -19,13 +30,10 @@ namespace fastcaps {
 
 FASTCAPS_LEVELS(FASTCAPS_LEVEL)
 
-// The level in use, 0 the lowest; and whether the user forced it. A forced level that is not available is refused where
-// the library is loaded (fastcaps/backends.py); a later call uses the portable build.
+// The level in use, 0 the lowest of those built; and whether the user forced it. Raises an error if the processor has
+// none of them, or not the forced one; fastcaps/backends.py refuses such calls earlier.
 int level_in_use();
 bool level_is_forced();
-
-// Whether the level in use multiplies the call's matrices and poses, of bfloat16, in AMX's tiles.
-bool by_tiles(const Votes& in);
 
 template <class Table>
 const Table& table_of(int level) {
@@ -36,7 +44,7 @@ const Table& table_of(int level) {
 }
 
 // For this machine and a call, unless a level is forced. If positions fill at most half a vector, use the level below,
-// whose vectors have half the length: it computes as many positions at once.
+// if it is built, whose vectors have half the length: it computes as many positions at once.
 template <class Operands>
 const Kernels<Operands>& kernels(const Votes& in) {
   const int level = level_in_use();

@@ -145,9 +145,4 @@ struct SquashSumKernels {
   void (*backward)(const SquashSum&, int64_t begin, int64_t end);
 };
 
-// Runs `rounds` rounds of multiply-adds; returns the operations.
-struct Peak {
-  double (*multiply_adds)(int64_t rounds);
-};
-
 }  // namespace fastcaps

@@ -62,7 +62,7 @@ bool fit(const Votes& in, const Task& task, bool child_lanes) {
 // Children in the lanes that have all the same weights, which stay scalars: where positions are too few, or where the
 // votes of one position's children fit in cache and those of a whole tile do not.
 bool share_weights(const Votes& in, const Task& task) {
-  if (!task.shared || task.number == 8 || in.I / in.G < task.lanes) return false;  // float64 has no such kernels
+  if (!task.shared || task.number == 8 || in.I / in.G < task.lanes) return false;
   const bool stays = in.G == 1 && in.I >= 4 * task.lanes && fit(in, task, true) && !fit(in, task, false);
   return in.positions() * 2 <= task.lanes || stays;
 }
@@ -70,6 +70,7 @@ bool share_weights(const Votes& in, const Task& task) {
 // If positions are too few to fill the lanes, children do. If each child has its own weights, those are transposed
 // first.
 bool use_child_lanes(const Votes& in, const Task& task) {
+  if (task.number == 8) return false;  // float64 is for checks: kernels of positions serve
   return share_weights(in, task) || (!task.folded && in.positions() * 4 <= task.lanes && in.I >= task.lanes);
 }
 

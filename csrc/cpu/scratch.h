@@ -1,12 +1,16 @@
-// A thread's own memory for the length of a range of items. For tests, guard pages lie behind every piece of it.
+// A thread's own memory for the length of a range of items. In builds for tests (FASTCAPS_GUARDS, CMakeLists.txt) guard
+// pages lie behind every piece of it: an access beyond one ends the process.
 #pragma once
 
 #include <cstdint>
 
 namespace fastcaps {
 
-// Whether FASTCAPS_GUARD_SCRATCH is set: then an access beyond a piece of scratch memory ends the process.
-bool guards_scratch();
+#if defined(FASTCAPS_GUARDS)
+inline constexpr bool kGuards = true;
+#else
+inline constexpr bool kGuards = false;
+#endif
 inline constexpr int64_t kGuardBytes = 1 << 14;  // whole pages on every system
 void guard(void* page);
 
@@ -30,11 +34,11 @@ struct Arena {
   template <class U>
   U* take(int64_t count) {
     const int64_t bytes = (count * int64_t(sizeof(U)) + 63) / 64 * 64;
-    if (guards_scratch())
+    if (kGuards)
       used += (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes - bytes;  // ends where a page does
     U* piece = base ? reinterpret_cast<U*>(base + used) : nullptr;
     used += bytes;
-    if (guards_scratch()) {
+    if constexpr (kGuards) {
       if (base) guard(base + used);
       used += kGuardBytes;
     }

@@ -32,9 +32,6 @@ const Table& table();  // see levels.h
 #if defined(__AVX512F__)
 inline constexpr int kVecBytes = 64;
 inline constexpr bool kManyRegisters = true;
-#if __has_include(<amxtileintrin.h>)
-#define FASTCAPS_TILES 1  // the assembler knows AMX; capability.cpp decides at run time
-#endif
 #elif defined(__AVX2__)
 inline constexpr int kVecBytes = 32;
 inline constexpr bool kManyRegisters = false;

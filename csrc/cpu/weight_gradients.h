@@ -25,8 +25,6 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   V *dV, *dW_lanes = nullptr;
   V* bias_sums;  // [kTogether, C * E], of a bias that children share: long sums, added one by one, lose digits
   T *P_rows = nullptr, *dV_rows = nullptr;
-  V *dV_pairs = nullptr, *P_across = nullptr,
-    *dV_across = nullptr;          // for AMX; across: pairs from two tiles of positions
   T *dW = nullptr, *dB = nullptr;  // of the current item; null if not wanted
   struct {
     int64_t first, count, t0, nt;
@@ -40,13 +38,6 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
         dV(arena.take<V>(Pose::kTogether * slots * CE)),
         bias_sums(call.dbias && weights.bias_i == 0 ? arena.take<V>(Pose::kTogether * CE) : nullptr) {
     if (bias_sums) zero(bias_sums, Pose::kTogether * CE);
-    if (Base::tiled) {
-      const int64_t across = (schedule.block_rows + 1) / 2;
-      dV_pairs = arena.take<V>(schedule.block_rows * CE / 2);
-      P_across = arena.take<V>(schedule.block_children * across * CD);
-      dV_across = arena.take<V>(across * CE);
-      return;
-    }
     if (Pose::kIdentity || !(call.dweight || kAtOnce)) return;
     const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
                              : one_matrix                                            ? in.M
@@ -67,7 +58,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   // once in a call: their gradient is cleared here, just before it is used.
   void begin_children(int64_t first, int64_t count) {
     if (dW_lanes && one_matrix && first == 0) zero(dW_lanes, in.M * DE);
-    if (dW && in.G == in.I && !Base::tiled)
+    if (dW && in.G == in.I)
       for (int64_t q = first; q < first + count; ++q) zero(gradient_of(q, 0), in.M * DE);
   }
   void end_children(int64_t first, int64_t count) {
@@ -79,10 +70,6 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
 
   // Transposes the block's poses, and a unit's vote gradients, to rows of scalars.
   void transpose_poses() {
-    if constexpr (Base::kCanTile)
-      for (int64_t j = 0; P_across && j < block.count; ++j)
-        for (int64_t t = 0; t < block.nt; t += 2)
-          pair_tiles(P + (t * schedule.block_children + j) * CD, t, CD, across(j, t));
     if (!P_rows) return;
     for (int64_t t = 0; t < block.nt; ++t)
       for (int64_t j = 0; j < block.count; ++j)
@@ -95,41 +82,6 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     T* lane[n];
     for (int r = 0; r < n; ++r) lane[r] = row + r * length;
     scatter_rows<false, T>(lane, length, numbers);
-  }
-
-  // to[k] = pairs of value k of tiles t and t + 1; 0 for a tile past the last.
-  void pair_tiles(const V* numbers, int64_t t, int64_t count, V* to) const {
-    const V* next = t + 1 < block.nt ? numbers + schedule.block_children * count : nullptr;
-    for (int64_t k = 0; k < count; ++k) to[k] = paired(numbers[k], next ? next[k] : V{});
-  }
-  V* across(int64_t j, int64_t t) const { return P_across + (j * ((schedule.block_rows + 1) / 2) + t / 2) * CD; }
-
-  // dP += dV W^T and dW += P^T dV of unit j and parent m in all rows, as bfloat16 products by AMX. dP: null if it is
-  // not wanted.
-  void add_in_tiles(int64_t j, int64_t m, V* dP) {
-    constexpr int64_t kVec = sizeof(V);
-    const int64_t D = in.D, E = in.E, stride = schedule.block_children;
-    const auto* gradient = dV + j * E;
-    if (dP) {
-      for (int64_t t = 0; t < block.nt; ++t) Base::pair_neighbours(gradient + t * stride * E, E, dV_pairs + t * E / 2);
-      each_group<4>(block.nt, [&](int64_t t, auto many) {
-        tile_products<many, true>(D, E / 32, weights.narrow_matrix(j, m), dV_pairs + t * E / 2,
-                                  dP + (t * stride + j) * D,
-                                  {2 * E, 64, E / 2 * kVec, 16 * kVec, kVec, stride * D * kVec});
-      });
-    }
-    if (!dW) return;
-    for (int64_t t = 0; t < block.nt; t += 2) {
-      V* to = dV_across + t / 2 * E;
-      pair_tiles(gradient + t * stride * E, t, E, to);
-      for (int64_t e = 0; e < E; e += n) transpose<T>(to + e);
-    }
-    T* sums = gradient_of(child_of(block.first, j), m);
-    const Strides strides{kVec, D * kVec, n * kVec, E * kVec, int64_t(E * sizeof(T)), kVec};
-    each_group<4>(E / n, [&](int64_t e, auto many) {
-      const auto add = block.t0 == 0 ? &tile_products<many, false> : &tile_products<many, true>;
-      add(D, (block.nt + 1) / 2, across(j, 0), dV_across + e * n, sums + e * n, strides);
-    });
   }
 
   // Adds unit j's part of dW for parents [m0, m0 + kMany), if its matrices are not shared.

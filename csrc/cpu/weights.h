@@ -60,9 +60,6 @@ struct WeightsOf {
     if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * size);
     return weight ? taken(matrices + j * kLanesEach, m * size, size, weight_lanes) : nullptr;
   }
-  const BFloat16* narrow_matrix(int64_t j, int64_t m) const {
-    return reinterpret_cast<const BFloat16*>(matrices[j]) + m * size;
-  }
   // The matrix after that of unit j and parent m.
   FASTCAPS_INLINE Next after(int64_t j, int64_t m) const {
     const int64_t number = narrow ? sizeof(BFloat16) : sizeof(T);

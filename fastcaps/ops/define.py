@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import torch
 from torch._decomp import register_decomposition
-from torch.utils.flop_counter import register_flop_formula
-
-from fastcaps import libraries
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
@@ -41,6 +39,52 @@ def tensor_names(fields: Mapping[str, Any]) -> list[str]:
     return [name for name, annotation in fields.items() if _kind(annotation).startswith("Tensor")]
 
 
+# ---- FLOP formulas ---------------------------------------------------------------------------------------------------
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: dict[Any, Callable[..., int]] = {}  # by op; what has no counter yet to be registered in
+
+
+def _register_formulas() -> None:
+    counter: Any = sys.modules[_COUNTER]
+    while _formulas:
+        op, formula = _formulas.popitem()
+        counter.register_flop_formula(op)(formula)
+
+
+class _CounterFinder:
+    """Registers the FLOP formulas once somebody imports PyTorch's FLOP counter.
+
+    That module imports Triton, which takes half a second and which few processes need.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _COUNTER else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _register_formulas()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _count_flops_of(op: Any, formula: Callable[..., int]) -> None:
+    _formulas[op] = formula
+    if hasattr(sys.modules.get(_COUNTER), "register_flop_formula"):
+        _register_formulas()
+
+
+sys.meta_path.insert(0, _CounterFinder)  # type: ignore[arg-type]
+
+
+# ---- definition ------------------------------------------------------------------------------------------------------
+
+
 def define(
     name: str,
     takes: str,
@@ -59,7 +103,7 @@ def define(
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
     packet = getattr(torch.ops.fastcaps, name)
-    register_flop_formula(packet)(flops)
+    _count_flops_of(packet, flops)
     takes, returns = native or (takes, returns)
     below = {}
     for backend, library in NATIVE.items():
@@ -80,15 +124,6 @@ def make_differentiable(
     torch.library.register_autograd(op.name(), backward, setup_context=save, lib=LIBRARY)
     register_decomposition(op)(formula)
     register_decomposition(op, type="meta")(fake)  # else fakes of free sizes would run the formulas
-
-
-def interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Run a kernel of the CPU library, which a signal may stop; then raise the exception of the signal's handler."""
-    try:
-        return kernel(*arguments)
-    except RuntimeError:
-        libraries.library("cpu").raise_signal()
-        raise
 
 
 def let_inductor_call(op: Any) -> None:

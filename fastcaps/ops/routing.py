@@ -18,7 +18,7 @@ from torch import Tensor
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, check_tensor
 from fastcaps.made import MADE, MadeVotes
-from fastcaps.ops.define import LIBRARY, NATIVE, define, interruptibly, let_inductor_call, make_differentiable
+from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State
 from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
@@ -129,7 +129,7 @@ class Routing(Signature, ABC):
     def compute(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
         """Run a call by the chosen backend."""
         if backends.on_cpu(self.stem, votes.children):
-            results: Results = interruptibly(self.native["cpu"], (*votes, *own[: self.native_count], 0))
+            results: Results = self.native["cpu"](*votes, *own[: self.native_count], 0)
             return (*results, self._coefficients(votes, own, results))
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
@@ -167,7 +167,7 @@ class Routing(Signature, ABC):
 
     def run_backward_on_cpu(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the CPU's kernels."""
-        return tuple(interruptibly(self.native_backward["cpu"], (*arguments, 0)))
+        return tuple(self.native_backward["cpu"](*arguments, 0))
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
         formula: Callable[..., Results] = getattr(reference, self.name)

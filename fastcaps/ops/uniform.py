@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps.checks import is_tracing, widen
+from fastcaps.settings import constant_in_graphs
 from fastcaps.votes import SET_WINDOW, VoteInputs, autocast_dtype, hidden, output_size, seen_of
 from fastcaps.watchers import is_sharded
 
@@ -40,7 +41,7 @@ def torch_runs_first_iteration(votes: VoteInputs) -> bool:
     return not (large and children.device.type == "cpu" and backends.native_serves())
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _rounds(convolution: bool) -> bool:
     """Return whether torch's float32 products on a GPU may round to TF32 more than :mod:`fastcaps.backends` allows."""
     alone = torch.backends.cudnn.conv.fp32_precision == "tf32" and not backends.tf32_allowed()  # type: ignore[attr-defined]

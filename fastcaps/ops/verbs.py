@@ -26,7 +26,7 @@ from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, check_shape, check_tensor, is_tracing, widen
 from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops import shared, uniform
-from fastcaps.ops.define import NATIVE, define, interruptibly, let_inductor_call, make_differentiable, written
+from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differentiable, written
 from fastcaps.ops.signature import COUNT, votes_and_sum
 from fastcaps.reference import verbs as reference
 from fastcaps.votes import VoteInputs, autocast_dtype, without_autocast
@@ -79,7 +79,7 @@ def _runner(name: str) -> Callable[..., Any]:
         call = backends.Call.of(STEM, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:  # checks for itself
-            return interruptibly(native[name][chosen], (*votes, *rest, call.options))
+            return native[name][chosen](*votes, *rest, call.options)
         _check(name, votes, rest)
         if chosen == "reference":
             with without_autocast(votes.children.device.type):
