@@ -66,17 +66,20 @@ auto with_pose(const Call& call, F&& f) {
   const Votes& in = call.votes;
   const DynamicPose any{int(in.C), int(in.D), int(in.E)};
   const auto with_lanes = [&](auto lanes) {
-    if constexpr (std::is_same_v<Operands, Attention> && decltype(lanes)::value != Lanes::kChildren)
-      if (call.schedule.folded) {
+    constexpr Lanes kLane = decltype(lanes)::value;
+    if constexpr (std::is_same_v<Operands, Attention> && kLane != Lanes::kChildren)
+      if (kLane == Lanes::kSharing || call.schedule.folded) {  // sharing lanes are always folded
         using Own = OwnPoses<SameStaticPose<1, 8>>;
         const SamePose same{{int(in.C), int(in.D), int(in.D)}};
         return with_one_of(std::conditional_t<own, Own, Poses<>>{}, same, lanes, f);
       }
-    if constexpr (own && std::is_same_v<Operands, Pooling> && decltype(lanes)::value == Lanes::kSharing)
+    if constexpr (own && std::is_same_v<Operands, Pooling> && kLane != Lanes::kChildren)
       if (!in.weight) return with_one_of(OwnPoses<SameStaticPose<1, 16>>{}, any, lanes, f);
-    using Own = decltype(own_poses(Operands{}, lanes));
-    if (own && in.weight) return with_one_of(Own{}, any, lanes, f);
-    return f(any, float{}, lanes);
+    if constexpr (!std::is_same_v<Operands, Attention> || kLane != Lanes::kSharing) {
+      using Own = decltype(own_poses(Operands{}, lanes));
+      if (own && in.weight) return with_one_of(Own{}, any, lanes, f);
+      return f(any, float{}, lanes);
+    }
   };
   const LanesAre<Lanes::kPositions> positions;
   const LanesAre<Lanes::kChildren> children;
