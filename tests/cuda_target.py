@@ -34,7 +34,7 @@ _ELEMENTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @cache
-def library(target: str = build.KERNELS) -> ctypes.CDLL:
+def library(target: str) -> ctypes.CDLL:
     """Build the kernels for the CPU; their ops have the schemas that the ops of the CUDA library have."""
     built = build.library(target)
     schemas = torch.library.Library(target, "FRAGMENT")

@@ -55,9 +55,7 @@ LONELY = (  # parents that one child makes, or two: variances are nothing beside
 
 
 @on_every_target
-@pytest.mark.parametrize(
-    ("case", "option"), zip(LONELY, ["fast", "ordered"] * len(LONELY), strict=False), ids=str
-)
+@pytest.mark.parametrize(("case", "option"), zip(LONELY, ["fast", "ordered"] * len(LONELY), strict=False), ids=str)
 def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
     """Its gradient by the variance is large, and the mean's rounding must cancel in it (as it does in autograd)."""
 

@@ -5,10 +5,10 @@
     python -m tools.mutate triton --only triton_kernels/tiles.py:120
 
 The faults (``tools/faults.py``) are planted together, each behind its number, in a copy of the checkout, which is built
-once: the CPU library for one instruction set, the CUDA sources as they run on the CPU, or the formulas and schedules in
-the module of ``tests/native``; Triton's kernels are interpreted. pytest collects the backend's tests once, and a fork of
-it for each fault runs them, one of every test function, then another of each, until one fails or the time is up. What
-does not compile does not count.
+once: the CPU library for one instruction set, the CUDA sources as they run on the CPU, or ``native``: the formulas and
+schedules in the module of ``tests/native``. Triton's kernels are interpreted. pytest collects the backend's tests once,
+and a fork of it for each fault runs them, one of every test function, then another of each, until one fails or the time
+is up. What does not compile does not count.
 """
 
 from __future__ import annotations

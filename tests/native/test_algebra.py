@@ -1,4 +1,4 @@
-"""Every formula of csrc/algebra in float and in double: against numpy in longer numbers, derivatives against autograd."""
+"""Every formula of csrc/algebra, in float and in double: against longer numbers, derivatives against autograd."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_length_squash_and_unit(native: ModuleType, name: str, pose: list[float]
     long = np.where(np.abs(long) < 1e-36, 0, long)  # no denormal numbers
     given, exact = [float(x) for x in long], np.sqrt((long * long).sum())
     close(formulas.length(given), exact, exact, name, ulps=16)
-    close(formulas.squash(given), long * exact / (1 + exact * exact), exact * exact / (1 + exact * exact), name, ulps=16)
+    factor = exact / (1 + exact * exact)
+    close(formulas.squash(given), long * factor, exact * factor, name, ulps=16)
     close(formulas.unit(given), long / exact if exact else long, 1, name, ulps=16)
 
 
@@ -138,7 +139,9 @@ def test_a_float_layer_norm_of_values_far_from_zero(native: ModuleType, count: i
 
 @every_type
 @drawn(40)
-@given(count=st.integers(1, 30), split=st.integers(0, 30), base=ordinary, eps=st.sampled_from([0.0, 1e-5, 0.5]), seed=seeds)
+@given(
+    count=st.integers(1, 30), split=st.integers(0, 30), base=ordinary, eps=st.sampled_from([0.0, 1e-5, 0.5]), seed=seeds
+)
 def test_moments_one_by_one_and_joined(
     native: ModuleType, name: str, count: int, split: int, base: float, eps: float, seed: int
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -95,11 +96,11 @@ def ranges_of_children(call: Call, cut: Any, backward: bool) -> None:
     by_group = (cut["folded"] or cut["shared_weights"]) and (call.matrices > 1 or not backward)
     if by_group and ranges <= call.matrices:
         edges = [at * call.matrices // ranges for at in range(ranges + 1)]
-        is_cut_once([b - a for a, b in zip(edges, edges[1:], strict=False)], call.matrices, "groups")
+        is_cut_once([b - a for a, b in pairwise(edges)], call.matrices, "groups")
         return
     units = -(-whole // unit)
     edges = [min(at * units // ranges * unit, whole) for at in range(ranges + 1)]
-    is_cut_once([b - a for a, b in zip(edges, edges[1:], strict=False)], whole, "children")
+    is_cut_once([b - a for a, b in pairwise(edges)], whole, "children")
 
 
 @BOTH

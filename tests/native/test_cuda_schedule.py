@@ -121,9 +121,7 @@ def test_a_block_has_everything_once_and_fits(native: ModuleType, op: str, backw
 @every_table
 @drawn(100)
 @given(call=calls())
-def test_every_part_of_shared_memory_holds_its_values(
-    native: ModuleType, op: str, backward: bool, call: Call
-) -> None:
+def test_every_part_of_shared_memory_holds_its_values(native: ModuleType, op: str, backward: bool, call: Call) -> None:
     """As the kernels lay them out (csrc/cuda/stage.h): children, weights, gates, gradients, the exchange."""
     c, kernel = schedule(native, op, call, backward)
     if c is None:
@@ -171,13 +169,16 @@ def test_the_kernel_is_the_best_of_those_that_may(native: ModuleType, op: str, b
     c, kernel = schedule(native, op, call, backward)
     if c is None:
         return
-    fixed = [k for k in native.cuda_kernels(op, backward)
-             if (k["C"], k["D"], k["E"]) == call.pose and k["products"] in (0, call.products if call.groups else 0)]  # fmt: skip
+    products = (0, call.products if call.groups else 0)
+    own = [k for k in native.cuda_kernels(op, backward) if (k["C"], k["D"], k["E"]) == call.pose]
+    fixed = [k for k in own if k["products"] in products]
     assert bool(kernel["C"]) == bool(fixed), "a pose's own kernels come first"
     if not fixed:
         free = [k for k in native.cuda_kernels(op, backward) if not k["C"]]
         least = min(padded(k, call.pose) for k in free)
         assert padded(kernel, call.pose) == least and not kernel["products"]
+        held = c["rows"] * kernel["patch_rows"] * c["columns"] * kernel["patch_columns"]
+        assert held == least, "lanes that hold nothing"
         return
     assert (kernel["C"], kernel["D"], kernel["E"]) == call.pose
     assert kernel["products"] == max(k["products"] for k in fixed), "tensor cores, where values may be rounded"
