@@ -97,7 +97,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_no_kernel_leaves_its_memory(guard: dict[str, str], level: str) -> None:
     """Guard pages lie behind scratch memory and tensors.
 
-    A third of the registry's small cases at each instruction set, and at all: one parent, narrow matrices and squash_sum.
+    A third of the registry's small cases at each instruction set, and at all: one parent, narrow matrices, squash_sum.
     """
     built, in_use = libraries.library("cpu").ask("fastcaps_capabilities_built") or "", backends.native_capability()
     if level not in built.split(",") or level not in LEVELS[: LEVELS.index(str(in_use)) + 1]:

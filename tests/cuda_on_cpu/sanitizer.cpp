@@ -42,10 +42,10 @@ void __tsan_vptr_read(void**) {}
 
 #define HOOK(name, how, bytes, access) \
   void __tsan_##name(void* at) { cuda_on_cpu::how(at, bytes, Access::access, __builtin_return_address(0)); }
-#define HOOKS(bytes)                                         \
-  HOOK(read##bytes, watch_aligned, bytes, kRead)             \
-  HOOK(write##bytes, watch_aligned, bytes, kWrite)           \
-  HOOK(unaligned_read##bytes, watch, bytes, kRead)          \
+#define HOOKS(bytes)                               \
+  HOOK(read##bytes, watch_aligned, bytes, kRead)   \
+  HOOK(write##bytes, watch_aligned, bytes, kWrite) \
+  HOOK(unaligned_read##bytes, watch, bytes, kRead) \
   HOOK(unaligned_write##bytes, watch, bytes, kWrite)
 HOOKS(1)
 HOOKS(2)

@@ -79,12 +79,12 @@ void add_formulas(py::module_ m) {
     layer_norm(S.data(), int64_t(S.size()), eps, or_null(weight), or_null(bias));
     return S;
   });
-  m.def("layer_norm_backward", [](const Pose<X>& S, X eps, const Pose<X>& weight, Pose<X> dY, Pose<X> dweight,
-                                  Pose<X> dbias) {
-    layer_norm_backward(S.data(), int64_t(S.size()), eps, or_null(weight), dY.data(),
-                        dweight.empty() ? nullptr : dweight.data(), dbias.empty() ? nullptr : dbias.data());
-    return std::tuple(dY, dweight, dbias);
-  });
+  m.def("layer_norm_backward",
+        [](const Pose<X>& S, X eps, const Pose<X>& weight, Pose<X> dY, Pose<X> dweight, Pose<X> dbias) {
+          layer_norm_backward(S.data(), int64_t(S.size()), eps, or_null(weight), dY.data(),
+                              dweight.empty() ? nullptr : dweight.data(), dbias.empty() ? nullptr : dbias.data());
+          return std::tuple(dY, dweight, dbias);
+        });
   m.def("shrink", [](X largest) { return shrink(largest); });
 }
 

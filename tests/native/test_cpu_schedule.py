@@ -243,6 +243,10 @@ GOLDEN = {
         Call(64, (1, 1), 72, (4, 4, 4), 16, WINDOWS[0], 72, 8, storage=1),
         "8 1 1 16 1 1 0", "2 4 4 16 1 1 0",
     ),
+    "copies of a bias": (
+        Call(64, (1, 1), 1152, (1, 8, 16), 10, WINDOWS[0], 1152, 16, copied=60_000),
+        "4 16 1 16 1 1 0", "1 8 4 16 1 1 0",
+    ),
 }  # fmt: skip
 """How published sizes were cut when docs/performance.md was measured: measure again where one changes."""
 
