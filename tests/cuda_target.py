@@ -34,27 +34,16 @@ _ELEMENTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @cache
-def library() -> ctypes.CDLL:
+def library(target: str) -> ctypes.CDLL:
     """Build the kernels for the CPU; their ops have the schemas that the ops of the CUDA library have."""
-    built = build.library(build.KERNELS)
-    schemas = torch.library.Library(build.KERNELS, "FRAGMENT")
+    built = build.library(target)
+    schemas = torch.library.Library(target, "FRAGMENT")
     for forward in (*(routing.name for routing in ROUTINGS), "squash_sum"):
         for name in (forward, f"{forward}_backward"):
             schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
             schemas.define(schema.removeprefix("fastcaps_cuda::"))
-    library.schemas = schemas  # type: ignore[attr-defined]  # they live as long as it does
+    built.schemas = schemas  # they live as long as it does
     return built
-
-
-def ask(name: str, *arguments: Any) -> str:
-    """Return the library's answer to one of the questions of csrc/cuda/introspection.cu."""
-    built = ctypes.CDLL(str(libraries.library_path("cuda"))) if ON_DEVICE else library()
-    function = getattr(built, f"fastcaps_cuda_{name}")
-    function.restype = ctypes.c_char_p
-    as_c = {str: lambda text: ctypes.c_char_p(text.encode()), int: ctypes.c_int64}
-    as_c |= {tuple: lambda numbers: (ctypes.c_int64 * len(numbers))(*numbers)}
-    answer: str = function(*(as_c[type(argument)](argument) for argument in arguments)).decode()
-    return answer
 
 
 def question(
@@ -66,33 +55,44 @@ def question(
     return routing.stem, votes_of(routing.call(case).given).sizes, (*facts, *machine)
 
 
-def taken(routing: Routing, case: Case, option: str = "fast") -> Case:
-    """Return a case as one call takes it: with one iteration where its parents need several blocks."""
-    if case.iterations > 1 and "parents take" in ask("routing_refusal", *question(routing, case, option)):
-        return replace(case, iterations=1)
-    return case
-
-
 @dataclass(frozen=True)
 class Target:
     """The ops under test, and where their tensors lie."""
 
     device: str
+    library: str = build.KERNELS
 
     def op(self, name: str) -> Any:
         """Return an op of the kernels by its name."""
         if self.device == "cpu":
-            library()
-            return getattr(torch.ops.fastcaps_cuda_on_cpu, name).default
+            library(self.library)
+            return getattr(getattr(torch.ops, self.library), name).default
         return getattr(torch.ops.fastcaps_cuda, name).default
 
+    def ask(self, name: str, *arguments: Any) -> str:
+        """Return the library's answer to one of the questions of csrc/cuda/introspection.cu."""
+        on_gpu = self.device == "cuda"
+        built = ctypes.CDLL(str(libraries.library_path("cuda"))) if on_gpu else library(self.library)
+        function = getattr(built, f"fastcaps_cuda_{name}")
+        function.restype = ctypes.c_char_p
+        as_c = {str: lambda text: ctypes.c_char_p(text.encode()), int: ctypes.c_int64}
+        as_c |= {tuple: lambda numbers: (ctypes.c_int64 * len(numbers))(*numbers)}
+        answer: str = function(*(as_c[type(argument)](argument) for argument in arguments)).decode()
+        return answer
+
+    def taken(self, routing: Routing, case: Case, option: str = "fast") -> Case:
+        """Return a case as one call takes it: with one iteration where its parents need several blocks."""
+        if case.iterations > 1 and "parents take" in self.ask("routing_refusal", *question(routing, case, option)):
+            return replace(case, iterations=1)
+        return case
+
     def guarded(self) -> Any:
-        return nullcontext() if self.device == "cuda" else build.guarded(build.KERNELS)
+        return nullcontext() if self.device == "cuda" else build.guarded(self.library)
 
     def set_order(self, order: str) -> None:
         """Choose the order of blocks and threads for all launches to come; on a GPU it is chance."""
         if self.device == "cpu":
-            build.set_order(build.KERNELS, order)
+            build.set_order(self.library, order)
 
     def moved(self, given: dict[str, Any]) -> dict[str, Any]:
         return {n: on_device(x, self.device) if isinstance(x, Tensor) else x for n, x in given.items()}
@@ -111,15 +111,19 @@ class Target:
         assert all(gradient.is_contiguous() for gradient in found.values())
         return {name: gradient.cpu() for name, gradient in found.items()}
 
-    def check(self, routing: Routing, case: Case, option: str = "fast", seed: int = 0) -> None:
-        """Run a case forward and backward, every tensor fenced in, and hold the results to the rule."""
-        tf32 = option in ("tf32", "tf32-ordered") and case.dtype == torch.float32  # three products keep float32's rule
-        one = taken(routing, case, option)
+    def run(self, routing: Routing, case: Case, option: str = "fast", seed: int = 0) -> list[dict[str, Tensor]]:
+        """Return a case's results and its gradients, every tensor fenced in."""
         with self.guarded():
-            results = self.forward(routing.call(one, seed), option)
-            gradients = self.backward(routing.backward_call(case, seed), option)
-        routing.bar(one, seed, tf32, training=False).hold(results)
-        routing.backward_bar(case, seed, tf32).hold(gradients)
+            results = self.forward(routing.call(self.taken(routing, case, option), seed), option)
+            return [results, self.backward(routing.backward_call(case, seed), option)]
+
+    def check(self, routing: Routing, case: Case, option: str = "fast", seed: int = 0) -> list[dict[str, Tensor]]:
+        """Hold what ``run`` returns to the rule, and return it."""
+        tf32 = option in ("tf32", "tf32-ordered") and case.dtype == torch.float32  # three products keep float32's rule
+        found = self.run(routing, case, option, seed)
+        routing.bar(self.taken(routing, case, option), seed, tf32, training=False).hold(found[0])
+        routing.backward_bar(case, seed, tf32).hold(found[1])
+        return found
 
 
 on_every_target = pytest.mark.parametrize(
@@ -129,9 +133,7 @@ on_every_target = pytest.mark.parametrize(
 
 def mixed_order(request: pytest.FixtureRequest) -> Any:
     """Blocks and threads alternately forward, backward and shuffled, alike in every test: a fixture's body."""
-    target = Target("cuda")  # whose order nobody chooses: for tests that launch nothing
-    if "target" in request.fixturenames:
-        target = request.getfixturevalue("target")
+    target = request.getfixturevalue("target")
     target.set_order("mixed")
     yield
     target.set_order("mixed")

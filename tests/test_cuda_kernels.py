@@ -1,6 +1,7 @@
 """The CUDA kernels of every routing against the reference: forward, every gradient, and what must hold besides.
 
-How they are run and judged: ``cuda_target``. NaN, infinity and what rounding costs: ``test_cuda_extremes``.
+How they are run and judged: ``cuda_target``. NaN, infinity and what rounding costs: ``test_cuda_extremes``. How calls
+are cut, over the tables of all kernels: ``native/test_cuda_schedule``.
 """
 
 from __future__ import annotations
@@ -13,53 +14,93 @@ import torch
 from case_rows import OWN_POSES
 from cases import GPU_DTYPES, Case
 from cuda_on_cpu import build
-from cuda_target import OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
+from cuda_target import OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, ROUTINGS, Call, Routing, gpu_cases
+from registry import ATTENTION, POOLING, ROUTINGS, Call, Routing, gpu_cases
 from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from fastcaps.rules import Rule
 
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
 
-
-ORDERED = ("padded", "primes", "broken", "pose-1x16", "one-position", "sweeps", "same-2x3", "conv")
-ROUNDED = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-1x64-5", "bias-1x64", "sweeps")
-"""Cases that differ where sums have one order, and those of the kernels that may round to TF32."""
+HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+PATHS = {
+    "attention": {
+        "fast": "plain-4x4-5 plain-1x64-5 pose-1x16 primes conv sweeps-any one-position same-2x3 broken stay-float32 "
+                "pose-4x4:f16 primes:bf16 broken-half bias-1x64 largest-pose long-vector tall-pose",
+        "ordered": "padded conv sweeps one-position-any same-2x3 plain-1x64-5",
+        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5",
+        "tf32-ordered": "plain-4x4-33",
+        "tf32x3": "plain-4x4-5 pose-4x4",
+    },
+    "pooling": {
+        "fast": "pose-4x4 same-4x4 one-parent pose-1x8 pose-1x16 primes one-position sharp broken stay-float32 "
+                "primes:f16 one-parent-shared same-1x16-children:bf16 sweeps-any",
+        "ordered": "padded conv one-position same-2x3",
+    },
+    "gaussian": {
+        "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position broken stay-float32 primes:f16 "
+                "pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children",
+        "ordered": "padded conv sweeps one-position-any",
+    },
+}  # fmt: skip
+"""Cases of every kernel of the few poses, fused and not, lean and not; of parents in one block and in several; of
+children in one range and in several; of a set, a window, votes that are the children; of every type."""
 Run = tuple[Routing, Case, str]
 
 
-def every_run(pairs: bool = False) -> list[Run]:
-    """Return every kernel in the ways that it can run, once; with all ``pairs`` everything in all ways."""
-    found = [(one, case, "fast") for one in ROUTINGS for case in gpu_cases(one, pairs)]
-    for option in list(OPTIONS)[1:]:
-        for routing in (one for one in ROUTINGS if option == "ordered" or pairs or one.rounds):
-            names = ORDERED if option == "ordered" else ROUNDED if option in ("tf32", "tf32x3") else ROUNDED[2:5:2]
-            found += [(routing, case, option) for case in gpu_cases(routing) if pairs != (case.name in names)]
+def paths(ordered: bool) -> list[Run]:
+    """Return the runs of ``PATHS``, those whose sums have one order, or the others."""
+    found = []
+    for routing in ROUTINGS:
+        for option, names in PATHS[routing.stem].items():
+            for one in names.split() if option.endswith("ordered") == ordered else ():
+                name, _, dtype = one.partition(":")
+                case = routing.case(name)
+                found.append((routing, replace(case, dtype=HALVES[dtype]) if dtype else case, option))
     return found
 
 
-def every_way() -> pytest.MarkDecorator:
-    slow = [pytest.param(*run, marks=pytest.mark.slow) for run in every_run(pairs=True)]
-    return pytest.mark.parametrize(("routing", "case", "option"), [*every_run(), *slow], ids=str)
+def every_run() -> list[Run]:
+    """Return every case of the registry, and those that tensor cores take, as they round and as they do not."""
+    found = [(one, case, "fast") for one in ROUTINGS for case in gpu_cases(one)]
+    rounded = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-1x64-5", "bias-1x64", "sweeps")
+    return found + [(ATTENTION, ATTENTION.case(name), option) for option in ("tf32", "tf32x3") for name in rounded]
 
 
 # ---- against the reference ------------------------------------------------------------------------------------------
 
 
 @on_every_target
-@every_way()
+@pytest.mark.parametrize(("routing", "case", "option"), paths(ordered=False), ids=str)
 def test_forward_and_every_gradient(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
 
 
 @on_every_target
-@pytest.mark.parametrize(("pose", "parents"), [((4, 4, 4), 5), ((4, 4, 4), 20), ((1, 64, 64), 5)], ids=str)
-def test_three_products_err_as_little_as_float32(pose: tuple[int, int, int], parents: int, target: Target) -> None:
+@pytest.mark.parametrize(("routing", "case", "option"), paths(ordered=True), ids=str)
+def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option: str, target: Target) -> None:
+    """Whatever the order in which blocks and threads come: on a device that is chance, here it is chosen."""
+    target.set_order("forward")
+    first = target.check(routing, case, option)
+    target.set_order("shuffled")
+    for found, wanted in zip(target.run(routing, case, option), first, strict=True):
+        for name, value in found.items():
+            assert torch.equal(value.nan_to_num(), wanted[name].nan_to_num()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [Target("cpu", build.ALL_POSES)], ids=lambda target: "all-poses")
+@pytest.mark.parametrize(("routing", "case", "option"), every_run(), ids=str)
+def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -> None:
+    target.check(routing, case, option)
+
+
+@on_every_target
+def test_three_products_err_as_little_as_float32(target: Target) -> None:
     """Forward and backward they keep the rule that the plain kernels keep, and one product does not."""
-    case = Case("three", Rule.LAYER_NORM, batch=5, types=9, parents=parents, pose=pose, gate="some", bias="IM")
-    target.check(ATTENTION, case, "tf32x3")
+    case = Case("three", Rule.LAYER_NORM, batch=5, types=9, parents=5, pose=(4, 4, 4), gate="some", bias="IM")
     call, back = ATTENTION.call(case), ATTENTION.backward_call(case)
     for bar, run in (
         (ATTENTION.bar(case, training=False), lambda option: target.forward(call, option)),
@@ -78,23 +119,14 @@ def test_a_bias_that_800_children_share(target: Target) -> None:
 
 
 @on_every_target
-@pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
-@pytest.mark.parametrize("name", ["pose-4x4", "primes", "sweeps"])
-@every_routing
-def test_half_precision(routing: Routing, name: str, dtype: torch.dtype, target: Target) -> None:
-    target.check(routing, replace(routing.case(name), dtype=dtype))
-
-
-@on_every_target
-@pytest.mark.parametrize("groups", ["own", "none"])
-@every_routing
+@pytest.mark.parametrize(("routing", "groups"), [*((one, "own") for one in ROUTINGS), (POOLING, "none")], ids=str)
 def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: Target) -> None:
     """In every bit, forward and backward; where votes are the children, poses are seen as vectors on the way."""
     case = routing.make(
         "set", batch=3, types=7, parents=5, pose=(4, 4, 4), groups=groups, bias="IM",
         gate="some", iterations=2, layout="transposed",
     )  # fmt: skip
-    one = taken(routing, case, "ordered")
+    one = target.taken(routing, case, "ordered")
     call, back = routing.call(one), routing.backward_call(case)
     pairs = [(target.forward(call, "ordered"), target.forward(call.as_set(), "ordered"))]
     pairs += [(target.backward(back, "ordered"), target.backward(back.as_set(), "ordered"))]
@@ -106,7 +138,7 @@ def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: 
 
 @on_every_target
 @every_routing
-@drawn(8)
+@drawn(3)
 @given(
     data=st.data(),
     pose=st.one_of(st.sampled_from(OWN_POSES[:2] + OWN_POSES[3:5]), st.tuples(*3 * [st.integers(1, 4)])),
@@ -129,26 +161,12 @@ def test_random_calls(
 
 
 @on_every_target
-@pytest.mark.parametrize(("name", "option"), [("padded", "ordered"), ("pose-4x4", "fast")])
-@every_routing
+@pytest.mark.parametrize(
+    ("routing", "name", "option"),
+    zip(ROUTINGS, ("pose-4x4", "padded", "pose-4x4"), ("fast", "ordered", "ordered"), strict=True), ids=str,
+)  # fmt: skip
 def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, target: Target) -> None:
     hold_each_gradient_alone(lambda call: target.backward(call, option), routing, routing.case(name), most=100)
-
-
-@on_every_target
-@pytest.mark.parametrize(
-    ("routing", "case", "option"), [run for run in every_run() if run[2].endswith("ordered")], ids=str
-)
-def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option: str, target: Target) -> None:
-    """Whatever the order in which blocks and threads come: on a device that is chance, here it is chosen."""
-    first: dict[str, Any] = {}
-    for order in ("forward", "backward", "shuffled"):
-        target.set_order(order)
-        found = target.forward(routing.call(taken(routing, case, option)), option)
-        found |= target.backward(routing.backward_call(case), option)
-        first = first or found
-        for name, value in found.items():
-            assert torch.equal(value.nan_to_num(), first[name].nan_to_num()), name
 
 
 # ---- what the kernels do not take -----------------------------------------------------------------------------------
@@ -176,33 +194,17 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
             target.forward(Call(routing, each, {}))
     with pytest.raises(RuntimeError, match="of one iteration, got 2"):
         target.backward(routing.backward_call(replace(case, iterations=2), needs=16))
-
-
-def test_which_routings_take_one_launch() -> None:
-    def refusals(case: Case, **options: Any) -> list[str]:
-        return [ask("routing_refusal", *question(routing, case, **options)) for routing in ROUTINGS]
-
-    one = Case("one", Rule.PLAIN, batch=64, types=70, parents=10, pose=(4, 4, 4), iterations=3)
-    assert refusals(one) == ["", "", ""]
-    many = replace(one, types=7, parents=1100)
-    assert ["1100 parents" in answer for answer in refusals(many)] == [True, False, True] and refusals(many)[1] == ""
-    assert all("20000 children" in answer for answer in refusals(replace(one, batch=1, types=20_000, groups="one")))
-    assert all("17 iterations" in answer for answer in refusals(replace(one, iterations=17)))
-    small = refusals(replace(one, types=2, pose=(8, 64, 64)), machine=(4, 1 << 10))
-    assert all("shared memory" in answer for answer in small)
+    refusal = target.ask("routing_refusal", *question(routing, replace(case, iterations=17)))
+    assert refusal == "its 17 iterations are more than 16"
 
 
 @on_every_target
-@pytest.mark.parametrize("option", ["fast", "tf32", "tf32x3-ordered"])
-@pytest.mark.parametrize("dtype", GPU_DTYPES[:2], ids=str)
-@pytest.mark.parametrize(("pose", "parents"), [*(((1, 64, 64), m) for m in (10, 11, 16, 17)), ((4, 4, 4), 64)], ids=str)
-def test_what_is_promised_runs(
-    pose: tuple[int, int, int], parents: int, dtype: torch.dtype, option: str, target: Target
-) -> None:
+@pytest.mark.parametrize(("option", "parents"), [("fast", 17), ("tf32", 10), ("tf32", 11), ("tf32x3-ordered", 17)])
+def test_what_is_promised_runs(parents: int, option: str, target: Target) -> None:
     """The kernel that rounds to tf32 takes fewer parents of 1x64 poses a block: with it the answer is another."""
-    case = Case("promised", Rule.LAYER_NORM, types=3, parents=parents, pose=pose, iterations=2, dtype=dtype)
+    case = Case("promised", Rule.LAYER_NORM, types=3, parents=parents, pose=(1, 64, 64), iterations=2)
     call = ATTENTION.call(case)
-    if "parents take" in ask("routing_refusal", *question(ATTENTION, case, option)):
+    if "parents take" in target.ask("routing_refusal", *question(ATTENTION, case, option)):
         with pytest.raises(RuntimeError, match="parents take several blocks"):
             target.forward(call, option)
     else:
@@ -212,20 +214,21 @@ def test_what_is_promised_runs(
 # ---- what the library says ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", [Target("cpu")], ids=lambda target: "on-cpu")
 @every_routing
-def test_every_kernel_has_a_case(routing: Routing) -> None:
+def test_every_kernel_has_a_case(routing: Routing, target: Target) -> None:
     """A compiled path without a case is a path without proof."""
     met: dict[str, set[str]] = {}
-    for _, case, option in (run for run in every_run() if run[0] is routing):
+    for _, case, option in (run for run in (*paths(True), *paths(False)) if run[0] is routing):
         for backward in (False, True):
-            one = case if backward else taken(routing, case, option)
-            answer = ask("schedule", *question(routing, one, option, backward))
+            one = case if backward else target.taken(routing, case, option)
+            answer = target.ask("schedule", *question(routing, one, option, backward))
             for field in answer.split(";text=")[0].split(";"):
                 key, value = field.split("=")
                 single = key in ("kernel", "iterations")
                 met.setdefault(key, set()).add(value if single else "one" if value == "1" else "several")
-    assert met["kernel"] == set(ask("kernels", routing.stem).split(";"))
+    assert met["kernel"] == set(target.ask("kernels", routing.stem).split(";"))
     assert met["iterations"] == {"one", "fused"}
     for key in ("parent_warps", "position_warps", "ranges", "sweeps", "stage", "blocks"):
-        few = key == "stage" and not any("1x16" in kernel for kernel in met["kernel"])  # so tools/mutate.py builds them
+        few = key == "stage" and not any("1x16" in kernel for kernel in met["kernel"])
         assert met[key] >= {"several", *([] if few else ["one"])}, key

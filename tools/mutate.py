@@ -5,9 +5,10 @@
     python -m tools.mutate triton --only triton_kernels/tiles.py:120
 
 The faults (``tools/faults.py``) are planted together, each behind its number, in a copy of the checkout, which is built
-once: the CPU library for one instruction set, the CUDA sources as they run on the CPU, for fewer poses; Triton's
-kernels are interpreted. pytest collects the backend's tests once, and a fork of it for each fault runs them, one of
-every test function, then another of each, until one fails or the time is up. What does not compile does not count.
+once: the CPU library for one instruction set, the CUDA sources as they run on the CPU, or ``native``: the formulas and
+schedules in the module of ``tests/native``. Triton's kernels are interpreted. pytest collects the backend's tests once,
+and a fork of it for each fault runs them, one of every test function, then another of each, until one fails or the time
+is up. What does not compile does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import pytest
 
 from fastcaps.ops import ROUTINGS
 from tools.faults import Fault, drawn, faults, planted
-from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, environment
+from tools.native import LEVEL_FLAGS, ROOT, build, environment, module_headers
 
 FOLDER = ROOT / "build" / "mutate"
 COPIED = ("csrc", "fastcaps", "triton_kernels", "tests", "tools", "bench", "examples", "CMakeLists.txt", "setup.py",
@@ -42,6 +43,7 @@ STEMS = {*(routing.stem for routing in ROUTINGS), "squash_sum"}
 SOURCES = {
     "cpu": ("csrc/*.h", "csrc/*.cpp", "csrc/algebra/*.h", "csrc/cpu/*.h", "csrc/cpu/*.cpp"),
     "cuda": ("csrc/cuda/*.h", "csrc/cuda/*.cu"),
+    "native": ("csrc/algebra/*.h", "csrc/cpu/schedule.*", "csrc/cuda/schedule.cu"),
     "triton": ("triton_kernels/*.py",),
 }
 LEFT = {"introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"}
@@ -51,8 +53,8 @@ TESTS = {
             "tests/test_functional_extremes.py", "tests/test_explain.py", "tests/test_verbs_cpu.py",
             "-k", "not (instruction_set or has_a_case or 32_bits or published_size or cuda or triton or reference)"),
     "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/encapnet/test_squash_sum.py",
-             "-k", "(on-cpu and not random and not (three_products and 64)) or kernel_has or one_launch "
-                   "or (squash_sum and cuda)"),
+             "-k", "(on-cpu and not random) or (squash_sum and cuda)"),
+    "native": ("tests/native",),
     "triton": ("tests/test_triton.py", "tests/test_verbs_triton.py", "tests/encapnet/test_squash_sum.py",
                "-k", "test_half or one_iteration or ways or of_0 or variances or only_the_gradients "
                      "or schedules or workspace or triton- or every_verb"),
@@ -83,8 +85,6 @@ def _copy(folder: Path, numbered: dict[int, Fault]) -> None:
         wanted = source.read_bytes()
         if name in paths:
             wanted = planted(name, wanted.decode(), numbered).encode()
-        if name.endswith("ward.cu"):
-            wanted = FEW_POSES.sub("", wanted.decode()).encode()
         if not target.is_file() or target.read_bytes() != wanted:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(wanted)
@@ -118,9 +118,10 @@ def prepare(backend: str, numbered: dict[int, Fault], level: str) -> dict[str, s
         if backend == "triton":
             return {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(folder)}
         flags = f"-w -include {folder / 'fault.h'} " + (f"-O0 {LEVEL_FLAGS[level]}" if backend == "cpu" else "-O1")
-        target = "fastcaps_cpu" if backend == "cpu" else "fastcaps_cuda_on_cpu"
+        target = {"cuda": "fastcaps_cuda_on_cpu"}.get(backend, f"fastcaps_{backend}")
+        headers = f"FASTCAPS_INCLUDES={module_headers()}"
         try:
-            library = build(FOLDER / backend / "build", target, flags.strip(), folder)
+            library = build(FOLDER / backend / "build", target, flags.strip(), folder, headers)
             return environment(library, PYTHONPATH=str(folder))
         except RuntimeError as error:
             for number in _uncompiled(str(error), numbered):
@@ -162,7 +163,7 @@ class Forks:
         for stream in (1, 2):
             os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
         builtins.FASTCAPS_FAULT = lambda one: one == number
-        for name in ("FASTCAPS_CPU_LIBRARY", "FASTCAPS_CUDA_ON_CPU"):
+        for name in ("FASTCAPS_CPU_LIBRARY", "FASTCAPS_CUDA_ON_CPU", "FASTCAPS_NATIVE"):
             if path := os.environ.get(name):
                 ctypes.c_int.in_dll(ctypes.CDLL(path), "fastcaps_fault").value = number
         others = STEMS - {stem} if stem in STEMS else set()

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ LEVEL_FLAGS = {"default": "", "avx2": "-mavx2 -mfma -mf16c"}
 """What compiles the CPU kernels once, as they are at this level; the library then calls its level "default"."""
 FEW_POSES = re.compile(r"Built<(?!Pose4x4x8|Tensor4x4x16|PoseMatrix|PoseVector)\w+(?:<\d+>)?[^>]*>,\s*")
 """What is to be left out of the lists of kernels in ``csrc/cuda/*ward.cu`` where there is no time for all of them."""
-_PROJECTS = {"fastcaps_cpu": ".", "fastcaps_cuda_on_cpu": "tests/cuda_on_cpu"}
+_PROJECTS = {"fastcaps_cpu": ".", "fastcaps_cuda_on_cpu": "tests/cuda_on_cpu", "fastcaps_native": "tests/native"}
 
 
 def tool(name: str) -> str | None:
@@ -39,8 +40,8 @@ def call(command: Sequence[str], **options: object) -> subprocess.CompletedProce
 
 
 def build(folder: Path, target: str, flags: str, source: Path = ROOT, *definitions: str) -> Path:
-    """Build ``fastcaps_cpu`` for one instruction set, or ``fastcaps_cuda_on_cpu``, with compiler flags alone, of what
-    has changed; RuntimeError with the compiler's words if it does not compile."""
+    """Build ``fastcaps_cpu`` for one instruction set, or a library of the tests, with compiler flags alone, of what has
+    changed; RuntimeError with the compiler's words if it does not compile."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,10 +58,18 @@ def build(folder: Path, target: str, flags: str, source: Path = ROOT, *definitio
     return folder / f"lib{target}.{'dylib' if sys.platform == 'darwin' else 'so'}"
 
 
+def module_headers() -> str:
+    """Return the folders of headers that the Python module of ``tests/native`` includes, as CMake takes a list."""
+    import pybind11
+
+    return f"{pybind11.get_include()};{sysconfig.get_path('include')}"
+
+
 def environment(library: Path, **more: str) -> dict[str, str]:
     """Return the environment in which Python uses that build of a library."""
     found = {name: value for name, value in os.environ.items() if name != "FASTCAPS_CPU_CAPABILITY"}
-    name = "FASTCAPS_CUDA_ON_CPU" if "cuda" in library.name else "FASTCAPS_CPU_LIBRARY"
+    names = {"libfastcaps_cuda_on_cpu": "FASTCAPS_CUDA_ON_CPU", "libfastcaps_native": "FASTCAPS_NATIVE"}
+    name = names.get(library.stem, "FASTCAPS_CPU_LIBRARY")
     return {**found, name: str(library), "PYTHONPATH": str(ROOT), **more}
 
 

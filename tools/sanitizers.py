@@ -5,7 +5,7 @@
 ``address``: AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the CPU kernels, with guard pages behind
 every piece of scratch memory. ``thread``: ThreadSanitizer over every routing's cases, from two threads at once and each
 cut into four. ``cuda``: AddressSanitizer over the CUDA sources as they run on the CPU. Each has a separate build, for
-one instruction set; the short form takes the portable one, few poses and a part of the cases. torch is as it is
+one instruction set; the short form takes the portable one and a part of the cases. torch is as it is
 installed: AddressSanitizer knows its allocations and copies, ThreadSanitizer nothing of it
 (``tests/parallel_threads.cpp`` replaces its threads).
 """
@@ -13,14 +13,13 @@ installed: AddressSanitizer knows its allocations and copies, ThreadSanitizer no
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, call, environment
+from tools.native import LEVEL_FLAGS, ROOT, build, call, environment
 
 COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
@@ -96,15 +95,10 @@ def thread(short: bool) -> bool:
 
 def cuda(short: bool) -> bool:
     """Run the CUDA sources on the CPU under AddressSanitizer, which there watches tensors and the host's memory."""
-    folder = ROOT / "build" / f"sanitize-cuda{'-short' if short else ''}"
-    sources = folder / "csrc"
-    shutil.copytree(ROOT / "csrc", sources, dirs_exist_ok=True)
-    for path in sources.glob("cuda/*ward.cu") if short else ():
-        path.write_text(FEW_POSES.sub("", path.read_text()))
+    folder = ROOT / "build" / "sanitize-cuda"
     # The frames of threads that are given up in the middle would be poisoned for those that come after.
     flags = f"{COMMON} -fsanitize=address --param asan-stack=0"
-    definitions = (f"FASTCAPS_CSRC={sources}", "FASTCAPS_WATCHED=-Wno-all")
-    library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, *definitions)
+    library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, "FASTCAPS_WATCH=-Wno-all")
     variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
     some = "test_only_the_gradients_asked_for or test_a_set_is_a_grid" if short else ""
     kept = f"on-cpu and ({some})" if short else "on-cpu or (squash_sum and cuda)"

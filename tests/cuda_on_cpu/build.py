@@ -21,6 +21,8 @@ from tools import native
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "cuda_on_cpu"
 KERNELS = "fastcaps_cuda_on_cpu"
+"""The kernels of few poses, which reach every path; those of all poses are compiled for slow tests alone."""
+ALL_POSES = "fastcaps_cuda_all_poses"
 SAMPLES = "fastcaps_cuda_on_cpu_samples"
 
 

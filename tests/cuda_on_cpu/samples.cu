@@ -39,7 +39,8 @@ enum Fault : int {
   kCopyNoBarrier,  // read by others without a barrier
   kCopyOverReads,  // issued where others still read
   kCopyMisaligned,
-  kMisaligned,        // a vector
+  kMisaligned,        // a number
+  kVectorMisaligned,  // four of them
   kRegisterIndex,     // outside of a local array
   kBlocksCollide,     // two blocks write the same number
   kBlocksAddPlainly,  // or add to it without atomics
@@ -91,7 +92,8 @@ FASTCAPS_KERNEL(1024, 1) faults_kernel(const Args args) {
   if (fault == kWriteBehind && k == 5) shared[2 * n] = x;
   if (fault == kReadFarAway && k == 5) x += shared[1 << 17] * 0.0f;
   if (fault == kNeverWrittenShared) x += shared[n + k] * 0.0f;
-  if (fault == kMisaligned) x += reinterpret_cast<const float4*>(shared + 1)->y * 0.0f;
+  if (fault == kMisaligned) x += *reinterpret_cast<const float*>(shared_memory() + 2) * 0.0f;
+  if (fault == kVectorMisaligned) x += load4(shared + 1).y * 0.0f;
   if (fault == kRegisterIndex) {
     float local[4] = {x, x, x, x};
     x = local[(int(args.count) + k) % 8];

@@ -1,5 +1,6 @@
-// What the compiler calls from code made with -fsanitize=thread,alignment,bounds: every access to memory, every pointer
-// to a type that it is not aligned for, every index outside of an array. Outside of kernels nothing is done about them.
+// What the compiler calls from code made with -fsanitize=thread,bounds: every access to memory, which must be aligned,
+// and every index outside of an array. Outside of kernels nothing is done about them. -fsanitize=alignment would more
+// than double the time that kernels take to compile.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -24,11 +25,6 @@ struct Type {
   uint16_t kind, info;
   char name[1];
 };
-struct Misaligned {
-  Place place;
-  const Type* type;
-  unsigned char log_alignment, access;
-};
 struct OutOfBounds {
   Place place;
   const Type *array, *index;
@@ -44,15 +40,13 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
-#define HOOK(name, bytes, access) \
-  void __tsan_##name(void* at) { cuda_on_cpu::watch(at, bytes, Access::access, __builtin_return_address(0)); }
-#define HOOKS(bytes)                          \
-  HOOK(read##bytes, bytes, kRead)             \
-  HOOK(write##bytes, bytes, kWrite)           \
-  HOOK(unaligned_read##bytes, bytes, kRead)   \
-  HOOK(unaligned_write##bytes, bytes, kWrite) \
-  HOOK(volatile_read##bytes, bytes, kRead)    \
-  HOOK(volatile_write##bytes, bytes, kWrite)
+#define HOOK(name, how, bytes, access) \
+  void __tsan_##name(void* at) { cuda_on_cpu::how(at, bytes, Access::access, __builtin_return_address(0)); }
+#define HOOKS(bytes)                               \
+  HOOK(read##bytes, watch_aligned, bytes, kRead)   \
+  HOOK(write##bytes, watch_aligned, bytes, kWrite) \
+  HOOK(unaligned_read##bytes, watch, bytes, kRead) \
+  HOOK(unaligned_write##bytes, watch, bytes, kWrite)
 HOOKS(1)
 HOOKS(2)
 HOOKS(4)
@@ -98,11 +92,6 @@ ATOMICS(64, unsigned long)
 #undef ATOMICS
 void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-void __ubsan_handle_type_mismatch_v1(const Misaligned* what, void* at) {
-  if (!cuda_on_cpu::block.running) return;
-  cuda_on_cpu::fail(std::string("accesses ") + what->type->name + " at an address that is not a multiple of " +
-                    std::to_string(1 << what->log_alignment) + (at ? "" : ": null") + what->place.text());
-}
 void __ubsan_handle_out_of_bounds(const OutOfBounds* what, size_t index) {
   if (!cuda_on_cpu::block.running) return;
   cuda_on_cpu::fail("takes element " + std::to_string(int64_t(index)) + " of " + what->array->name +

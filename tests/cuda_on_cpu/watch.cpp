@@ -239,6 +239,12 @@ void watch(const void* at, size_t bytes, Access access, const void* caller) {
   watch_shared(offset, bytes, access, false, caller);
 }
 
+void watch_aligned(const void* at, size_t bytes, Access access, const void* caller) {
+  if (block.running && reinterpret_cast<uintptr_t>(at) % bytes != 0)
+    fail("accesses " + std::to_string(bytes) + " bytes at an address that is not a multiple of them" + source(caller));
+  watch(at, bytes, access, caller);
+}
+
 void watch_copy_issued(const void* target, size_t bytes, const void* caller) {
   const size_t first = size_t(static_cast<const char*>(target) - block.shared);
   watch_shared(first, bytes, Access::kWrite, true, caller);

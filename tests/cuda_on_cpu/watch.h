@@ -15,6 +15,8 @@ void watch_barrier(uint32_t warps);  // these warps passed a barrier: each now s
 enum class Access { kRead, kWrite, kAtomic };
 // `caller` is where the access is in the kernel's code.
 void watch(const void* at, size_t bytes, Access access, const void* caller);
+// The same, where the address must be a multiple of `bytes`.
+void watch_aligned(const void* at, size_t bytes, Access access, const void* caller);
 
 // To be called where a thread leaves the processor: its last write is done.
 void watch_settle();

@@ -76,7 +76,7 @@ def on(name: str) -> Iterator[None]:
         with backend(name):
             yield
         return
-    cuda_target.library()
+    cuda_target.library(build.KERNELS)
     with pytest.MonkeyPatch.context() as patch, build.guarded(build.KERNELS):
         patch.setattr(op, "_kernel", lambda each, x: getattr(torch.ops.fastcaps_cuda_on_cpu, each).default)
         yield
