@@ -131,7 +131,7 @@ def prepare(backend: str, numbered: dict[int, Fault], level: str) -> dict[str, s
         flags = f"-w -include {folder / 'fault.h'} " + (f"-O0 {LEVEL_FLAGS[level]}" if backend == "cpu" else "-O1")
         target = "fastcaps_cpu" if backend == "cpu" else "fastcaps_cuda_on_cpu"
         try:
-            library = build(FOLDER / backend / "build", target, flags.strip(), folder)
+            library = build(FOLDER / backend / "build", target, flags.strip(), folder, "FASTCAPS_GUARDS=ON")
             return environment(library, PYTHONPATH=str(folder))
         except RuntimeError as error:
             for number in _uncompiled(str(error), numbered):

@@ -67,7 +67,7 @@ def _run(what: str, command: list[str], variables: dict[str, str]) -> bool:
 def _built(kind: str, short: bool, flags: str) -> Path:
     level = "default" if short else "avx2"
     folder = ROOT / "build" / f"sanitize-{kind}-{level}"
-    return build(folder, "fastcaps_cpu", f"{COMMON} {LEVEL_FLAGS[level]} {flags}".strip())
+    return build(folder, "fastcaps_cpu", f"{COMMON} {LEVEL_FLAGS[level]} {flags}".strip(), ROOT, "FASTCAPS_GUARDS=ON")
 
 
 def address(short: bool) -> bool:
