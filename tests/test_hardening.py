@@ -102,7 +102,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @native_only
 @pytest.mark.slow
 def test_no_kernel_leaves_its_memory(guard: dict[str, str]) -> None:
-    """Guard pages lie behind scratch memory and tensors: a third of the registry's small cases, verbs and squash_sum."""
+    """Guard pages lie behind scratch memory and tensors: a third of the registry's small cases, and verbs."""
     variables = {**environment(guarded_library(ROOT / "build" / "guards")), **guard}
     done = python("guard_worker.py", "0", "3", "1", cwd=ROOT / "tests", **variables)
     assert done.returncode == 0, done.stdout.splitlines()[-1] + done.stderr[-3000:]

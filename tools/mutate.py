@@ -7,8 +7,9 @@
 
 The faults (``tools/faults.py``) are planted together, each behind its number, in a copy of the checkout, which is built
 once: the CPU library for one instruction set, the CUDA sources as they run on the CPU, for fewer poses; Triton's
-kernels are interpreted; "python" is the package, which uses the library as it is. pytest collects the backend's tests once, and a fork of it for each fault runs them, one of
-every test function, then another of each, until one fails or the time is up; slow tests are left out. What does not compile does not count.
+kernels are interpreted; "python" is the package, which uses the library as it is. pytest collects the backend's tests
+once, without the slow ones, and a fork of it for each fault runs them, one of every test function, then another of
+each, until one fails or the time is up. What does not compile does not count.
 """
 
 from __future__ import annotations
@@ -235,7 +236,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
             print(f"{count:5} {path}")
         print(f"{len(everything):5} in all")
         return 0
-    some = [one for one in drawn(everything, given.count, given.seed) if given.backend not in INTERPRETED or _parses(one)]
+    some = drawn(everything, given.count, given.seed)
+    some = [one for one in some if given.backend not in INTERPRETED or _parses(one)]
     numbered = dict(enumerate(some, 1))
     FOLDER.mkdir(parents=True, exist_ok=True)
     variables = prepare(given.backend, numbered, given.level) | {"CI": "1", "OMP_NUM_THREADS": "1"}
