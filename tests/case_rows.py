@@ -251,7 +251,7 @@ _ATTENTION_LANES = (
       for rule, dtype in zip(Rule, (torch.float32, torch.float64, torch.bfloat16), strict=False)),
     *(_norm(f"nobody-no-eps-{batch}-{bias}", batch=batch, window=WINDOWS["nobody"][1], bias=bias, eps=0.0, iterations=2)
       for batch in (1, 20) for bias in (None, "IM", "11")),
-    # large matrices in bfloat16, which the CPU reads in place: shared by several tiles (AMX's too), or transposed
+    # large matrices in bfloat16, which the CPU reads in place: shared by several tiles, or transposed
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-1x32", batch=17, types=3, parents=1, pose=(1, 32, 32), dtype=torch.bfloat16, bias="IM", gate="some"),
     _norm("narrow-1x96", batch=9, grid=(5, 4), types=2, parents=3, pose=(1, 96, 64), dtype=torch.bfloat16, iterations=2,
