@@ -239,6 +239,7 @@ _ATTENTION_LANES = (
     _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", iterations=2),
     _squash("folded-sharing-1x8", batch=3, types=512, parents=7, pose=(1, 8, 16), groups=8, iterations=3, gate="some"),
     _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
+    _norm("folded-sharing-wide", batch=1, types=90, parents=2, pose=(2, 3, 40), groups="one"),  # two vectors and more
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=WHOLE, groups="types",
           iterations=2),
     _norm("folded-types", batch=3, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
@@ -250,7 +251,7 @@ _ATTENTION_LANES = (
       for rule, dtype in zip(Rule, (torch.float32, torch.float64, torch.bfloat16), strict=False)),
     *(_norm(f"nobody-no-eps-{batch}-{bias}", batch=batch, window=WINDOWS["nobody"][1], bias=bias, eps=0.0, iterations=2)
       for batch in (1, 20) for bias in (None, "IM", "11")),
-    # large matrices in bfloat16, which the CPU reads in place: shared by several tiles (AMX's too), or transposed
+    # large matrices in bfloat16, which the CPU reads in place: shared by several tiles, or transposed
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-1x32", batch=17, types=3, parents=1, pose=(1, 32, 32), dtype=torch.bfloat16, bias="IM", gate="some"),
     _norm("narrow-1x96", batch=9, grid=(5, 4), types=2, parents=3, pose=(1, 96, 64), dtype=torch.bfloat16, iterations=2,

@@ -45,16 +45,12 @@ def test_a_forced_backend_never_falls_back(name: str, device: str, with_parents:
     assert backends.forced() is None
 
 
-def test_the_environment_forces_a_backend() -> None:
-    script = "import fastcaps; print(fastcaps.backends.forced())"
-    assert python(script, FASTCAPS_BACKEND="reference").stdout.strip() == "reference"
-    with pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"):
-        fastcaps.backend("gpu")
-
-
-def test_a_level_that_cannot_be_had_refuses_calls_on_the_cpu_alone(native_library: Path) -> None:
+def test_the_environment_forces_a_backend_and_a_level(native_library: Path) -> None:
+    """A level that cannot be had refuses calls on the CPU, and no others."""
     script = """if True:
         import torch, fastcaps
+        assert fastcaps.backends.forced() == "reference"
+        fastcaps.backends._forced.default = None
         tensors = [torch.randn(s) for s in ((3, 40, 4, 4), (40, 10, 4, 4), (3, 10, 4, 4))]
         routing = fastcaps.functional.inverted_attention_routing
         try:
@@ -68,8 +64,10 @@ def test_a_level_that_cannot_be_had_refuses_calls_on_the_cpu_alone(native_librar
         assert fastcaps.backends.forced() is None
         routing(*(tensor.to("meta") for tensor in tensors))  # as on a GPU: no business of the CPU's
     """
-    done = python(script, FASTCAPS_CPU_CAPABILITY="sse9")
+    done = python(script, FASTCAPS_BACKEND="reference", FASTCAPS_CPU_CAPABILITY="sse9")
     assert done.returncode == 0, done.stderr
+    with pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"):
+        fastcaps.backend("gpu")
 
 
 def test_the_reference_serves_an_op_that_a_library_has_no_kernels_of(monkeypatch: pytest.MonkeyPatch) -> None:

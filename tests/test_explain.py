@@ -178,12 +178,6 @@ def test_the_schedule_is_that_of_the_call() -> None:
         plain = explain(functional.dynamic_routing, children, weight)
         wide = explain(functional.dynamic_routing, children.double(), weight.double())
         biased = explain(functional.dynamic_routing, children, weight, bias=torch.randn(256, 10, 1, 16))
-        narrow = explain(
-            functional.inverted_attention_routing,
-            torch.randn(20, 3, 1, 64).bfloat16(),
-            torch.randn(3, 2, 64, 32).bfloat16(),
-            parents=torch.randn(20, 2, 1, 32).bfloat16(),
-        )
         em = explain(functional.em_routing, torch.randn(64, 20, 4, 4), torch.rand(64, 20), torch.randn(20, 5, 4, 4),
                      torch.zeros(5), torch.zeros(5))  # fmt: skip
     assert all(isinstance(one, functional.Explanation) for one in (plain, em, biased, wide))
@@ -191,4 +185,3 @@ def test_the_schedule_is_that_of_the_call() -> None:
     assert "folded" in plain.forward and "folded" in plain.backward
     assert "folded" not in biased.forward + biased.backward
     assert "children stay from" in em.forward
-    assert ("AMX" in narrow.forward and "AMX" in narrow.backward) == (backends.native_capability() == "amx")

@@ -120,3 +120,18 @@ def test_votes_without_matrices_have_the_bias_of_their_parent(batch: int, rows: 
     identity = torch.eye(4, dtype=torch.float64).expand(5, 3, 4, 4).contiguous()
     found = functional.dynamic_routing(children, None, bias=bias)
     torch.testing.assert_close(found, functional.dynamic_routing(children, identity, bias=bias))
+    betas = draw(3, seed=2), draw(3, seed=3)  # which say how many parents there are
+    without, by_matrices = (
+        functional.em_routing(children, None, w, *betas, bias=bias[:1, :1]) for w in (None, identity)
+    )
+    torch.testing.assert_close(without.poses, by_matrices.poses)
+
+
+def test_a_bias_under_a_padded_window_is_that_of_children_with_a_gate_of_1() -> None:
+    children, weight, bias = draw(3, 2, 4, 5, 1, 4), draw(18, 3, 4, 2, seed=1), draw(18, 3, 1, 2, seed=2)
+    gates = (None, torch.ones(3, 2, 4, 5, dtype=torch.float64))
+    found, wanted = (
+        functional.inverted_attention_routing(children, weight, bias=bias, gate=gate, window=Window(3, 2, 1))
+        for gate in gates
+    )
+    torch.testing.assert_close(found, wanted)

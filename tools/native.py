@@ -73,6 +73,11 @@ def environment(library: Path, **more: str) -> dict[str, str]:
     return {**found, name: str(library), "PYTHONPATH": str(ROOT), **more}
 
 
+def guarded_library(folder: Path) -> Path:
+    """Build the CPU library whose scratch memory ends at guard pages, for the portable instruction set."""
+    return build(folder, "fastcaps_cpu", "-O1 -w", ROOT, "FASTCAPS_GUARDS=ON")
+
+
 def guarded(folder: Path) -> dict[str, str]:
     """Build the library of ``tests/guard_pages.c`` in a folder; return the environment that uses it, empty on a system
     other than Linux and without a C compiler."""

@@ -1,9 +1,9 @@
-"""Seed after seed of :mod:`tools.fuzz` on every instruction set, and how memory grows: ``make soak``.
+"""Seed after seed of :mod:`tools.fuzz` on every instruction set that is built, and how memory grows: ``make soak``.
 
     python -m tools.soak --minutes 5
 
-Each seed has its own process, whose tensors and scratch memory end at guard pages (``tests/guard_pages.c``): an access
-beyond ends it, and the report names the seed.
+Each seed has its own process, whose tensors end at guard pages (``tests/guard_pages.c``): an access beyond ends it, and
+the report names the seed. One more build of the library has such pages behind its scratch memory too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from fastcaps import functional
 from fastcaps.measure import status
-from tools.native import LEVELS, ROOT, guarded
+from tools.native import LEVELS, ROOT, guarded, guarded_library
 
 
 def growth(calls: int) -> int:
@@ -50,9 +50,9 @@ def growth(calls: int) -> int:
     return status("VmRSS") - before
 
 
-def _process(level: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str] | None:
-    """Run Python in the checkout at an instruction set; None where it does not come to an end."""
-    variables = {**os.environ, "FASTCAPS_CPU_CAPABILITY": level, "PYTHONPATH": str(ROOT / "tests"), **environment}
+def _process(setting: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """Run Python in the checkout with more variables; None where it does not come to an end."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **setting}
     command = [sys.executable, "-W", "ignore", *arguments]
     try:
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, cwd=ROOT)
@@ -63,13 +63,17 @@ def _process(level: str, *arguments: str, **environment: str) -> subprocess.Comp
 def soak(minutes: float, first: int, count: int) -> int:
     """Run seed after seed, instruction set after instruction set; print what failed and how memory grew."""
     asked = "from fastcaps import backends; print(backends.native_capability())"  # another where it cannot run
-    here = {level: _process(level, "-c", asked) for level in LEVELS}
-    levels = [level for level, done in here.items() if done and done.stdout.strip() == level]
-    guard = guarded(ROOT / "build")
+    settings: list[dict[str, str]] = []
+    for level in LEVELS:
+        done = _process({"FASTCAPS_CPU_CAPABILITY": level}, "-c", asked)
+        if done and done.stdout.strip() == level:
+            settings.append({"FASTCAPS_CPU_CAPABILITY": level})
+    if guard := guarded(ROOT / "build"):
+        settings.append({"FASTCAPS_CPU_LIBRARY": str(guarded_library(ROOT / "build" / "guards"))})
     begin, seed, cases, failures = time.monotonic(), first, 0, 0
     while time.monotonic() < begin + 60 * minutes:
-        level, fuzz = levels[seed % len(levels)], ("-m", "tools.fuzz", "--seed", str(seed), "--count", str(count))
-        done = _process(level, *fuzz, **guard)
+        setting, fuzz = settings[seed % len(settings)], ("-m", "tools.fuzz", "--seed", str(seed), "--count", str(count))
+        done = _process({**setting, **guard}, *fuzz)
         lines = done.stdout.splitlines() if done else []
         cases += sum(int(line.split()[1]) for line in lines if line.startswith("calls "))
         wrong = [line for line in lines if line.startswith("WRONG")]
@@ -79,10 +83,11 @@ def soak(minutes: float, first: int, count: int) -> int:
             at = next((line for line in reversed(lines) if line.startswith("kind")), "")
             wrong.append(f"ended with {done.returncode} in {at}: {' '.join(done.stderr.split())[-800:]}")
         for line in wrong:
-            print(f"FASTCAPS_CPU_CAPABILITY={level} PYTHONPATH=tests python {' '.join(fuzz)}: {line}", flush=True)
+            variables = " ".join(f"{name}={value}" for name, value in setting.items())
+            print(f"{variables} PYTHONPATH=tests python {' '.join(fuzz)}: {line}", flush=True)
         failures += len(wrong)
         seed += 1
-    grown = _process(levels[-1], "-c", "from tools.soak import growth; print(growth(10_000) >> 10, 'KiB')")
+    grown = _process({}, "-c", "from tools.soak import growth; print(growth(10_000) >> 10, 'KiB')")
     said = grown.stdout.strip() if grown and not grown.returncode else "not measured"
     taken = f"{(time.monotonic() - begin) / 60:.0f} min, seeds {first} to {seed - 1}"
     print(f"{taken}: {cases} calls, {failures} failures; growth over 10000: {said}")
