@@ -1,8 +1,8 @@
 """torch.compile in one graph with free sizes, and torch.export: every routing, and layers of many sizes.
 
-``aot_eager`` does all that inductor does but generate code; inductor runs once for each op and for a network. A graph with
-free sizes must serve every size: torch counts how many graphs it made. A row of each function runs always, the others
-are marked slow.
+``aot_eager`` does all that inductor does but generate code; inductor runs once for each op and for a network. A graph
+with free sizes must serve every size: torch counts how many graphs it made. A row of each function runs always, the
+others are marked slow.
 """
 
 from __future__ import annotations
