@@ -22,7 +22,7 @@ _SESSION, _CASES = pytest.StashKey[Session](), pytest.StashKey[list[Case]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastcaps bench")
-    group.addoption("--full", action="store_true", help="every row, torch.compile too (default: a few, in two minutes)")
+    group.addoption("--full", action="store_true", help="every row, torch.compile too (default: a few, in a minute)")
     group.addoption("--record", action="store_true", help="write to bench/results (default: .cache/bench)")
     group.addoption("--results", default=None, help="write to this folder instead")
     group.addoption("--html", type=Path, default=None, help="write the rows as a page with charts, too")

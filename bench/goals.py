@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.routings import AttentionPass
 from bench.workload import Case
-from bench.workloads import BATCHES, QUICK
+from bench.workloads import BATCHES
 
 NOISE = 0.1  # a goal that was held is lost if missed by more than this share; two runs differ so much
 
@@ -39,16 +39,13 @@ def device_seconds(entry: dict[str, Any]) -> float:
     return float(entry.get("graph", {}).get("median", entry["median"]))
 
 
-def goal_of(case: Case, quick: bool = False, launches: float | None = None) -> dict[str, float]:
+def goal_of(case: Case, launches: float | None = None) -> dict[str, float]:
     """Return what a row ought to reach: ``seconds``, ``speedup``, ``latency``, ``memory_share``, or some of them.
 
-    On a CPU it is to be no slower than any alternative, and its memory little beside the votes'; a quick row is to keep
-    the speed-up of :data:`bench.workloads.QUICK`. ``launches`` are the seconds of three of a GPU's smallest launches.
+    On a CPU it is to be no slower than any alternative, and its memory little beside the votes'. ``launches`` are the
+    seconds of three of a GPU's smallest launches.
     """
     work = case.workload
-    if quick:
-        batch, *floors = QUICK.get(work.name, (None,))
-        return {"speedup": floors[case.training]} if case.batch == batch else {}
     if launches is None:
         return {"speedup": 1.0} | ({"memory_share": 0.05} if work.outweighs(case.batch) else {})
     if case.batch != BATCHES[0] and work.copies == 1:
@@ -85,10 +82,9 @@ def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
     return found
 
 
-def lost(row: dict[str, Any], before: dict[str, Any] | None, quick: bool) -> list[str]:
-    """Return a sentence for every goal that is not held any more: a quick row's, which were held when they were set,
-    and those that the newest record of a full row on this machine held."""
-    held = row["goal"].keys() if quick else (before.get("goal") or {}).keys() - missed(before).keys() if before else ()
+def lost(row: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
+    """Return a sentence for every goal that is missed, and that the newest record of the row on this machine held."""
+    held = (before.get("goal") or {}).keys() - missed(before).keys() if before else ()
     return [why for name, why in missed(row, NOISE).items() if name in held]
 
 

@@ -32,7 +32,7 @@ class Session:
     """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
     ``names`` are the alternatives that take part. On a CPU contenders are timed alternately by the host's clock, else
-    one by one by the device's events. No row starts after ``seconds``. A quick run measures no memory, and has its own
+    one by one by the device's events. No row starts after ``seconds``. A quick run measures no memory, and has no
     goals. ``folders`` are where the processes of some contenders look for this package.
     """
 
@@ -72,7 +72,7 @@ class Session:
             raise LeftOut(f"{case}: the time is used up")
         self.samples = {}
         row = self._measure(case)
-        row["lost"] = lost(row, self._before.get(record.key(row)), quick=self.quick)
+        row["lost"] = lost(row, self._before.get(record.key(row)))
         self.rows.append(row)
         self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
         self._case = case
@@ -88,7 +88,7 @@ class Session:
             "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
             "operations": work.operations(case.batch, case.training),
-            "goal": goal_of(case, self.quick, self.machine.get("three_launches")),
+            "goal": {} if self.quick else goal_of(case, self.machine.get("three_launches")),
             "load": os.getloadavg()[0],
             "alternatives": {},
         }

@@ -45,7 +45,7 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(rounds=4, block=0.02, budget=0.5, warm=0.3, sgemm=1024)
+QUICK = Plan(rounds=3, block=0.005, budget=0.1, warm=0.02, sgemm=512)
 LEAST = 3  # samples of every contender
 AGREE = 1.1  # calls agree if the slowest took at most so many times the fastest
 FAR = 3.0  # a contender so many times slower than the fastest has no more than its least samples

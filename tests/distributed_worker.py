@@ -128,6 +128,7 @@ SET += [
     Case(OF["pool-weights"], ("batch",), plain=("weight", "bias")),
     Case(OF["attention-3"], ("batch",), window=Window(3, padding=1)),
     Case(OF["em"], ("children",), window=Window(2)),
+    Case(OF["heinsen-kmeans"], ("parents",), share=True),
 ]
 MESHES = [
     Case(OF["dynamic-parents"], ("batch", "children")),

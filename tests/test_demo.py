@@ -86,9 +86,6 @@ def test_map_marks_mistakes(tmp_path: Path) -> None:
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def test_measuring_in_a_fresh_process() -> None:
+def test_memory_is_measured_in_a_fresh_process() -> None:
     figures = measure.apart("fastcaps.measure", "classes", "reference")
-    assert 0 < figures["forward_ms"] < figures["step_ms"]
     assert figures["step_mb"] > 1.5 * 8 * 800 * 10 * 16 * 4 / 1e6  # the reference stores its votes, and their gradient
-    with pytest.raises(RuntimeError, match=r"measuring nothing failed: usage: python -m fastcaps.measure {conv1,conv2"):
-        measure.apart("fastcaps.measure", "nothing")

@@ -183,8 +183,10 @@ def test_every_layer_names_its_own_wrong_arguments(row: Row) -> None:
         row.kind(6, 3, 4, 4, iteration=2)
     with pytest.raises(RuntimeError, match=f"cannot compile {row.kind.__name__}; use torch.export.export"):
         torch.jit.script(torch.nn.Sequential(row.kind(6, 3, 4, 4)))
-    with pytest.raises(ValueError, match="stride, padding and dilation need an int or a pair as kernel_size"):
-        row.kind(6, 3, 4, 4, stride=2)
+    assert row.kind(6, 3, 4, 4, stride=(1, 1), padding=(0, 0), dilation=(1, 1)).window is None
+    for needless in ({"stride": 2}, {"padding": (0, 1)}, {"dilation": (2, 1)}):
+        with pytest.raises(ValueError, match="stride, padding and dilation need an int or a pair as kernel_size"):
+            row.kind(6, 3, 4, 4, **needless)
     for wrong in (torch.nan, -1.0):
         with pytest.raises(ValueError, match=f"{row.positive} must be a finite number >= 0"):
             row.kind(6, 3, 4, 4, **{row.positive: wrong})

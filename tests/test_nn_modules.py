@@ -57,7 +57,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     "stack": lambda: of(stack, (2, 2, 5, 6, 4)),
     "primary": lambda: of(lambda: PrimaryCapsules(5, 3, 4, kernel_size=3, activations=True), (2, 5, 6, 7)),
     "head": lambda: of(lambda: ClassHead(4), (2, 5, 4), (2, 5)),
-    "pool": lambda: of(lambda: RoutingPool2d(3, sharpness=5.0, activation="squash"), (2, 6, 5, 4)),
+    "pool-2d": lambda: of(lambda: RoutingPool2d(3, sharpness=5.0, activation="squash"), (2, 6, 5, 4)),
     "pool-several": lambda: of(lambda: RoutingPool2d(3, parents=4, in_channels=6, kernel_size=2), (2, 6, 5, 4)),
     "cap-conv": lambda: of(lambda: CapConv2d(3, 1, 2, stride=2, skip=True), (2, 3, 5, 4)),
     "cap-fc": lambda: of(lambda: CapFC(12, 7, 2), (2, 6, 2, 2)),
@@ -73,11 +73,10 @@ MODULES: dict[str, Callable[[], Made]] = {
     "li-capnet": network("li-capnet-em", 3, 16, 16, image_size=16, parents=64),
     "encapnet": network("li-encapnet-v1", 3, 8, 8, image_size=8, types=2, dims=(2, 4), layers=(2, 1), strides=(1, 2)),
 }
-SLOW = ("hinton", "zhao", "li-capnet", "encapnet")  # to trace, and made of modules that are traced by themselves
+LARGE = ("sabour", "hinton", "sst", "zhao", "encapnet")  # to trace, and made of modules that are traced by themselves
+TRACED = [name for name in MODULES if name not in ("attention", "dynamic", "em", "pool", "li-capnet", *LARGE)]
 every = pytest.mark.parametrize("name", MODULES)
-traced = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODULES]
-)
+traced = pytest.mark.parametrize("name", [*TRACED, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 
 
 def call(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -87,7 +86,7 @@ def call(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(found) if isinstance(found, tuple) else (found,)
 
 
-@traced
+@traced  # the layers left out are traced in test_torch_compile.py
 def test_compiled_whole(name: str) -> None:
     torch._dynamo.reset()
     module, given = MODULES[name]()

@@ -134,6 +134,7 @@ def test_wrong_constructor_arguments(sizes, options, error, message) -> None:
 
 def test_wrong_inputs_are_named() -> None:
     layer, several = RoutingPool2d(16), RoutingPool2d(16, parents=4, in_channels=64)
+    assert RoutingPool2d(16, kernel_size=4)(torch.randn(2, 16, 4, 4)).shape == (2, 16, 1, 1)  # just large enough
     for message, call in [
         (r"features must be \[B, channels, H, W\], got \[2, 16\]", lambda: layer(torch.randn(2, 16))),
         ("features must have channels that dim = 16 divides", lambda: layer(torch.randn(2, 20, 4, 4))),

@@ -47,7 +47,7 @@ def bench(
     listed: Annotated[bool, Option("--list", help="list the workloads and the alternatives, and stop")] = False,
     as_json: Annotated[bool, Option("--json", help="print the rows as they are recorded, and nothing else")] = False,
 ) -> int:
-    """Measure routings against what a PyTorch user would run instead: a few rows in two minutes, or --full.
+    """Measure routings against what a PyTorch user would run instead: a few rows in a minute, or --full.
 
     ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--batch N]... [--threads N] [--device cpu|cuda]
     [--precision NAME]... [--seconds S] [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: this runs
