@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from registry import ROUTINGS
 from suite import python
 
 import fastcaps
@@ -170,7 +169,6 @@ def test_which_devices_code_serves(built: str, device: tuple[int, int], serves: 
 LIBRARY = libraries.library_path("cuda")
 NO_TOOL = "" if static_report.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton"
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
-NO_TRITON = libraries.triton_kernels()[1] or NO_TOOL
 
 
 @pytest.mark.skipif(bool(NO_TOOL or NO_LIBRARY), reason=NO_TOOL or NO_LIBRARY)
@@ -188,14 +186,3 @@ def test_what_a_native_library_is_asked_it_answers() -> None:
     paths = [path for room in ("fastcaps", "tools", "bench") for path in (ROOT / room).rglob("*.py")]
     asked = {name for path in paths for name in re.findall(r'\bask\(\s*f?"([^"]*)"', path.read_text())}
     assert "fastcaps_cuda_schedule" in asked and not [name for name in asked if f" {name}(" not in sources]
-
-
-@pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)
-def test_the_compiler_of_triton_says_what_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("registry.ROUTINGS", ROUTINGS[:1])
-    monkeypatch.setattr(static_report, "LAYERS", ("pose-4x4-10",))
-    head, *lines = static_report.triton_table("sm_90")
-    assert [line[1] for line in lines] == ["attention_forward_kernel", "attention_backward_kernel"]
-    for line in lines:
-        said = dict(zip(head, line, strict=True))
-        assert 0 < int(said["registers"]) <= 255 and float(said["shared, KB"]) > 0 and not said["words spilled"]
