@@ -154,8 +154,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def leave_library(tree: Path) -> None:
-    (tree / "fastcaps/lib").mkdir(exist_ok=True)
-    (tree / "fastcaps/lib/libfastcaps_cpu.so").write_text("stale")
+    for name in ("fastcaps/lib/libfastcaps_cpu.so", "build/lib/fastcaps/deleted.py"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("stale")
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def pure_wheel(unpacked: Path) -> zipfile.ZipFile:
 def test_a_wheel_without_the_native_library_is_pure(pure_wheel: zipfile.ZipFile) -> None:
     assert Path(pure_wheel.filename or "").name == f"fastcaps-{fastcaps.__version__}-py3-none-any.whl"
     names = set(pure_wheel.namelist())
-    assert "fastcaps/py.typed" in names
+    assert "fastcaps/py.typed" in names and "fastcaps/deleted.py" not in names
     assert not [name for name in names if name.endswith((".so", ".dylib", ".cpp", ".h"))]
     assert {name.split("/")[0] for name in names} == {"fastcaps", f"fastcaps-{fastcaps.__version__}.dist-info"}
     folders = (ROOT / "fastcaps", ROOT / "fastcaps/triton_kernels")  # rglob does not follow links
@@ -206,9 +207,41 @@ def test_a_native_wheel_holds_what_its_build_made_and_serves_every_python(unpack
     assert libraries == ["fastcaps/lib/libfastcaps_cpu.so"] and files.read(libraries[0]) == b"new\n"
 
 
-def test_no_torch_says_what_to_do_and_where_it_looked(setup_py: ModuleType, nowhere: Path) -> None:
+def test_a_build_in_place_replaces_libraries_and_leaves_no_old_ones(setup_py: ModuleType, tmp_path: Path) -> None:
+    """A process that has a library loaded keeps its file: the new one gets the name by renaming."""
+    old = {name: tmp_path / f"lib/libfastcaps_{name}.so" for name in ("cpu", "cuda")}
+    (tmp_path / "lib").mkdir()
+    for path in old.values():
+        path.write_text("old")
+
+    def install(staged: Path) -> None:
+        (staged / "lib").mkdir()
+        (staged / "lib/libfastcaps_cpu.so").write_text("new")
+
+    with old["cpu"].open() as loaded:
+        assert setup_py.put_into(tmp_path, install) == [old["cpu"]]
+        assert loaded.read() == "old" and old["cpu"].read_text() == "new"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [old["cpu"]]
+
+
+def test_no_torch_says_what_to_do_and_where_it_looked(setup_py: ModuleType, nowhere: Path, tmp_path: Path) -> None:
     with pytest.raises(setup_py.SetupError, match=f"pip install torch(.|\n)*{site_of(nowhere) / 'torch'}"):
         setup_py.find_torch({}, [])
+    root = make_torch(tmp_path / "site")
+    version = root / "version.py"
+    for given, wanted in (
+        ("2.10.0", None),
+        ("3.0.1", None),
+        ("2.9.1", "torch 2.9.1 is older than 2.10"),
+        ("1.13.0", "torch 1.13.0 is older than 2.10"),
+    ):
+        version.write_text(f"__version__ = '{given}'\n")
+        assert setup_py.unusable(root) == wanted
+    version.write_text("__version__ = '2.12.1'\n")
+    for name, what in (("include/torch/csrc/stable/library.h", "its C++ headers"), ("lib/libtorch_cpu.so", "")):
+        (root / name).unlink()
+        assert str(setup_py.unusable(root)).startswith("torch 2.12.1 without " + (what or "libtorch_cpu"))
+        (root / name).touch()
 
 
 def test_a_setting_of_the_build_that_is_wrong_is_told(setup_py: ModuleType) -> None:

@@ -299,7 +299,7 @@ def test_bench_runs_pytest_in_the_checkout_and_shortens_its_errors(
     options = ["--workload=sabour-mnist", "--html", str(tmp_path / "page.html"), "--full"]  # of another folder
     root = Path(fastcaps.__file__).parents[1]
     assert started == [(["-m", "pytest", "bench", "-q", *options], root)]
-    said = 4, "ERROR: usage: pytest [options]\npytest: error: unrecognized arguments: --ful\n  inifile: pyproject.toml\n"
+    said = 4, "ERROR: usage: pytest [options]\npytest: error: unrecognized arguments: --ful\n  inifile: a.toml\n"
     status, _, err = call(capsys, "bench", "--ful")
     assert (status, err) == (
         2,

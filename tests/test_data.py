@@ -175,14 +175,15 @@ def test_registry_errors_say_what_to_do(tmp_path: Path) -> None:
 
 def test_cifar_loads_and_augments_its_training_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "cifar-100-binary", {"train.bin": cifar_bytes(4, 2, 100), "test.bin": cifar_bytes(3, 2, 100)})
-    with pytest.raises(CorruptDataError, match=r"train.bin: .* want 50,000 records of 3,074"):
-        data.load("cifar100", tmp_path)
+    parts = {f"data_batch_{k}.bin": cifar_bytes(2, 1, 10) for k in range(1, 6)}
+    write(tmp_path / "cifar-10-batches-bin", {**parts, "test_batch.bin": cifar_bytes(3, 1, 10)})
+    for name, records in (("cifar100", "train.bin: .* want 50,000 records of 3,074"), ("cifar10", "10,000 .* 3,073")):
+        with pytest.raises(CorruptDataError, match=records):
+            data.load(name, tmp_path)
     read = data.readers.read_cifar  # real files hold 60,000 records; small ones do for the rest
     monkeypatch.setattr(data.readers, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
     splits = data.load("cifar100", tmp_path)
     assert (splits.in_channels, splits.image_size, len(splits.classes)) == (3, 32, 100)
-    parts = {f"data_batch_{k}.bin": cifar_bytes(2, 1, 10) for k in range(1, 6)}
-    write(tmp_path / "cifar-10-batches-bin", {**parts, "test_batch.bin": cifar_bytes(3, 1, 10)})
     splits = data.load("cifar10", tmp_path)
     assert (len(splits.train), len(splits.test), splits.test.augment) == (10, 3, None)
     for name, options, wanted in (

@@ -19,7 +19,6 @@ from fastcaps.training.files import read_yaml
 from fastcaps.training.folder import write_settings
 from fastcaps.training.loss import Spread
 
-
 COUNTED: dict[tuple[Any, ...], int] = {}
 
 
