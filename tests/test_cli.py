@@ -30,7 +30,8 @@ def test_a_plain_import_is_light_and_finds_every_part() -> None:
     heavy = "{'lightning', 'matplotlib', 'rich', 'sklearn', 'tensorboard', 'torchmetrics'}"
     parts = "fastcaps.data.load, fastcaps.training.train, fastcaps.viz, fastcaps.nn, fastcaps.losses"
     code = f"import sys, fastcaps, fastcaps.cli, fastcaps.data; print({heavy} & set(sys.modules))\n"
-    code += "fastcaps.cli.main(['recipes'])\n"  # are listed without Lightning
+    lists = ["recipes"], ["reproduce"], ["train", "--list"]  # without Lightning
+    code += f"for words in {lists}: fastcaps.cli.main(words)\n"
     code += f"print(({heavy} - {{'rich'}}) & set(sys.modules), ({parts}) and '')"
     done = python(code, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and not done.stderr, done.stderr  # on a terminal without our signs, too

@@ -105,23 +105,6 @@ def test_texts_are_embedded_and_mixed_with_their_masks(tmp_path: Path, monkeypat
         TextEmbedder(tmp_path)
 
 
-def test_embeddings_of_a_real_transformer(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "fine": 2, "film": 3}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=4, n_positions=16)
-    model = transformers.GPT2Model(config).eval()
-    model.save_pretrained(tmp_path)
-    embeddings, mask = TextEmbedder(tmp_path)(["a fine film", "film"])
-    assert embeddings.shape == (2, 3, 3, 8) and mask.tolist() == [[True] * 3, [True, False, False]]
-    with torch.no_grad():
-        wanted = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(embeddings[0], torch.stack(wanted, 2)[0])
-    assert not embeddings[1, 1:].any()
-
-
 # --- the registry ----------------------------------------------------------------------------------------------------
 
 
