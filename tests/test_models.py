@@ -196,6 +196,8 @@ def test_options_take_effect():
     assert net.primary.activations and net.primary.norm is not None
     pool = models.create("zhao-cnn-routing", sharpness=3.0, iterations=4)[-3]
     assert (pool.sharpness, pool.iterations) == (3.0, 4)
+    for kind, pool in (("average", torch.nn.AdaptiveAvgPool2d), ("max", torch.nn.AdaptiveMaxPool2d)):
+        assert isinstance(models.create(f"zhao-cnn-{kind}", device="meta")[-3], pool)
     meta = models.create("mnist", device="meta", dtype=torch.float64)
     assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.float64)}
     for name, options, wanted in (
