@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from registry import ROUTINGS
 from suite import python
 
 import fastcaps
@@ -20,11 +18,9 @@ from fastcaps import libraries
 from tools import static_report
 
 ROOT = Path(__file__).resolve().parents[1]
-X86 = platform.machine().lower() in ("x86_64", "amd64")
-LEVELS = ["default", "avx2", "avx512"] if X86 else ["default"]
+KNOWN_LEVELS = ["default", "avx2", "avx512"]
 EXPORTED = {
-    "native": {"build_info", "capability", "capabilities_built", "multiply_adds"}
-    | {"cpu_schedule", "cpu_python", "cpu_raise"},
+    "native": {"build_info", "capability", "capabilities_built", "multiply_adds", "cpu_schedule"},
     "cuda": {
         f"cuda_{name}" for name in ("toolkit", "architectures", "refusal", "routing_refusal", "schedule", "kernels")
     },
@@ -37,6 +33,12 @@ def info(native_library: Path) -> dict[str, Any]:
     return libraries.native_build_info()
 
 
+@pytest.fixture
+def levels(native_library: Path) -> list[str]:
+    """The instruction sets that the library has kernels for: the machine's, or all of a wheel's."""
+    return (libraries.library("cpu").ask("fastcaps_capabilities_built") or "").split(",")
+
+
 def tool(name: str, *arguments: str | Path) -> str:
     """Output of a program of binutils or of the toolkit."""
     program = static_report.tool(name)
@@ -45,11 +47,11 @@ def tool(name: str, *arguments: str | Path) -> str:
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_build_says_what_it_was_made_with(info: dict[str, Any]) -> None:
+def test_the_build_says_what_it_was_made_with(info: dict[str, Any], levels: list[str]) -> None:
     assert info["version"] == fastcaps.__version__ and info["stable_abi_target"] == "2.10"
-    built = libraries.library("cpu").ask("fastcaps_capabilities_built")
-    assert list(info["level_flags"]) == LEVELS and built == ",".join([*LEVELS, *["amx"] * X86])
-    assert info["level_flags"]["default"] == "" and "-O3" in info["flags"]
+    built = [level for level in levels if level in KNOWN_LEVELS]
+    assert built == [level for level in KNOWN_LEVELS if level in info["level_flags"]] and built
+    assert info["level_flags"].get("default", "") == "" and "-O3" in info["flags"]
     flags = " ".join([info["flags"], *info["level_flags"].values(), (info["cuda"] or {}).get("flags", "")])
     # what ties a library to a machine, or breaks NaN
     assert not re.search("-march|-mtune|-mcpu|fast.math|-Ofast|-ffinite-math|-fassociative-math", flags)
@@ -73,26 +75,32 @@ def test_a_library_needs_torchs_stable_c_interface_alone_and_no_path(name: str, 
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     assert "libtorch_cpu.so" in needed and "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert not [one for one in needed if re.search(r"^lib(cuda|nv)|c10|python|torch(?!_cpu\.so)", one)]
+    held, paths = library.read_bytes(), (Path(torch.__file__).parent, Path(fastcaps.__file__).parents[1])
+    assert not [path for path in paths if str(path).encode() in held]  # of the machine that built it
 
 
 @either
 def test_a_library_gives_away_its_c_interface_alone(name: str, request: pytest.FixtureRequest) -> None:
     lines = tool("nm", "-D", "--defined-only", request.getfixturevalue(f"{name}_library")).splitlines()
     strong = {line.split()[-1] for line in lines if line.split()[-2] not in "VWuw"}
-    assert strong - {"_end", "_edata", "__bss_start"} == {f"fastcaps_{one}" for one in EXPORTED[name]}
+    strong -= {"_end", "_edata", "__bss_start"}
+    assert strong >= {f"fastcaps_{one}" for one in EXPORTED[name]}
+    assert not [one for one in strong if not one.startswith("fastcaps_")]  # such as a mangled name of C++
 
 
-@pytest.mark.skipif(not X86, reason="one level only")
-def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path) -> None:
+def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path, levels: list[str]) -> None:
     """An inline function compiled for AVX-512 and kept by the linker for all would stop older processors."""
+    if "default" not in levels or len(levels) == 1:
+        pytest.skip("the library has one level (FASTCAPS_LEVELS=all builds those of a wheel)")
     users: dict[str, set[str]] = {"ymm": set(), "zmm": set()}
     function = ""
-    for line in tool("objdump", "-d", "--no-show-raw-insn", native_library).splitlines():
-        if line.endswith(">:"):
-            function = line
-        elif "%ymm" in line or "%zmm" in line:
-            users["zmm" if "%zmm" in line else "ymm"].add(function)
-    assert users["zmm"] and not [one for one in users["zmm"] if "avx512" not in one]
+    disassembled = tool("objdump", "-d", "--no-show-raw-insn", native_library)
+    for found in re.finditer(r"^.*>:$|%([yz]mm)", disassembled, re.MULTILINE):
+        if width := found[1]:
+            users[width].add(function)
+        else:
+            function = found[0]
+    assert bool(users["zmm"]) == ("avx512" in levels) and not [one for one in users["zmm"] if "avx512" not in one]
     assert users["ymm"] and not [one for one in users["ymm"] if "avx2" not in one and "avx512" not in one]
 
 
@@ -143,8 +151,7 @@ def test_the_cuda_library_holds_code_for_the_architectures_it_names(
     assert found == {one.removesuffix("-real") for one in named} and all(
         re.fullmatch(r"\d+[af]?(-real)?", n) for n in named
     )
-    paths = (Path(torch.__file__).parent, Path(fastcaps.__file__).parents[1], nvcc.resolve().parents[1])
-    assert not [path for path in paths if str(path).encode() in cuda_library.read_bytes()]
+    assert str(nvcc.resolve().parents[1]).encode() not in cuda_library.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +177,6 @@ def test_which_devices_code_serves(built: str, device: tuple[int, int], serves: 
 LIBRARY = libraries.library_path("cuda")
 NO_TOOL = "" if static_report.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton"
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
-NO_TRITON = libraries.triton_kernels()[1] or NO_TOOL
 
 
 @pytest.mark.skipif(bool(NO_TOOL or NO_LIBRARY), reason=NO_TOOL or NO_LIBRARY)
@@ -188,14 +194,3 @@ def test_what_a_native_library_is_asked_it_answers() -> None:
     paths = [path for room in ("fastcaps", "tools", "bench") for path in (ROOT / room).rglob("*.py")]
     asked = {name for path in paths for name in re.findall(r'\bask\(\s*f?"([^"]*)"', path.read_text())}
     assert "fastcaps_cuda_schedule" in asked and not [name for name in asked if f" {name}(" not in sources]
-
-
-@pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)
-def test_the_compiler_of_triton_says_what_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("registry.ROUTINGS", ROUTINGS[:1])
-    monkeypatch.setattr(static_report, "LAYERS", ("pose-4x4-10",))
-    head, *lines = static_report.triton_table("sm_90")
-    assert [line[1] for line in lines] == ["attention_forward_kernel", "attention_backward_kernel"]
-    for line in lines:
-        said = dict(zip(head, line, strict=True))
-        assert 0 < int(said["registers"]) <= 255 and float(said["shared, KB"]) > 0 and not said["words spilled"]

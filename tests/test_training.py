@@ -8,10 +8,7 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import torch
 pytest.importorskip("lightning")
 
 from rich.console import Console
+from suite import python
 
 from fastcaps import cli, data
 from fastcaps.training import RunError, TrainConfig, train, train_seeds
@@ -111,20 +109,12 @@ def arguments(out: Path, *more: str) -> list[str]:
     return ["train", "--network", "digits", "--data", "digits", "--out", str(out), "--accelerator", "cpu", *more]
 
 
-def start(*given: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    """Python with these arguments in a separate process, with one thread."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *given], env=environment, preexec_fn=before, **pipes)
-
-
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any) -> None:
     """In the middle of the second epoch and of writing, in a process that has no chance to clean up."""
     config = settings(tmp_path, data__limit=None, epochs=3, checkpoint_every=5, seed=3)
     given = arguments(tmp_path, "--epochs", "3", "--checkpoint-every", "5", "--seed", "3")
-    running = start("-c", KILLED_WHILE_WRITING, "7", *given)
-    _, error = running.communicate(timeout=300)
-    assert running.returncode == -signal.SIGKILL, error
+    killed = python("-c", KILLED_WHILE_WRITING, "7", *given, OMP_NUM_THREADS="1")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     done_before = read_metrics(tmp_path / "metrics.csv")
     assert len(done_before) == 1 and not (tmp_path / "result.json").exists()
     assert (tmp_path / "last.ckpt.writing").exists()
@@ -248,11 +238,11 @@ def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
-    running = start("-m", "fastcaps", *arguments(tmp_path, "--devices", "2", "--strategy", "ddp", "--runs", "2"))
-    shown, error = running.communicate(timeout=300)
-    assert running.returncode == 0, error
+    given = arguments(tmp_path, "--devices", "2", "--strategy", "ddp", "--runs", "2")
+    done = python("-m", "fastcaps", *given, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
     # two epochs of two runs and the end: only the first process speaks
-    assert shown.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in shown
+    assert done.stdout.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in done.stdout
     for seed in (0, 1):
         rows = read_metrics(tmp_path / f"seed-{seed}" / "metrics.csv")
         assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32

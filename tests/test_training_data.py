@@ -81,9 +81,10 @@ WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c1
 
 
 def kind_of_step(name: str) -> tuple[Any, ...]:
-    """The loss and what it is given."""
+    """The loss and what it is given; test_training_parts has the losses' numbers."""
     config = recipe(name).config
-    return config.loss, config.data.name in SEVERAL, config.data.name.startswith("sst"), config.data.mixup
+    kinds = type(config.loss), type(getattr(config.loss, "base", None))
+    return *kinds, config.data.name in SEVERAL, config.data.name.startswith("sst"), config.data.mixup > 0
 
 
 QUICK_FIRST = sorted(recipes.names(), key=lambda name: bool(WIDE.search(name)))

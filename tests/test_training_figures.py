@@ -88,7 +88,7 @@ def test_turning_turns_the_image(network: Any, images: Tensor) -> None:
     torch.testing.assert_close(poses[:, 0], wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_a_run_is_loaded_and_drawn(tmp_path: Path) -> None:
+def test_a_run_is_loaded_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path / "run", epochs=1, data__limit=128)
     result = run(config)
     trained = figures.load(config, "digits")
@@ -97,6 +97,8 @@ def test_a_run_is_loaded_and_drawn(tmp_path: Path) -> None:
         torch.testing.assert_close(trained.network(images), result.network(images))
         assert not torch.allclose(trained.fresh(images), result.network(images))
     assert {*get_args(get_type_hints(tables.Table)["draw"])} == {"bars", "lines", *figures.FIGURES}
+    every, few = figures.Trained.images, {60: 4, 1000: 100}
+    monkeypatch.setattr(figures.Trained, "images", lambda self, count: every(self, few.get(count, count)))
     for name in ("poses", "changes"):
         figures.FIGURES[name]([trained], tmp_path / f"{name}.png", "Digits")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -51,9 +51,7 @@ def reproduce(
 
     Trains the unfinished runs that the table needs. Without NAME, lists the tables.
     """
-    from rich.markdown import Markdown
-
-    from fastcaps.training import reproduce, tables
+    from fastcaps.training import tables
 
     console, command = progress_console(as_json), shlex.join(["fastcaps", *context.obj])
     with one_line_errors(command):
@@ -63,6 +61,8 @@ def reproduce(
             every = {name: tables.table(name) for name in tables.names()}
             (show if as_json else show_list)({name: f"{each.source}: {each.title}" for name, each in every.items()})
             return 0
+        from fastcaps.training import reproduce  # loads Lightning, for which a list need not wait
+
         table = tables.table(name)
         stem = Path(name).stem
         folder = Path(out or f"runs/reproduce/{stem}{'-short' if short else ''}")
@@ -80,6 +80,8 @@ def reproduce(
     if as_json:
         show(json.loads((folder / "table.json").read_text(encoding="utf-8")))
         return 0
+    from rich.markdown import Markdown
+
     console.print(Markdown((folder / "table.md").read_text(encoding="utf-8")))
     console.print(f"{folder}/: table.md, table.json, picture.png", highlight=False, soft_wrap=True)
     return 0

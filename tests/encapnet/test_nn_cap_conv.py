@@ -127,6 +127,7 @@ test_errors_name_the_argument = refusals(
     (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
     (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",
      lambda: CapConv2d(3, 2, 2)(torch.ones(1, 5, 2, 2))),
+    (TypeError, "skipped must be a tensor, got float", lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), 1.0)),
     (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
      lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
     (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
