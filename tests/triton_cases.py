@@ -169,11 +169,8 @@ def launches(run: Callable[[], Any]) -> list[call.Launch]:
     return found
 
 
-def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", **limits: Any) -> set[str]:
-    """Return what is decided before the kernels of a call run, a line each; nothing runs.
-
-    Which tensors there are, what else they are compiled for, how votes are made, and of what there are several.
-    """
+def steps(routing: Routing, case: Case, options: int = 0, device: str = "cpu", **limits: Any) -> list[call.Launch]:
+    """Return all that an iteration and the backward of all iterations would start, on tensors of no memory."""
 
     def asked(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -188,6 +185,18 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
 
         return run
 
+    with torch.device("meta"):
+        one, back = routing.call(replace(case, iterations=1)), routing.backward_call(case)
+    found = launches(lambda: one.forward(asked(routing.name), options))
+    return found + launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
+
+
+def decisions(launch: call.Launch) -> set[str]:
+    """Return what is decided before a kernel runs, a line each.
+
+    Which tensors there are, what else it is compiled for, how votes are made, and of what there are several.
+    """
+
     def lines_of(name: str, value: Any) -> list[str]:
         if isinstance(value, triton.language.constexpr):
             value = value.value
@@ -201,26 +210,26 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
         told_all = ("CHILDREN", "PARENTS", "iteration.RULE")
         return [f"{name}: {value}"] if isinstance(value, bool) or name in told_all else []
 
-    met = set()
-    with torch.device("meta"):
-        call, back = routing.call(replace(case, iterations=1)), routing.backward_call(case)
-    found = launches(lambda: call.forward(asked(routing.name), options))
-    found += launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
-    for launch in found:
-        lines = [
-            line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in lines_of(*one)
-        ]
-        tile, votes = launch.arguments["tile"], launch.arguments.get("votes")
-        if votes is not None:
-            votes_by = "columns" if tile.BK.value == 0 else "products"
-            lines.append(f"votes: {'poses' if votes.weight is None else votes_by}")
-            lines.append(f"padding: {votes.PH.value > 0 or votes.PW.value > 0}")
-        if "dweight" in launch.arguments:
-            lines.append(
-                f"gradients: {'products' if tile.DEPTH.value and tile.BL.value * tile.BC.value >= 16 else 'sums'}"
-            )
-        met |= {f"{launch.name}, {line}" for line in lines}
-    return met
+    lines = [line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in lines_of(*one)]
+    tile, votes = launch.arguments.get("tile"), launch.arguments.get("votes")
+    if votes is not None:
+        votes_by = "columns" if tile.BK.value == 0 else "products"
+        lines.append(f"votes: {'poses' if votes.weight is None else votes_by}")
+        lines.append(f"padding: {votes.PH.value > 0 or votes.PW.value > 0}")
+    if "dweight" in launch.arguments:
+        lines.append(f"gradients: {'products' if tile.DEPTH.value and tile.BL.value * tile.BC.value >= 16 else 'sums'}")
+    return {f"{launch.name}, {line}" for line in lines}
+
+
+def covering(found: Sequence[call.Launch]) -> list[call.Launch]:
+    """Return few of the launches, in which every decision occurs that any of them makes."""
+    made = [decisions(launch) for launch in found]
+    missing, few = set[str]().union(*made), []
+    while missing:
+        best = max(range(len(found)), key=lambda k: len(made[k] & missing))
+        few.append(found[best])
+        missing -= made[best]
+    return few
 
 
 def once_each(found: Sequence[call.Launch]) -> list[call.Launch]:
