@@ -69,8 +69,8 @@ def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1]) // 4
 
 
-class _Translated(Exception):  # noqa: N818 -- no error: it ends a compilation after its first step
-    """Triton has read a kernel's Python."""
+class _Translated(Exception):
+    """No error: ends a compilation once Triton has read the kernel's Python."""
 
 
 def translate(target: str, launch: Launch) -> None:

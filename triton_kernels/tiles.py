@@ -123,9 +123,9 @@ class Block(NamedTuple):
 class Child(NamedTuple):
     """One child, as positions see it.
 
-    ``at``: a pointer to it, relative to a window's beginning; ``seen``: whether it exists, not in the padding; ``gate``:
-    1 without gates; ``opened``: whether its gate is also not 0, if a gate of 0 hides children; ``cell``: where its
-    gradients lie, also relative to a window's beginning.
+    ``at``: a pointer to it, relative to a window's beginning; ``seen``: whether it exists, not in the padding;
+    ``gate``: 1 if there are no gates; ``opened``: whether its gate is also not 0, if a gate of 0 hides children;
+    ``cell``: where its gradients lie, also relative to a window's beginning.
     """
 
     i: Any
