@@ -108,10 +108,11 @@ abi-check: wheel ## try the wheel under another torch (TORCH=2.10.0) and PYTHON,
 	$(ABI)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
 	cd build/abi && $(CURDIR)/$(ABI)/bin/python $(CURDIR)/scripts/abi_smoke.py
 
+# Triton 3.6 interprets with no newer numpy.
 versions: $(VENV)/.installed-test ## try the library of this tree under the oldest and the newest torch and Triton
 	set -e; for pair in $(VERSIONS); do torch=$${pair%:*}; python=build/versions/torch-$$torch/bin/python; \
 		test -x $$python || $(PYTHON) -m venv build/versions/torch-$$torch; \
-		$$python -m pip install --quiet torch==$$torch triton==$${pair#*:} numpy pytest; \
+		$$python -m pip install --quiet torch==$$torch triton==$${pair#*:} 'numpy<2.4' pytest; \
 		export PYTHONPATH=.; $$python scripts/abi_smoke.py; $$python scripts/abi_smoke.py triton; \
 		TRITON_INTERPRET=1 $$python scripts/abi_smoke.py triton; done
 
