@@ -89,6 +89,7 @@ WAYS: dict[str, Any] = {  # the routings that go this way, options, limits, fiel
     "tiny": (ROUTINGS, 0, TINY, {}),  # parents and children are split over programs
     "tiny-first-iteration": (ROUTINGS, 1, TINY, {"how": 0, "start": False, "iterations": 2}),
     "tiny-ordered": ([GAUSSIAN], 1, TINY, {}),
+    "tiny-bare": ([ATTENTION], 0, TINY, {"bias": None, "gate": None}),
     "tiny-same": ([POOLING], 0, TINY, SAME),  # votes without matrices
     "tiny-same-ordered": ([ATTENTION], 1, TINY, SAME),
     "set": (ROUTINGS, 0, {**LIMITS, "resident": 0}, {**SET, "iterations": 2, "how": 2, "types": 3}),  # whole programs
