@@ -6,6 +6,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.10.0
+# torch and its Triton, the oldest and the newest that are tried.
+VERSIONS ?= 2.10.0:3.6.0 2.14.1:3.8.0
 PYTEST_ARGS ?=
 SANITIZE_ARGS ?=
 SOAK_ARGS ?=
@@ -43,7 +45,7 @@ NATIVE  := csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow sanitize soak mutate lint format bench build docs sdist wheel abi-check clean distclean python compiler
+.PHONY: help demo test test-slow sanitize soak mutate lint format bench build docs sdist wheel abi-check versions clean distclean python compiler
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -106,6 +108,14 @@ abi-check: wheel ## try the wheel under another torch (TORCH=2.10.0) and PYTHON,
 	$(ABI)/bin/python -m pip install --quiet torch==$(TORCH) numpy
 	$(ABI)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
 	cd build/abi && $(CURDIR)/$(ABI)/bin/python $(CURDIR)/scripts/abi_smoke.py
+
+# Triton 3.6 interprets with no newer numpy.
+versions: $(VENV)/.installed-test ## try the library of this tree under the oldest and the newest torch and Triton
+	set -e; for pair in $(VERSIONS); do torch=$${pair%:*}; python=build/versions/torch-$$torch/bin/python; \
+		test -x $$python || $(PYTHON) -m venv build/versions/torch-$$torch; \
+		$$python -m pip install --quiet torch==$$torch triton==$${pair#*:} 'numpy<2.4' pytest; \
+		export PYTHONPATH=.; $$python scripts/abi_smoke.py; $$python scripts/abi_smoke.py triton; \
+		TRITON_INTERPRET=1 $$python scripts/abi_smoke.py triton; done
 
 clean: ## remove builds and caches
 	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks fastcaps.egg-info

@@ -69,7 +69,7 @@ stage_build() {
   ! command -v cuobjdump >/dev/null || run 60 "$PYTHON" -m tools.static_report
 }
 
-# Whether Triton's kernels run here: not with a Triton before 3.7.
+# Whether Triton's kernels run here: not with a Triton before 3.6.
 has_triton() {
   [ "$DRY_RUN" = 1 ] || "$PYTHON" -c 'import fastcaps; raise SystemExit(not fastcaps.backends.listing()[1].available)'
 }

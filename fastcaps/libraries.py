@@ -118,8 +118,8 @@ def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
     try:
         version = importlib.import_module("triton").__version__
         found = re.match(r"(\d+)\.(\d+)", version)
-        if found and (int(found[1]), int(found[2])) < (3, 7):  # its functions cannot return None in a tuple
-            return None, f"it needs Triton 3.7 or later (torch 2.12 brings it), got {version}"
+        if found and (int(found[1]), int(found[2])) < (3, 6):
+            return None, f"it needs Triton 3.6 or later (torch 2.10 brings it), got {version}"
         return importlib.import_module(name), ""
     except Exception as error:  # a broken installation of Triton may raise anything
         return None, f"triton does not load ({type(error).__name__}: {str(error).partition(chr(10))[0]})"

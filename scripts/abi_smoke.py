@@ -3,6 +3,10 @@
 ``make abi-check TORCH=2.10.0`` runs this in an environment with another torch than the one the wheel was built against,
 cibuildwheel in a fresh one. Exits with an error unless the compiled kernels run and agree with the float64 reference.
 The cases are the tests' own, one for each rule, dtype, and set or grid; nothing but torch is needed to run them.
+
+With the argument ``triton`` it compiles the Triton kernels for an H100, which need not be there, with the Triton that
+is; under TRITON_INTERPRET=1 it runs a few calls in Triton's interpreter. pytest is needed for that. ``make versions``
+does all three in environments with the oldest and the newest torch and Triton.
 """
 
 from __future__ import annotations
@@ -100,7 +104,32 @@ def verbs(dtype: torch.dtype) -> list[str]:
     return [f"{name} of the verbs differ by {far:.1e}" for name, far in zip(names, apart, strict=True) if far > near]
 
 
+def triton() -> list[str]:
+    """Return what the Triton kernels do wrong: compile them, or run some in the interpreter."""
+    import triton
+    import triton_cases
+
+    from fastcaps.triton_kernels import static
+
+    print(f"Triton {triton.__version__} under torch {torch.__version__}")
+    wrong = []
+    for routing, name in () if triton_cases.JIT else triton_cases.SERVED:
+        case = routing.case(name)
+        wrong += routing.bar(case).judge(triton_cases.training(routing.stem, case)[0]).complaints
+        print(f"ran    {routing} {name}", flush=True)
+    for launch in triton_cases.every_decision() if triton_cases.JIT else ():
+        try:
+            print(f"ok     {static.compiled_for('sm_90', launch)}", flush=True)
+        except Exception as error:
+            wrong.append(f"{launch.name}: {type(error).__name__}: {error}")
+    return wrong
+
+
 def main() -> int:
+    if sys.argv[1:] == ["triton"]:
+        wrong = triton()
+        print(*wrong or ["all checks passed"], sep="\n")
+        return 1 if wrong else 0
     info, level = libraries.native_build_info(), fastcaps.backends.native_capability()
     print(f"fastcaps {info['version']} from {fastcaps.__file__}")
     print(f"built against torch {info['torch_version']} by {info['compiler']}, stable ABI {info['stable_abi_target']}")

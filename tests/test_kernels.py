@@ -365,9 +365,10 @@ def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
         met["ranges"].add((backward, how["ranges"] is None))
     both, lanes = (False, True), ("positions", "children")
     assert met["stay"] == {*product([False], lanes)}
-    assert met["weights"] == {*product(both, both, lanes, ("own", "shared"))}
+    here = {*product(both, both, ["positions"]), *product(both, [False], ["children"])}  # doubles: positions alone
+    assert met["weights"] == {(*one, weights) for one in here for weights in ("own", "shared")}
     assert met["rows"] == {*product(both, both, both)} and met["ranges"] == {*product(both, both)}
-    wanted = {*product(both, both, lanes, ("kept", "twice"))}
+    wanted = {(*one, votes) for one in here for votes in ("kept", "twice")}
     if routing.folds:  # matrices of doubles never act on the parents
         wanted |= {*product(both, [False], lanes, ["folded"])}
     spared = {*product(both, both, ["children"], ["twice"])} if widest < 64 else set()

@@ -1,4 +1,4 @@
-"""The Triton kernels of the verbs against stored votes, and what they compile to."""
+"""The Triton kernels of the verbs against stored votes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cases import apart, on_device
 from features import Leaves
 from stored_votes import OPS, PADDED, PULLS, Case, Tensors, op_formulas, op_results
 from torch import Tensor
-from triton_cases import DEVICE, FAR, TINY, WIDE, compiled_here, hold_compiled, interpret, launches
+from triton_cases import DEVICE, FAR, TINY, WIDE, interpret, launches
 
 from fastcaps import Window
 from fastcaps._testing.judge import Bar
@@ -24,25 +24,18 @@ TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the l
 ON_SET: dict[str, Any] = {"grid": (1, 1), "window": Window(1)}
 ON_GRID: dict[str, Any] = {"grid": (3, 4), "window": PADDED, "types": 2}
 SMALL: dict[str, Any] = {"grid": (1, 2), "window": Window(2, 1, (1, 0)), "types": 1, "batch": 1}
+SPLIT: dict[str, Any] = {"limits": TINY, "parents": 5, "pose": (3, 2, 2)}  # parents and children, over programs
 CASES = {
     "padded": Case(**ON_GRID, bias="IM"),
-    "tiny": Case(**SMALL, bias="IM", limits=TINY, parents=9, pose=(3, 2, 2)),  # parents and children are split
-    "tiny-ordered": Case(**SMALL, bias="IM", limits=TINY, parents=9, pose=(3, 2, 2), options=1),
+    "tiny": Case(**SMALL, **SPLIT, bias="IM"),
+    "tiny-ordered": Case(**SMALL, **SPLIT, bias="IM", options=1),
     "shared-over-space": Case(**ON_GRID | {"window": Window(2)}, groups=2, bias="1M", options=1),
-    "one-matrix": Case(**ON_SET, types=7, groups=1, bias="I1", parents=5, batch=3),
-    "crowded": Case(**ON_SET, types=67, groups=1, bias="IM", batch=1),  # one program owns dW
-    "no-matrices": Case(**ON_GRID, groups=0, pose=(2, 3, 3), bias="11"),
-    "no-matrices-tiny": Case(**SMALL, groups=0, pose=(1, 5, 5), limits=TINY, parents=9),
-    "no-matrices-ordered": Case(**SMALL, groups=0, pose=(1, 5, 5), options=1, bias="I1"),
+    "no-matrices": Case(**ON_GRID | {"window": Window(2)}, groups=0, pose=(2, 3, 3), bias="I1"),
     "one-parent-one-child": Case(**ON_SET, types=1, parents=1, pose=(1, 1, 1), batch=1),
-    "primes": Case(**ON_SET, types=11, parents=7, pose=(5, 3, 7), batch=3),
-    "strided": Case(**ON_GRID, layout="interleaved", pairs="interleaved", bias="IM"),
-    "strided-set": Case(**ON_SET, types=5, layout="interleaved", pairs="interleaved", groups=1, batch=3),
-    "expanded": Case(**ON_GRID, pairs="alike", bias="1M"),
+    "strided": Case(**ON_GRID | {"window": Window(2)}, layout="interleaved", pairs="interleaved", bias="11"),
+    "expanded": Case(**ON_SET, types=3, pairs="alike", groups=1),
     "products": Case(**ON_SET, types=3, parents=17, pose=(2, 17, 2), bias="1M", batch=9, limits=TILES, options=3),
     "empty": Case(**ON_GRID, batch=0, bias="IM"),
-    "empty-ordered": Case(**ON_GRID, batch=0, bias="IM", options=1),
-    "bfloat16": Case(**ON_GRID, bias="IM", dtype=torch.bfloat16),
     "float16-products": Case(**ON_SET, types=3, parents=9, pose=(4, 9, 4), batch=5, dtype=torch.float16),
 }
 
@@ -78,7 +71,7 @@ def test_every_verb(name: str) -> None:
     hold(CASES[name])
 
 
-@pytest.mark.parametrize("needs", [0, 1, 2, 4, 6])  # all three: in the cases above
+@pytest.mark.parametrize("needs", [0, 1, 6])  # all three: in the cases above
 def test_only_the_gradients_asked_for(needs: int) -> None:
     for groups, options in ((None, 0), (0, 0), (None, 1)):
         case = Case(**ON_GRID, groups=groups, bias="IM", pose=(1, 2, 2), batch=1)
@@ -101,7 +94,7 @@ def test_nan_stays_where_it_went_in() -> None:
     tensors = case.tensors()
     tensors[0][0, 1, 1, 0, 0, 0] = torch.nan
     tensors[3][1, 0, 1, 2, 1] = torch.nan
-    hold(case, tensors)
+    hold(case, tensors, only=["distances p", "squares about", "stretch p"])
 
 
 def near_and_far() -> list[list[Tensor]]:
@@ -121,6 +114,7 @@ def test_offsets_beyond_int32() -> None:
     assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(near, far, strict=True))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after another")
 def test_ordered_results_have_the_same_bits() -> None:
     case = CASES["tiny-ordered"]
     first, again = (kernels(case, case.tensors(), only=PULLS) for _ in range(2))
@@ -152,25 +146,3 @@ def test_coefficients_are_read_where_they_lie(form: str) -> None:
 
     read = [launch.arguments["iteration"].pairs for launch in launches(run) if "votes" in launch.arguments]
     assert len(read) == 2 and all(torch._C._is_alias_of(one, coefficients) for one in read)
-
-
-@compiled_here
-@pytest.mark.parametrize("options", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_compiles_without_a_gpu(options: int) -> None:
-    """All verbs of a layer as Tsai's, for a GPU that is not there."""
-    with torch.device("meta"):
-        votes = VoteInputs(
-            torch.empty(128, 16, 16, 32, 4, 4), torch.empty(288, 32, 4, 4), None, None, 32, (3, 3, 2, 2, 0, 0, 1, 1)
-        )
-        targets, coefficients = torch.empty(votes.poses), torch.empty(votes.coefficients_shape)
-    wanted = {"vote_scores_forward_kernel", "vote_sums_forward_kernel", "vote_pull_backward_kernel"}
-    wanted |= {"vote_pull_matrix_backward_kernel"} if options & 1 else set()
-    for squared in (False, True):
-        more = targets if squared else None
-
-        def run(squared: bool = squared, more: Tensor | None = more) -> None:
-            verbs.vote_scores(votes, targets, more, squared, options)
-            verbs.vote_sums(votes, coefficients, more, 1 + squared, options)
-            verbs.vote_pull(votes, coefficients, targets, more, squared, 3, options)
-
-        hold_compiled(launches(run), "sm_90", 0, wanted)

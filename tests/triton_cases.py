@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,9 +20,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import stored_votes
 import torch
 from cases import Case, apart, on_device
-from registry import ATTENTION, BackwardCall, Call, Routing, routing_of
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, routing_of
 
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
@@ -31,7 +33,7 @@ from fastcaps import libraries, ops  # noqa: E402
 if problem := libraries.triton_kernels()[1]:
     pytest.skip(problem, allow_module_level=True)
 from fastcaps.rules import Rule  # noqa: E402
-from fastcaps.triton_kernels import call, forward, schedule, static  # noqa: E402
+from fastcaps.triton_kernels import call, forward, schedule, squash_sum, static, verbs  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
@@ -130,6 +132,10 @@ def check(routing: Routing, case: Case, options: int = 0, **limits: Any) -> None
 FAR = 1 << 30
 
 
+SERVED = ((ATTENTION, "plain-any"), (POOLING, "sharp"), (GAUSSIAN, "one-effective-child"))
+"""Cases that the public op runs in the interpreter."""
+
+
 def training(stem: str, case: Case) -> list[dict[str, torch.Tensor]]:
     """Return results and gradients of a case, and of it as a set, by the public op with the Triton backend."""
     call = routing_of(stem).call(case)
@@ -153,10 +159,8 @@ def near_and_far(options: int) -> list[list[torch.Tensor]]:
 
 # ---- what would be compiled ------------------------------------------------------------------------------------------
 
-compiled_here = pytest.mark.skipif(
-    not isinstance(forward._forward_kernel, triton.JITFunction),
-    reason="kernels are interpreted in this process (TRITON_INTERPRET=1)",
-)
+JIT = isinstance(forward._forward_kernel, triton.JITFunction)
+compiled_here = pytest.mark.skipif(not JIT, reason="kernels are interpreted in this process (TRITON_INTERPRET=1)")
 
 
 def launches(run: Callable[[], Any]) -> list[call.Launch]:
@@ -169,11 +173,10 @@ def launches(run: Callable[[], Any]) -> list[call.Launch]:
     return found
 
 
-def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", **limits: Any) -> set[str]:
-    """Return what is decided before the kernels of a call run, a line each; nothing runs.
-
-    Which tensors there are, what else they are compiled for, how votes are made, and of what there are several.
-    """
+def steps(
+    routing: Routing, case: Case, options: Sequence[int] = (0,), device: str = "cpu", **limits: Any
+) -> list[call.Launch]:
+    """Return all that an iteration and the backward of all iterations would start, on tensors of no memory."""
 
     def asked(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -188,6 +191,24 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
 
         return run
 
+    with torch.device("meta"):
+        one, back = routing.call(replace(case, iterations=1)), routing.backward_call(case)
+    forward, backward = asked(routing.name), asked(f"{routing.name}_backward")
+
+    def run() -> None:
+        for option in options:
+            one.forward(forward, option)
+            back.results(backward, option)
+
+    return launches(run)
+
+
+def decisions(launch: call.Launch) -> set[str]:
+    """Return what is decided before a kernel runs, a line each.
+
+    Which tensors there are, what else it is compiled for, how votes are made, and of what there are several.
+    """
+
     def lines_of(name: str, value: Any) -> list[str]:
         if isinstance(value, triton.language.constexpr):
             value = value.value
@@ -201,31 +222,67 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
         told_all = ("CHILDREN", "PARENTS", "iteration.RULE")
         return [f"{name}: {value}"] if isinstance(value, bool) or name in told_all else []
 
-    met = set()
-    with torch.device("meta"):
-        call, back = routing.call(replace(case, iterations=1)), routing.backward_call(case)
-    found = launches(lambda: call.forward(asked(routing.name), options))
-    found += launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
-    for launch in found:
-        lines = [
-            line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in lines_of(*one)
-        ]
-        tile, votes = launch.arguments["tile"], launch.arguments.get("votes")
-        if votes is not None:
-            votes_by = "columns" if tile.BK.value == 0 else "products"
-            lines.append(f"votes: {'poses' if votes.weight is None else votes_by}")
-            lines.append(f"padding: {votes.PH.value > 0 or votes.PW.value > 0}")
-        if "dweight" in launch.arguments:
-            lines.append(
-                f"gradients: {'products' if tile.DEPTH.value and tile.BL.value * tile.BC.value >= 16 else 'sums'}"
-            )
-        met |= {f"{launch.name}, {line}" for line in lines}
-    return met
+    lines = [line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in lines_of(*one)]
+    tile, votes = launch.arguments.get("tile"), launch.arguments.get("votes")
+    if votes is not None:
+        votes_by = "columns" if tile.BK.value == 0 else "products"
+        lines.append(f"votes: {'poses' if votes.weight is None else votes_by}")
+        lines.append(f"padding: {votes.PH.value > 0 or votes.PW.value > 0}")
+    if "dweight" in launch.arguments:
+        lines.append(f"gradients: {'products' if tile.DEPTH.value and tile.BL.value * tile.BC.value >= 16 else 'sums'}")
+    # the kernels are the same for all routings, of which each has an iteration of its own
+    return {f"{launch.name if line.startswith('iteration') else launch.kernel.__name__}, {line}" for line in lines}
+
+
+def covering(found: Sequence[call.Launch]) -> list[call.Launch]:
+    """Return few of the launches, in which every decision occurs that any of them makes."""
+    made = [decisions(launch) for launch in found]
+    missing, few = set[str]().union(*made), []
+    while missing:
+        best = max(range(len(found)), key=lambda k: len(made[k] & missing))
+        few.append(found[best])
+        missing -= made[best]
+    return few
 
 
 def once_each(found: Sequence[call.Launch]) -> list[call.Launch]:
     """Return one launch of every kernel."""
     return list({launch.name: launch for launch in found}.values())
+
+
+def every_decision(few: bool = False) -> list[call.Launch]:
+    """Return launches of everything that the cases of the tests would have compiled for a GPU, some of each kernel.
+
+    Of ``few`` cases: those in which each value of a factor occurs, and one in whose kernels parents take several tiles.
+    """
+    found = []
+    for routing in ROUTINGS:
+        cases = (*routing.table.covering[0], routing.case("sweeps-any")) if few else routing.cases
+        for case in (case for case in cases if case.dtype != torch.float64):
+            found += steps(routing, case, (0, 3), "meta")
+    by_name: dict[str, list[call.Launch]] = {}
+    for launch in (*found, *launches(_verbs), *launches(_squash_sums)):
+        by_name.setdefault(launch.name, []).append(launch)
+    return [launch for some in by_name.values() for launch in covering(some)]
+
+
+def _verbs() -> None:
+    """Call every verb on votes of every kind."""
+    for name, options in itertools.product(("grid", "grid-no-matrix", "grid-bare", "one-group", "primes"), (0, 3)):
+        case = stored_votes.CASES[name]
+        tensors = [x if x is None else x.to("meta") for x in case.tensors()]
+        votes = case.inputs(tensors)
+        stored_votes.op_results(lambda op, *own, v=votes, o=options: getattr(verbs, op)(v, *own, o), tensors)
+
+
+def _squash_sums() -> None:
+    for relu, summands in enumerate(("xayb", "x")):
+        with torch.device("meta"):
+            shapes = {name: (2, 12 if name in "xy" else 3, 5, 7) for name in "xayb"}
+            given = [torch.empty(shape) if name in summands else None for name, shape in shapes.items()]
+            for needs in (15, 0b1100):
+                squash_sum.squash_sum_backward(torch.empty(shapes["x"]), *given, 3, bool(relu), needs)
+            squash_sum.squash_sum(*given, 3, bool(relu))
 
 
 def hold_compiled(found: Sequence[call.Launch], target: str, spills: int, wanted: set[str]) -> None:

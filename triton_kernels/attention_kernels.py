@@ -80,8 +80,7 @@ def add(iteration, parents, state, vote, child, normalizer, at, tile):
         coefficients = coefficients_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
         coefficients = equal_coefficients(at, tile)
-    if child.gate is not None:
-        coefficients = tl.where(child.opened[:, None], coefficients * child.gate[:, None], 0.0)
+    coefficients = tl.where(child.opened[:, None], coefficients * child.gate[:, None], 0.0)
     return (state[0] + spread(coefficients) * vote,)
 
 
@@ -140,7 +139,7 @@ def gain(iteration, grads, given, vote, i, at, tile):
 
 @triton.jit
 def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
-    """Return g_i r_im, da_im, dg_i, and nothing for betas."""
+    """Return g_i r_im, da_im, dg_i, and for the betas, which there are none of, da_im."""
     gains = gain(iteration, grads, given, vote, child.i, at, tile)
     if iteration.query is not None:
         coefficients = coefficients_of(score(iteration, parents, vote, tile), normalizer, at, tile)
@@ -149,13 +148,10 @@ def dscore(iteration, parents, grads, given, vote, child, normalizer, average, a
     dgate = average
     if average is None:
         dgate = tl.sum(coefficients * gains, axis=1)
-    if child.gate is None:
-        return coefficients, coefficients * (gains - dgate[:, None]), dgate, None, None
-    else:
-        opened = child.opened[:, None]
-        coefficients = tl.where(opened, coefficients * child.gate[:, None], 0.0)
-        dscores = tl.where(opened, coefficients * (gains - dgate[:, None]), 0.0)
-        return coefficients, dscores, unbroken(dgate, dgate, child.opened), None, None
+    opened = child.opened[:, None]
+    coefficients = tl.where(opened, coefficients * child.gate[:, None], 0.0)
+    dscores = tl.where(opened, coefficients * (gains - dgate[:, None]), 0.0)
+    return coefficients, dscores, unbroken(dgate, dgate, child.opened), dscores, dscores
 
 
 @triton.jit

@@ -7,7 +7,8 @@ Votes are made again, and with them everything else. To the functions of :mod:`.
 ``gain(iteration, grads, given, vote, i, at, tile)``
     t_im, the gradient of w_im: of a parent's share of a child, times the child's gate.
 ``dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile)``
-    The weights w_im, da_im (the scores' gradient), a gate's gradient, and those of a child's two betas for each parent.
+    The weights w_im, da_im (the scores' gradient), a gate's gradient, and those of a child's two betas for each parent;
+    without betas any tile, since Triton 3.6 takes no None in a tuple that a function returns.
     ``average``: ``sum_m r_im t_im``, None if the tile has all parents.
 ``dvote(iteration, parents, given, vote, weights, dscores)``
     dV_im as a tile.
@@ -58,8 +59,11 @@ def differentiate(
     if CLOSED:
         seen = child.seen
     vote = make_vote(votes, sizes, tile, block, child, at, seen)
-    normalizer = load_of_child(normalizers, block, child.i, sizes.I)
-    average = load_of_child(averages, block, child.i, sizes.I)
+    normalizer = None
+    average = None
+    if normalizers is not None:
+        normalizer = load_of_child(normalizers, block, child.i, sizes.I)
+        average = load_of_child(averages, block, child.i, sizes.I)
     weights, dscores, dgate, duse, dignore = algebra.dscore(
         iteration, parents, grads, given, vote, child, normalizer, average, at, tile
     )
@@ -93,7 +97,6 @@ def factors(numbers, gradients):
 @triton.jit
 def add_pose_gradient(dvote, votes, sizes, tile, dchildren, block, child, at, HOW: tl.constexpr):
     """dP_i += dV_im W_gm^T, ``[BL * BC, BM * BE]`` by ``[BM * BE, D]``."""
-    matrices = matrices_of(votes, sizes, child.i)
     size = tile.C * tile.D
     cell = (block.windows.cell + child.cell) * size
     if votes.weight is None:  # E is D
@@ -105,13 +108,14 @@ def add_pose_gradient(dvote, votes, sizes, tile, dchildren, block, child, at, HO
         offsets = (block.rows.cell + child.cell) * size + c * tile.D
         mask = child_of(votes, sizes, block.rows, child.i).seen & (c < tile.C)
         flat = flattened(dvote, tile)
+        matrices = matrices_of(votes, sizes, child.i)
         for k in range(0, tile.D, tile.DEPTH):
             columns, slopes = factors(load_matrices(votes, tile, matrices, at, k, tile.DEPTH), flat)
             found = tl.dot(slopes, tl.trans(columns), input_precision=tile.PRECISION)
             d = k + tl.arange(0, tile.DEPTH)
             put(dchildren + offsets[:, None] + d[None, :], found, mask[:, None] & (d < tile.D)[None, :], HOW)
     else:
-        columns, column_mask = matrix_rows(votes, tile, matrices, at)
+        columns, column_mask = matrix_rows(votes, tile, matrices_of(votes, sizes, child.i), at)
         c = tl.arange(0, tile.BC)[:, None]
         mask = child.seen[None, :] & (c < tile.C)
         for d in range(tile.D):

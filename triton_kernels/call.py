@@ -108,7 +108,7 @@ class Launch:
     @property
     def name(self) -> str:
         """The kernel's name as compiled for the routing: ``attention_forward_kernel``."""
-        return f"{self.arguments['ROUTING']}{self.kernel.__name__}"
+        return f"{self.arguments.get('ROUTING', '')}{self.kernel.__name__}"
 
 
 _watched: list[Launch] | None = None

@@ -69,11 +69,8 @@ def range_of(first, last, split, per_split):
 
 @triton.jit
 def load_of_child(pointer, block, i, children):
-    """Return a value for each position of one child, from ``[positions, I]``; None without a pointer."""
-    if pointer is not None:
-        return tl.load(pointer + block.positions * children + i, mask=block.windows.exists, other=0.0)
-    else:
-        return None
+    """Return a value for each position of one child, from ``[positions, I]``."""
+    return tl.load(pointer + block.positions * children + i, mask=block.windows.exists, other=0.0)
 
 
 @triton.jit
@@ -124,7 +121,9 @@ def _forward_kernel(
     for i in range(begin, end):
         child = child_of(votes, sizes, block.windows, i)
         vote = make_vote(votes, sizes, tile, block, child, at, child.opened)
-        normalizer = load_of_child(normalizers, block, i, I)
+        normalizer = None
+        if normalizers is not None:
+            normalizer = load_of_child(normalizers, block, i, I)
         state = algebra.add(iteration, parents, state, vote, child, normalizer, at, tile)
     if WHOLE:
         algebra.finish(iteration, state, results, at, tile)

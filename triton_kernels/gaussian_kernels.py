@@ -127,10 +127,7 @@ def responsibilities(iteration, parents, vote, normalizer, at, tile):
 @triton.jit
 def gate_of(child):
     """Return g_i as ``[BL, 1]``, 0 of an absent child."""
-    if child.gate is None:
-        return tl.where(child.opened, 1.0, 0.0)[:, None]
-    else:
-        return tl.where(child.opened, child.gate, 0.0)[:, None]
+    return tl.where(child.opened, child.gate, 0.0)[:, None]
 
 
 @triton.jit

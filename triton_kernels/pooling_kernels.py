@@ -59,16 +59,12 @@ def add(iteration, parents, state, vote, child, normalizer, at, tile):
         higher = tl.maximum(top, logits)
         shift = finite(higher)
         fade = tl.exp(top - shift)
-        coefficients = tl.exp(logits - shift)
-        if child.gate is not None:
-            coefficients = tl.where(here, coefficients * child.gate[:, None], 0.0)
+        coefficients = tl.where(here, tl.exp(logits - shift) * child.gate[:, None], 0.0)
         sums *= spread(fade)
         total *= fade
         top = higher
     else:
-        coefficients = tl.where(here, 1.0, 0.0)
-        if child.gate is not None:
-            coefficients = tl.where(here, child.gate[:, None], 0.0)
+        coefficients = tl.where(here, child.gate[:, None], 0.0)
     return sums + spread(coefficients) * vote, total + coefficients, top
 
 
@@ -105,18 +101,15 @@ def load_grads(grads, at):
 
 @triton.jit
 def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
-    """Return r_im, da_im, what this tile adds to dg_i, and nothing for betas."""
+    """Return r_im, da_im, what this tile adds to dg_i, and for the betas, which there are none of, da_im."""
     slope, offset, log_total, empty = given
     here = child.opened[:, None]
     gains = inner_product(slope, vote) + offset
     free = tl.where(empty, 0.0, tl.exp(score(iteration, parents, vote, tile) - log_total))
     dgate = tl.sum(free * gains, axis=1)
-    coefficients = free
-    if child.gate is not None:
-        dgate = unbroken(dgate, dgate, child.opened)
-        coefficients *= child.gate[:, None]
-    coefficients = tl.where(here, coefficients, 0.0)
-    return coefficients, tl.where(here, coefficients * gains, 0.0), dgate, None, None
+    coefficients = tl.where(here, free * child.gate[:, None], 0.0)
+    dscores = tl.where(here, coefficients * gains, 0.0)
+    return coefficients, dscores, unbroken(dgate, dgate, child.opened), dscores, dscores
 
 
 @triton.jit

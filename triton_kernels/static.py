@@ -17,6 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 
 from .call import Launch
 
@@ -66,6 +67,34 @@ def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
     if registers is None or stack is None:
         raise RuntimeError(f"cuobjdump did not say what the kernel uses: {text!r}")
     return int(registers[1]), int(stack[1]) // 4
+
+
+class _Translated(Exception):
+    """No error: ends a compilation once Triton has read the kernel's Python."""
+
+
+def translate(target: str, launch: Launch) -> None:
+    """Have Triton read the kernel of a launch, in a hundredth of a second: what it refuses, it refuses here.
+
+    The steps behind, which make code of the target, know no Python; they are not taken.
+    """
+    kind = type(make_backend(target_of(target)))
+    add_stages = kind.add_stages
+
+    def stop(*arguments: Any) -> None:
+        raise _Translated
+
+    def add_first(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
+        add_stages(self, stages, *arguments)
+        stages[next(iter(stages))] = stop
+
+    kind.add_stages = add_first
+    try:
+        build(target, launch)
+    except _Translated:
+        pass
+    finally:
+        kind.add_stages = add_stages
 
 
 def build(target: str, launch: Launch) -> Any:

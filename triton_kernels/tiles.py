@@ -124,8 +124,8 @@ class Child(NamedTuple):
     """One child, as positions see it.
 
     ``at``: a pointer to it, relative to a window's beginning; ``seen``: whether it exists, not in the padding;
-    ``opened``: whether its gate is also not 0, if a gate of 0 hides children; ``cell``: where its gradients lie, also
-    relative to a window's beginning.
+    ``gate``: 1 if there are no gates; ``opened``: whether its gate is also not 0, if a gate of 0 hides children;
+    ``cell``: where its gradients lie, also relative to a window's beginning.
     """
 
     i: Any
@@ -209,7 +209,7 @@ def child_of(votes, sizes, windows, i):
         seen = seen & (down >= 0) & (down < sizes.H) & (right >= 0) & (right < sizes.W)
     dy, dx = dy.to(tl.int64), dx.to(tl.int64)
     at = votes.children + (dy * votes.cs_h + dx * votes.cs_w + n * votes.cs_n)
-    gate = votes.gate
+    gate = tl.where(seen, 1.0, 0.0)
     opened = seen
     if votes.gate is not None:
         gates = votes.gate + (dy * votes.gs_h + dx * votes.gs_w + n * votes.gs_n) + windows.gate
@@ -220,11 +220,8 @@ def child_of(votes, sizes, windows, i):
 
 @triton.jit
 def matrices_of(votes, sizes, i):
-    """Return a pointer to the matrices of child ``i``'s group; None without weights."""
-    if votes.weight is not None:
-        return votes.weight + (i % sizes.G).to(tl.int64) * votes.ws_g
-    else:
-        return None
+    """Return a pointer to the matrices of child ``i``'s group."""
+    return votes.weight + (i % sizes.G).to(tl.int64) * votes.ws_g
 
 
 @triton.jit
@@ -322,12 +319,12 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
     Made by matrix products (positions x rows by parents x columns), or column by column of the pose. Absent children
     are masked in the end, not multiplied by 0: an infinite bias or weight must not make NaN.
     """
-    matrices = matrices_of(votes, sizes, child.i)
     if votes.weight is None:
         poses, pose_mask = pose_rows(votes, tile, child, block.windows, seen)
         e = tl.arange(0, tile.BE)[None, :, None, None].to(votes.INDEX)
         vote = tl.load(poses + e * votes.cs_d, mask=pose_mask & (e < tile.E), other=0.0).to(tl.float32)
     elif tile.BK > 0:
+        matrices = matrices_of(votes, sizes, child.i)
         flat = tl.zeros([tile.BL * tile.BC, tile.BM * tile.BE], tl.float32)
         row_seen = child_of(votes, sizes, block.rows, child.i).seen
         for k in range(0, tile.D, tile.BK):
@@ -339,7 +336,7 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
         vote = tl.permute(tl.reshape(flat, [tile.BL, tile.BC, tile.BM, tile.BE]), (1, 3, 0, 2))
     else:
         poses, pose_mask = pose_rows(votes, tile, child, block.windows, seen)
-        columns, column_mask = matrix_rows(votes, tile, matrices, at)
+        columns, column_mask = matrix_rows(votes, tile, matrices_of(votes, sizes, child.i), at)
         vote = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
         for d in range(tile.D):
             column = tl.cast(d, tl.int64)

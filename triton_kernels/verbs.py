@@ -138,8 +138,9 @@ def load_nothing(grads, at):
 
 @triton.jit
 def weigh(verb, parents, grads, given, vote, child, normalizer, average, at, tile):
-    """Return r_im, and nothing for scores, gate and betas."""
-    return coefficients_of(verb, child, at, tile), None, None, None, None
+    """Return r_im, and the same for scores, gate and betas, which there are none of."""
+    weights = coefficients_of(verb, child, at, tile)
+    return weights, weights, weights, weights, weights
 
 
 @triton.jit

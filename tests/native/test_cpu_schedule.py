@@ -134,11 +134,12 @@ def test_every_row_and_child_has_one_item(native: ModuleType, backward: bool, ca
 def test_children_lie_in_lanes_only_where_they_may(native: ModuleType, backward: bool, call: Call) -> None:
     cut = call.cut(native, backward)
     shares = cut["shared_weights"]
-    assert cut["may_share"] == (call.types % call.matrices == 0 and call.bias != 2)
+    alike = call.types % call.matrices == 0 and call.bias != 2
     assert cut["may_fold"] == (
         call.folds and call.storage != 1
-        and (call.groups == 0 or (cut["may_share"] and not call.bias and call.seen >= 8 * call.matrices))
+        and (call.groups == 0 or (alike and not call.bias and call.seen >= 8 * call.matrices))
     )  # fmt: skip
+    assert cut["may_share"] == (alike and (cut["may_fold"] or not call.folds))
     assert cut["folded"] == cut["may_fold"] and cut["child_lanes"] >= shares
     if cut["folded"]:
         assert not cut["keep_votes"] and cut["child_lanes"] == shares
@@ -148,9 +149,9 @@ def test_children_lie_in_lanes_only_where_they_may(native: ModuleType, backward:
         assert cut["may_share"] and call.storage != 1 and call.seen >= call.lanes * call.matrices
         assert 2 * call.positions <= call.lanes or (not backward and call.iterations > 1 and call.matrices == 1)
     elif cut["child_lanes"]:
-        assert 4 * call.positions <= call.lanes <= call.seen
+        assert 4 * call.positions <= call.lanes <= call.seen and call.storage != 1
     else:
-        assert cut["folded"] or 4 * call.positions > call.lanes or call.seen < call.lanes
+        assert call.storage == 1 or cut["folded"] or 4 * call.positions > call.lanes or call.seen < call.lanes
     if cut["stay"]:
         assert not backward and call.iterations > 1 and cut["ranges"] == cut["block_rows"] == 1
         assert cut["block_children"] == (-(-call.seen // call.lanes) if cut["child_lanes"] else call.seen)
