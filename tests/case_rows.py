@@ -229,6 +229,7 @@ _ATTENTION = (
 _ATTENTION_LANES = (
     *_lanes(_norm),
     *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
+    _norm("children-6x6", batch=1, types=37, parents=3, pose=(6, 6, 6)),
     # a gradient that hundreds of children share: added child by child it would err by several times the limit
     _norm("shared-bias", batch=1, types=800, pose=(4, 4, 4), bias="11", start=False),
     _norm("shared-bias-M", batch=1, types=800, bias="1M", start=False),
@@ -287,7 +288,7 @@ _GAUSSIAN = (
 )  # fmt: skip
 _GAUSSIAN_LANES = (
     *_lanes(_heinsen),
-    _heinsen("1x64-1x2", batch=17, types=3, parents=17, pose=(1, 64, 2), groups="one", iterations=2),
+    _heinsen("1x64-1x2", batch=2, types=35, parents=17, pose=(1, 64, 2), groups="one", iterations=2),
     _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), iterations=2),
     _heinsen("shared-betas", batch=7, types=500, parents=5, pose=(1, 2, 2), groups="one"),
 )

@@ -1,6 +1,6 @@
 """How long a checkout takes: the import, the build, the two commands of README and CI, for the figures in docs.
 
-    python -m tools.minutes FOLDER   # clones the last commit into an empty folder, runs everything there, and records it
+    python -m tools.minutes FOLDER   # clones the last commit into an empty folder, runs all there, and records it
     python -m tools.minutes --write  # writes the newest record's figures into README and docs/building.md
 
 Nothing else should run meanwhile. Seconds are wall time; seconds of processors count all cores together.
