@@ -43,7 +43,8 @@ const Level* chosen() {
 }  // namespace
 
 int level_in_use() {
-  STD_TORCH_CHECK(chosen(), "fastcaps: this processor, or FASTCAPS_CPU_CAPABILITY, has none of the levels built: ", kNames);
+  STD_TORCH_CHECK(chosen(),
+                  "fastcaps: this processor, or FASTCAPS_CPU_CAPABILITY, has none of the levels built: ", kNames);
   return int(chosen() - kLevels);
 }
 bool level_is_forced() { return forced() != nullptr; }

@@ -34,8 +34,7 @@ struct Arena {
   template <class U>
   U* take(int64_t count) {
     const int64_t bytes = (count * int64_t(sizeof(U)) + 63) / 64 * 64;
-    if (kGuards)
-      used += (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes - bytes;  // ends where a page does
+    if (kGuards) used += (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes - bytes;  // ends where a page does
     U* piece = base ? reinterpret_cast<U*>(base + used) : nullptr;
     used += bytes;
     if constexpr (kGuards) {

@@ -79,7 +79,7 @@ def _count_flops_of(op: Any, formula: Callable[..., int]) -> None:
         _register_formulas()
 
 
-sys.meta_path.insert(0, _CounterFinder)  # type: ignore[arg-type]
+sys.meta_path.insert(0, _CounterFinder)
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
