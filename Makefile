@@ -41,7 +41,7 @@ export TORCH_CUDA_ARCH_LIST
 
 # What the installed package is made from; Python files need no reinstall, the install is editable.
 SOURCES := setup.py pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc -type f 2>/dev/null)
-NATIVE  := csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu'
+NATIVE  := csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -88,6 +88,7 @@ bench: $(VENV)/.installed-test ## run the whole benchmark, and keep its record i
 	$(BIN)/python -m pytest bench --full --record $(PYTEST_ARGS)
 
 build: $(VENV)/.installed-test ## create .venv and (re)build the native library, nothing more
+	$(BIN)/python setup.py -q build_ext --inplace
 
 docs: $(VENV)/.installed-docs ## build the documentation site in build/site, links checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

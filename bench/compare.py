@@ -30,6 +30,7 @@ from bench.record import ROOT
 from bench.session import Session
 from bench.timing import Plan
 from bench.workloads import TINY, WORKLOADS, cases
+from fastcaps import libraries
 
 _SHARED = ("_testing", "measure.py")  # of the package: what the benchmark needs, and an older one may lack
 
@@ -43,11 +44,12 @@ def tree_of(given: str) -> Path:
     if named.returncode:
         raise ValueError(f"{given!r} is neither a tree with fastcaps/ in it nor a commit")
     commit = named.stdout.strip()
-    target = ROOT / "build" / "compare" / commit[:12]
+    levels = libraries.library("cpu").ask("fastcaps_capabilities_built") or "all"  # the same kernels for both
+    target = ROOT / "build" / "compare" / f"{commit[:12]}-{levels.replace(',', '-')}"
     if not (target / "fastcaps" / "__init__.py").is_file():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
         command = [*install, str(target), f"git+file://{ROOT}@{commit}"]
-        subprocess.run(command, check=True, env={"FASTCAPS_CUDA": "0", **os.environ})
+        subprocess.run(command, check=True, env={"FASTCAPS_CUDA": "0", "FASTCAPS_LEVELS": levels, **os.environ})
     return target
 
 

@@ -163,7 +163,7 @@ def _cpu_problem(stem: str = "attention") -> str:
         return ""
     wanted, built = os.environ.get("FASTCAPS_CPU_CAPABILITY", ""), library.ask("fastcaps_capabilities_built")
     if not wanted:
-        return f"it was built on another machine, for {built} alone: build it here, or with FASTCAPS_LEVELS=all"
+        return f"it was built for {built}, which this processor lacks: build it here, or with FASTCAPS_LEVELS=all"
     return f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this processor has and this build holds ({built})"
 
 
@@ -288,7 +288,7 @@ def chosen(name: str | None, call: Call) -> str:
         if reason is not None:
             raise BackendError(f"backend {name!r} is forced and cannot take this call: {reason}")
         return name
-    if call.device.type == "cpu" and "FASTCAPS_CPU_CAPABILITY" in os.environ and _cpu_problem():
+    if call.device.type == "cpu" and os.environ.get("FASTCAPS_CPU_CAPABILITY") and _cpu_problem():
         raise BackendError(_cpu_problem())  # the user asked for a level
     for one in NAMES:
         if not (one == "triton" and _interprets()) and refusal(one, call) is None:  # the interpreter is too slow

@@ -1,4 +1,5 @@
-"""What a ``with`` block sets for the code that runs inside it, in generators, asyncio tasks and threads too."""
+"""What a ``with`` block sets for the code that runs inside it, in generators, asyncio tasks and threads too; and
+functions that compilers take as constants."""
 
 from __future__ import annotations
 

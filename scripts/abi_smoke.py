@@ -4,9 +4,9 @@
 cibuildwheel in a fresh one. Exits with an error unless the compiled kernels run and agree with the float64 reference.
 The cases are the tests' own, one for each rule, dtype, and set or grid; nothing but torch is needed to run them.
 
-With the argument ``triton`` it compiles the Triton kernels for an H100, which need not be there, with the Triton that
-is; under TRITON_INTERPRET=1 it runs a few calls in Triton's interpreter. pytest is needed for that. ``make versions``
-does all three in environments with the oldest and the newest torch and Triton.
+With the argument ``triton`` it compiles the Triton kernels for an H100, which need not be there, with the installed
+Triton; under TRITON_INTERPRET=1 it runs a few calls in Triton's interpreter. pytest is needed for that. ``make
+versions`` does all three in environments with the oldest and the newest torch and Triton.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def measured(folder: Path) -> dict[str, Any]:
     found["build"] = _run(".venv/bin/python setup.py -q build_ext --inplace", folder)
     size = next((folder / "fastcaps" / "lib").glob("libfastcaps_cpu.*")).stat().st_size
     imports = [float(_run(f".venv/bin/python -c '{IMPORT}'", folder)["text"].split()[-1]) for _ in range(7)]
-    shutil.rmtree(folder / ".venv")
-    shutil.rmtree(folder / "build")
+    for name in (".venv", "build", ".cache", "fastcaps/lib"):
+        shutil.rmtree(folder / name)
     found["ci"] = _run("bash .ci/run", folder)
     for name, *seconds in STEP.findall(found["ci"]["text"]):
         found[name] = {"seconds": float(seconds[0]), "processors": float(seconds[1]) + float(seconds[2])}
@@ -79,11 +79,11 @@ def _minutes(seconds: float) -> str:
 
 
 def texts(kept: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the figures as Markdown, by file: the name of the marked place, and what stands there."""
+    """Return the figures as Markdown, by file: the name of the marked place, and its content."""
     steps, machine = kept["steps"], kept["machine"]
     where = f"{machine['device']}, {machine['cores']} cores, {machine['date'][:10]}"
     readme = (
-        f"Both `make` commands work in a fresh checkout and create `.venv`. On two cores the first took "
+        f"Both `make` commands work in a fresh checkout and create `.venv`. The first took "
         f"{_minutes(steps['demo']['seconds'])} minutes, downloads and compiling included, and the second "
         f"{_minutes(steps['test']['seconds'])} more ({where})."
     )
@@ -111,6 +111,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="a folder that does not exist yet")
     parser.add_argument("--write", action="store_true", help="write the newest record's figures into README and docs")
     given = parser.parse_args(None if arguments is None else list(arguments))
+    if not (given.folder or given.write):
+        parser.error("needs FOLDER or --write")
     if given.folder:
         found = measured(given.folder.resolve())
         (RECORDS / f"minutes-{found['machine']['date'][:10]}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -49,7 +49,7 @@ SOURCES = {
     "triton": ("triton_kernels/*.py",),
     "python": ("fastcaps/**/*.py",),
 }
-LEFT = {"introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"}
+LEFT = {"introspection.cu", "capability.cpp", "poses.h", "static.py"}
 """What no kernel is made from: what a library says of itself, which instruction set it is, what compiles for a GPU."""
 TESTS = {
     "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
@@ -243,7 +243,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
     numbered = dict(enumerate(some, 1))
     FOLDER.mkdir(parents=True, exist_ok=True)
     variables = prepare(given.backend, numbered, given.level) | {"CI": "1", "OMP_NUM_THREADS": "1"}
-    variables["FASTCAPS_GUARD_SCRATCH"] = "1"  # as tests/test_hardening.py runs the CPU's kernels
     end = "_(forward|backward|kernels)$"
     pairs = [f"{number}:{re.sub(end, '', Path(one.path).stem)}" for number, one in numbered.items()]
     copy = FOLDER / given.backend / "source"

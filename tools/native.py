@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("default", "avx2", "avx512")
-"""Instruction sets that the CPU library holds kernels for, as ``FASTCAPS_CPU_CAPABILITY`` names them."""
+"""Instruction sets that the CPU library can hold kernels for, as ``FASTCAPS_CPU_CAPABILITY`` names them."""
 LEVEL_FLAGS = {"default": "", "avx2": "-mavx2 -mfma -mf16c"}
 """What compiles the CPU kernels once, as they are at this level; the library then calls its level "default"."""
-FEW_POSES = re.compile(r"Built<(?!Pose4x4x8|Tensor4x4x16|PoseMatrix|PoseVector)\w+(?:<\d+>)?[^>]*>,\s*")
-"""What is to be left out of the lists of kernels in ``csrc/cuda/*ward.cu`` where there is no time for all of them."""
 _PROJECTS = {"fastcaps_cpu": ".", "fastcaps_cuda_on_cpu": "tests/cuda_on_cpu", "fastcaps_native": "tests/native"}
 
 
@@ -87,4 +84,4 @@ def guarded(folder: Path) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     library, source = folder / "guard.so", ROOT / "tests" / "guard_pages.c"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
-    return {"LD_PRELOAD": str(library), "FASTCAPS_GUARD_SCRATCH": "1"}
+    return {"LD_PRELOAD": str(library)}

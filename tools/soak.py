@@ -95,7 +95,7 @@ def soak(minutes: float, first: int, count: int) -> int:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Random calls on every instruction set, for long.")
+    parser = argparse.ArgumentParser(description="Random calls on every instruction set that is built, for long.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
     parser.add_argument("--count", type=int, default=15, help="calls of each kind for a seed")

@@ -139,7 +139,7 @@ def gain(iteration, grads, given, vote, i, at, tile):
 
 @triton.jit
 def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
-    """Return g_i r_im, da_im, dg_i, and for the betas, which there are none of, da_im."""
+    """Return g_i r_im, da_im, dg_i; and da_im again, in place of gradients of betas, which this routing lacks."""
     gains = gain(iteration, grads, given, vote, child.i, at, tile)
     if iteration.query is not None:
         coefficients = coefficients_of(score(iteration, parents, vote, tile), normalizer, at, tile)

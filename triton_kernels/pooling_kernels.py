@@ -101,7 +101,7 @@ def load_grads(grads, at):
 
 @triton.jit
 def dscore(iteration, parents, grads, given, vote, child, normalizer, average, at, tile):
-    """Return r_im, da_im, what this tile adds to dg_i, and for the betas, which there are none of, da_im."""
+    """Return r_im, da_im, what this tile adds to dg_i; and da_im again, in place of gradients of betas."""
     slope, offset, log_total, empty = given
     here = child.opened[:, None]
     gains = inner_product(slope, vote) + offset

@@ -138,7 +138,7 @@ def load_nothing(grads, at):
 
 @triton.jit
 def weigh(verb, parents, grads, given, vote, child, normalizer, average, at, tile):
-    """Return r_im, and the same for scores, gate and betas, which there are none of."""
+    """Return r_im five times: verbs have no scores, gates or betas."""
     weights = coefficients_of(verb, child, at, tile)
     return weights, weights, weights, weights, weights
 

@@ -19,9 +19,9 @@ struct Level {
   bool (*supported)();
 };
 
-constexpr const char* kNames = &(FASTCAPS_LEVELS(FASTCAPS_NAME))[1];
+constexpr const char* kNames = &(FASTCAPS_EACH_LEVEL(FASTCAPS_NAME))[1];
 #define FASTCAPS_NAMED(level) {#level, &has_##level},
-const Level kLevels[] = {FASTCAPS_LEVELS(FASTCAPS_NAMED)};
+const Level kLevels[] = {FASTCAPS_EACH_LEVEL(FASTCAPS_NAMED)};
 
 // The level that the user wants, or null.
 const char* forced() {
@@ -43,8 +43,8 @@ const Level* chosen() {
 }  // namespace
 
 int level_in_use() {
-  STD_TORCH_CHECK(chosen(),
-                  "fastcaps: this processor, or FASTCAPS_CPU_CAPABILITY, has none of the levels built: ", kNames);
+  STD_TORCH_CHECK(chosen(), "fastcaps: this processor has none of the levels built (", kNames,
+                  "), or not the one that FASTCAPS_CPU_CAPABILITY forces");
   return int(chosen() - kLevels);
 }
 bool level_is_forced() { return forced() != nullptr; }

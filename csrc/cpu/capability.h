@@ -13,8 +13,8 @@
 extern "C" {
 #endif
 
-/* The level in use: "default", "avx2" or "avx512". FASTCAPS_CPU_CAPABILITY forces one; null if that one is
-   unknown, not built or more than this processor can do. */
+/* The level in use: "default", "avx2" or "avx512". FASTCAPS_CPU_CAPABILITY forces one. Null if this processor
+   has none of the levels built, or not the forced one. */
 FASTCAPS_EXPORT const char* fastcaps_capability(void);
 
 /* What the native libraries were built with, as JSON: csrc/build_info.cpp.in. */

@@ -19,7 +19,7 @@
 #else
 #define FASTCAPS_IF_AVX512(each)
 #endif
-#define FASTCAPS_LEVELS(each) FASTCAPS_IF_DEFAULT(each) FASTCAPS_IF_AVX2(each) FASTCAPS_IF_AVX512(each)
+#define FASTCAPS_EACH_LEVEL(each) FASTCAPS_IF_DEFAULT(each) FASTCAPS_IF_AVX2(each) FASTCAPS_IF_AVX512(each)
 #define FASTCAPS_LEVEL(level) \
   namespace isa_##level {     \
     template <class Table>    \
@@ -28,17 +28,17 @@
 
 namespace fastcaps {
 
-FASTCAPS_LEVELS(FASTCAPS_LEVEL)
+FASTCAPS_EACH_LEVEL(FASTCAPS_LEVEL)
 
 // The level in use, 0 the lowest of those built; and whether the user forced it. Raises an error if the processor has
-// none of them, or not the forced one; fastcaps/backends.py refuses such calls earlier.
+// none of them, or not the forced one; fastcaps/backends.py chooses another backend earlier, or raises.
 int level_in_use();
 bool level_is_forced();
 
 template <class Table>
 const Table& table_of(int level) {
 #define FASTCAPS_TABLE(level) &isa_##level::table<Table>,
-  static constexpr const Table& (*kAll[])() = {FASTCAPS_LEVELS(FASTCAPS_TABLE)};
+  static constexpr const Table& (*kAll[])() = {FASTCAPS_EACH_LEVEL(FASTCAPS_TABLE)};
 #undef FASTCAPS_TABLE
   return kAll[level]();
 }

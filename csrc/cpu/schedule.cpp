@@ -70,7 +70,7 @@ bool share_weights(const Votes& in, const Task& task) {
 // If positions are too few to fill the lanes, children do. If each child has its own weights, those are transposed
 // first.
 bool use_child_lanes(const Votes& in, const Task& task) {
-  if (task.number == 8) return false;  // float64 is for checks: kernels of positions serve
+  if (task.number == 8) return false;  // float64 has kernels for lanes of positions only
   return share_weights(in, task) || (!task.folded && in.positions() * 4 <= task.lanes && in.I >= task.lanes);
 }
 

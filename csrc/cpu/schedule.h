@@ -14,7 +14,7 @@ struct Task {
   RowNumbers row;
   int64_t iterations;  // forward: of the routing; backward: whose gradients are made together
   int64_t copied = 0;  // values of the gradients that every item has a copy of: bias, betas
-  bool shared;         // children of one type, or of several, share weights and bias, and lanes of such may be used
+  bool shared;         // lanes may be children that share weights and bias
   bool identity;       // votes are the children themselves
   bool folded;         // the matrices act on the parents (folded.h)
 
@@ -27,7 +27,7 @@ struct Task {
         shared(in.N % in.G == 0 && in.bias_stride_i == 0),
         identity(in.weight == nullptr),
         folded(folds && !in.is_double() && (identity || (shared && !in.bias && in.I / in.G >= 8))) {
-    shared = shared && (folded || !folds);
+    shared = shared && (folded || !folds);  // a pass that folds has such lanes for folded calls alone (kernels.h)
   }
 };
 

@@ -12,7 +12,7 @@ inline constexpr bool kGuards = true;
 inline constexpr bool kGuards = false;
 #endif
 inline constexpr int64_t kGuardBytes = 1 << 14;  // whole pages on every system
-void guard(void* page);
+void guard(void* page);                          // defined in builds for tests only
 
 class Scratch {
  public:
@@ -34,7 +34,8 @@ struct Arena {
   template <class U>
   U* take(int64_t count) {
     const int64_t bytes = (count * int64_t(sizeof(U)) + 63) / 64 * 64;
-    if (kGuards) used += (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes - bytes;  // ends where a page does
+    if constexpr (kGuards)
+      used += (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes - bytes;  // ends where a page does
     U* piece = base ? reinterpret_cast<U*>(base + used) : nullptr;
     used += bytes;
     if constexpr (kGuards) {

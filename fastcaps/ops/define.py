@@ -42,7 +42,7 @@ def tensor_names(fields: Mapping[str, Any]) -> list[str]:
 # ---- FLOP formulas ---------------------------------------------------------------------------------------------------
 
 _COUNTER = "torch.utils.flop_counter"
-_formulas: dict[Any, Callable[..., int]] = {}  # by op; what has no counter yet to be registered in
+_formulas: dict[Any, Callable[..., int]] = {}  # by op, until PyTorch's counter is imported
 
 
 def _register_formulas() -> None:
@@ -79,7 +79,8 @@ def _count_flops_of(op: Any, formula: Callable[..., int]) -> None:
         _register_formulas()
 
 
-sys.meta_path.insert(0, _CounterFinder)
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _CounterFinder)
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
