@@ -34,7 +34,7 @@ CASES = {
     "one-parent-one-child": Case(**ON_SET, types=1, parents=1, pose=(1, 1, 1), batch=1),
     "strided": Case(**ON_GRID | {"window": Window(2)}, layout="interleaved", pairs="interleaved", bias="11"),
     "expanded": Case(**ON_SET, types=3, pairs="alike", groups=1),
-    "products": Case(**ON_SET, types=3, parents=17, pose=(2, 17, 2), bias="1M", batch=9, limits=TILES, options=3),
+    "products": Case(**ON_SET, types=1, parents=17, pose=(2, 17, 2), bias="1M", batch=9, limits=TILES, options=3),
     "empty": Case(**ON_GRID, batch=0, bias="IM"),
     "float16-products": Case(**ON_SET, types=3, parents=9, pose=(4, 9, 4), batch=5, dtype=torch.float16),
 }
@@ -68,7 +68,7 @@ def hold(
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_verb(name: str) -> None:
-    hold(CASES[name])
+    hold(CASES[name], only=PULLS if CASES[name].options == 1 else OPS)  # sums have the same order anyway
 
 
 @pytest.mark.parametrize("needs", [0, 1, 6])  # all three: in the cases above
