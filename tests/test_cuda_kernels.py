@@ -40,8 +40,8 @@ PATHS = {
         "ordered": "padded conv one-position same-2x3",
     },
     "gaussian": {
-        "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position one-position-em broken stay-float32 primes:f16 "
-                "pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children",
+        "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position one-position-em broken stay-float32 "
+                "primes:f16 pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children",
         "ordered": "padded conv sweeps one-position-any",
     },
 }  # fmt: skip
