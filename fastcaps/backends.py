@@ -411,11 +411,12 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     return _tf32x3.block(wanted)
 
 
-if libraries.library("cpu").problem:
+if _cpu_problem() and not os.environ.get("FASTCAPS_CPU_CAPABILITY"):  # a forced level is refused in calls
     warnings.warn(
-        f"fastcaps: the native library cannot run: {libraries.library('cpu').problem}; calls fall back to the "
-        "reference, which is slower and needs more memory. Install fastcaps without FASTCAPS_BUILD=0 for the compiled "
-        "kernels.",
+        f"fastcaps: the native library cannot run: {_cpu_problem()}; calls fall back to the reference, which is slower "
+        "and needs more memory."
+        + " Install fastcaps without FASTCAPS_BUILD=0 for the compiled kernels."
+        * bool(libraries.library("cpu").problem),
         RuntimeWarning,
         stacklevel=2,
     )

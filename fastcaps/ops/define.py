@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -42,18 +43,17 @@ def tensor_names(fields: Mapping[str, Any]) -> list[str]:
 # ---- FLOP formulas ---------------------------------------------------------------------------------------------------
 
 _COUNTER = "torch.utils.flop_counter"
-_formulas: dict[Any, Callable[..., int]] = {}  # by op, until PyTorch's counter is imported
+_formulas: dict[Any, Callable[..., int]] = {}  # by op
 
 
-def _register_formulas() -> None:
-    counter: Any = sys.modules[_COUNTER]
-    while _formulas:
-        op, formula = _formulas.popitem()
-        counter.register_flop_formula(op)(formula)
+def _register_formulas(counter: Any) -> None:
+    for op, formula in _formulas.items():
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op)(formula)
 
 
 class _CounterFinder:
-    """Registers the FLOP formulas once somebody imports PyTorch's FLOP counter.
+    """Registers the FLOP formulas whenever somebody imports PyTorch's FLOP counter.
 
     That module imports Triton, which takes half a second and which few processes need.
     """
@@ -67,7 +67,7 @@ class _CounterFinder:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            _register_formulas()
+            _register_formulas(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -75,12 +75,11 @@ class _CounterFinder:
 
 def _count_flops_of(op: Any, formula: Callable[..., int]) -> None:
     _formulas[op] = formula
-    if hasattr(sys.modules.get(_COUNTER), "register_flop_formula"):
-        _register_formulas()
+    if _COUNTER in sys.modules:
+        _register_formulas(import_module(_COUNTER))  # waits while another thread imports it
 
 
-if _COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _CounterFinder)
+sys.meta_path.insert(0, _CounterFinder)
 
 
 # ---- definition ------------------------------------------------------------------------------------------------------
