@@ -24,3 +24,17 @@ def test_import_loads_little_and_registers_flop_formulas_later() -> None:
     names = {name.split(".")[1] if name.startswith("fastcaps.") else name for name in ast.literal_eval(loaded)}
     assert names <= PARTS | {"fastcaps"}, names - PARTS
     assert registered == "True"
+
+
+def test_flop_formulas_wait_for_a_thread_that_imports_the_counter() -> None:
+    done = python(
+        "import sys, threading, torch\n"
+        "thread = threading.Thread(target=lambda: __import__('torch.utils.flop_counter')); thread.start()\n"
+        "while 'torch.utils.flop_counter' not in sys.modules: pass\n"
+        "import fastcaps; thread.join()\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    fastcaps.functional.dynamic_routing(torch.ones(2, 9, 4, 4), torch.ones(9, 5, 4, 4))\n"
+        "print(counter.get_total_flops())"
+    )
+    assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
