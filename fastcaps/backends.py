@@ -411,12 +411,10 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     return _tf32x3.block(wanted)
 
 
-if _cpu_problem() and not os.environ.get("FASTCAPS_CPU_CAPABILITY"):  # a forced level is refused in calls
+if (_why := _cpu_problem()) and not os.environ.get("FASTCAPS_CPU_CAPABILITY"):  # a forced level is refused in calls
     warnings.warn(
-        f"fastcaps: the native library cannot run: {_cpu_problem()}; calls fall back to the reference, which is slower "
-        "and needs more memory."
-        + " Install fastcaps without FASTCAPS_BUILD=0 for the compiled kernels."
-        * bool(libraries.library("cpu").problem),
+        f"fastcaps: the native library cannot run: {_why}; calls fall back to the reference, which is slower and needs "
+        f"more memory.{' Install fastcaps without FASTCAPS_BUILD=0 for the compiled kernels.' * ('not built' in _why)}",
         RuntimeWarning,
         stacklevel=2,
     )
