@@ -51,7 +51,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv, MAX_JOBS=4 the compiler processes,"
-	@echo "  FASTCAPS_CUDA=1 compiles the CUDA kernels where torch has no CUDA too, TORCH_CUDA_ARCH_LIST='8.0;9.0' says for what"
+	@echo "  FASTCAPS_CUDA=1 compiles the CUDA kernels where torch has no CUDA too, TORCH_CUDA_ARCH_LIST='8.0;9.0' says for what,"
+	@echo "  FASTCAPS_LEVELS=all the CPU kernels for every instruction set (default here: this machine's alone)"
 
 demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, show speed and pictures
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
@@ -83,7 +84,7 @@ format: $(VENV)/.installed-dev ## rewrite Python and native sources in the house
 	$(BIN)/ruff format .
 	find $(NATIVE) | xargs $(BIN)/clang-format -i
 
-bench: $(VENV)/.installed-test ## run the whole benchmark, and keep its record in bench/results
+bench: $(VENV)/.installed-test ## run the whole benchmark (40 minutes), and keep its record in bench/results
 	FASTCAPS_LEVELS=all $(BIN)/python setup.py -q build_ext --inplace # what a wheel holds: it may choose shorter vectors
 	$(BIN)/python -m pytest bench --full --record $(PYTEST_ARGS)
 
@@ -111,7 +112,7 @@ abi-check: wheel ## try the wheel under another torch (TORCH=2.10.0) and PYTHON,
 	cd build/abi && $(CURDIR)/$(ABI)/bin/python $(CURDIR)/scripts/abi_smoke.py
 
 # Triton 3.6 interprets with no newer numpy.
-versions: $(VENV)/.installed-test ## try the library of this tree under the oldest and the newest torch and Triton
+versions: $(VENV)/.installed-test ## try this tree's library under the oldest and newest torch and Triton (3 GB of downloads each)
 	set -e; for pair in $(VERSIONS); do torch=$${pair%:*}; python=build/versions/torch-$$torch/bin/python; \
 		test -x $$python || $(PYTHON) -m venv build/versions/torch-$$torch; \
 		$$python -m pip install --quiet torch==$$torch triton==$${pair#*:} 'numpy<2.4' pytest; \

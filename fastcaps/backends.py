@@ -412,9 +412,10 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
 
 
 if (_why := _cpu_problem()) and not os.environ.get("FASTCAPS_CPU_CAPABILITY"):  # a forced level is refused in calls
+    _cure = " In a checkout run make build; elsewhere install without FASTCAPS_BUILD=0." if "not built" in _why else ""
     warnings.warn(
         f"fastcaps: the native library cannot run: {_why}; calls fall back to the reference, which is slower and needs "
-        f"more memory.{' Install fastcaps without FASTCAPS_BUILD=0 for the compiled kernels.' * ('not built' in _why)}",
+        f"more memory.{_cure}",
         RuntimeWarning,
         stacklevel=2,
     )
