@@ -17,7 +17,7 @@ import torch
 
 import fastcaps
 from fastcaps import models
-from tools import routing_pictures, site
+from tools import minutes, routing_pictures, site
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -206,3 +206,9 @@ def test_equations_become_mathml_and_docstrings_markdown() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node, clean=False)):
                 assert not latex_left(translated(text)), (path, node.name)
+
+
+def test_the_minutes_are_those_of_the_record() -> None:
+    for path, place in minutes.texts(minutes.newest()).items():
+        page = (ROOT / path).read_text()
+        assert minutes.written(page, *place) == page, f"python -m tools.minutes --write changes {path}"

@@ -46,6 +46,7 @@ def _run(command: str, folder: Path) -> dict[str, Any]:
 def measured(folder: Path) -> dict[str, Any]:
     """Return the record of a clone of the last commit in an empty folder, which stays there."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    commit = _run("git rev-parse --short=12 HEAD", folder)["text"].strip()
     found = {"demo": _run("make demo", folder)}
     shutil.rmtree(next((folder / "build").glob("cmake-*")))
     found["build"] = _run(".venv/bin/python setup.py -q build_ext --inplace", folder)
@@ -61,7 +62,7 @@ def measured(folder: Path) -> dict[str, Any]:
     steps = {name: {key: one[key] for key in ("seconds", "processors")} for name, one in found.items()}
     return {
         "kind": "minutes",
-        "machine": record.describe(os.cpu_count() or 1),
+        "machine": record.describe(os.cpu_count() or 1) | {"commit": commit, "modified": False},
         "import": statistics.median(imports),
         "library": size,
         "steps": steps,
