@@ -280,7 +280,7 @@ _GAUSSIAN = (
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
     _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
     # children in several ranges on a GPU: their sums are joined, and each parent's own activation is used
-    _em("one-position-em", batch=1, types=130, parents=3, pose=(4, 4, 4), groups="one", gate="some", iterations=2),
+    _em("one-position-em", batch=1, types=130, parents=3, pose=(4, 4, 4), groups="one", gate="some"),
     _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", iterations=2),
     # no child exists, or all gates are 0
     *(make(f"nobody-no-eps-{name}", batch=3, window=WINDOWS["nobody"][1], bias="1M", eps=0.0, types=9, start=False,

@@ -88,14 +88,15 @@ def texts(kept: dict[str, Any]) -> dict[str, tuple[str, str]]:
         f"{_minutes(steps['demo']['seconds'])} minutes, downloads and compiling included, and the second "
         f"{_minutes(steps['test']['seconds'])} more ({where})."
     )
-    rows = [
-        ("`import fastcaps` after torch", f"{kept['import']:.2f} s", ""),
-        ("CPU kernels for this machine", *(_minutes(steps["build"][k]) for k in ("seconds", "processors"))),
-        ("`make demo` in an empty clone", *(_minutes(steps["demo"][k]) for k in ("seconds", "processors"))),
-        ("`make test`, all built", *(_minutes(steps["test"][k]) for k in ("seconds", "processors"))),
-        ("`make test-slow`", *(_minutes(steps["slow"][k]) for k in ("seconds", "processors"))),
-        ("`.ci/run` in an empty clone", *(_minutes(steps["ci"][k]) for k in ("seconds", "processors"))),
-    ]
+    names = {
+        "CPU kernels for this machine": "build",
+        "`make demo` in an empty clone": "demo",
+        "`make test`, all built": "test",
+        "`make test-slow`": "slow",
+        "`.ci/run` in an empty clone": "ci",
+    }
+    rows = [("`import fastcaps` after torch", f"{kept['import']:.2f} s", "")]
+    rows += [(name, *(_minutes(steps[one][k]) for k in ("seconds", "processors"))) for name, one in names.items()]
     table = ["| | minutes | of processors |", "| --- | ---: | ---: |", *(f"| {' | '.join(row)} |" for row in rows)]
     building = [f"{where}; the library has {kept['library'] / 1e6:.1f} MB.", "", *table]
     return {"README.md": ("minutes", readme), "docs/building.md": ("minutes", "\n".join(building))}

@@ -29,8 +29,8 @@ inline constexpr bool kOwnPoses = false;
 inline constexpr bool kOwnPoses = true;
 #endif
 
-// The poses that have their own kernels, in float: those of the papers' layers (bench/workloads.py), for the lanes that
-// the schedule gives them. All others share the general kernel: each pose takes two to four seconds of compiling.
+// The poses that have their own kernels, in float: the papers' (bench/workloads.py), for the lanes that the schedule
+// gives them, and 1x16. All others share the general kernel: each takes two to four seconds of compiling.
 template <class...>
 struct Poses {};
 template <class... Each>
@@ -39,13 +39,14 @@ using P4x4 = StaticPose<4, 4, 4>;
 using P6x6 = StaticPose<6, 6, 6>;
 using P1x8 = StaticPose<1, 8, 16>;
 using P1x16 = StaticPose<1, 16, 16>;
-using OfAttention = OwnPoses<P4x4, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
+using OfAttention = OwnPoses<P4x4, P1x16, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
 using OfSharing = OwnPoses<P4x4, P1x16, P1x8, StaticPose<1, 64, 2>>;
 
 Poses<> own_poses(...);
 OfAttention own_poses(Attention, LanesAre<Lanes::kPositions>);
 OwnPoses<P4x4, P6x6> own_poses(Attention, LanesAre<Lanes::kChildren>);
-OwnPoses<P4x4, StaticPose<1, 2, 2>> own_poses(Gaussian, LanesAre<Lanes::kPositions>);
+OwnPoses<P4x4, P1x8> own_poses(Pooling, LanesAre<Lanes::kPositions>);
+OwnPoses<P4x4, P1x16, StaticPose<1, 2, 2>> own_poses(Gaussian, LanesAre<Lanes::kPositions>);
 OfSharing own_poses(Gaussian, LanesAre<Lanes::kSharing>);
 
 // Calls f(pose, compute type, what lanes are) with the first pose that has the call's sizes, or else `any`.
@@ -69,7 +70,7 @@ auto with_pose(const Call& call, F&& f) {
     constexpr Lanes kLane = decltype(lanes)::value;
     if constexpr (std::is_same_v<Operands, Attention> && kLane != Lanes::kChildren)
       if (kLane == Lanes::kSharing || call.schedule.folded) {  // sharing lanes are always folded
-        using Own = OwnPoses<SameStaticPose<1, 8>>;
+        using Own = OwnPoses<SameStaticPose<1, 8>, SameStaticPose<4, 4>>;
         const SamePose same{{int(in.C), int(in.D), int(in.D)}};
         return with_one_of(std::conditional_t<own, Own, Poses<>>{}, same, lanes, f);
       }
