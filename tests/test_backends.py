@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from suite import python
+from suite import native_only, python
 from test_errors import right
 
 import fastcaps
@@ -196,3 +196,13 @@ def test_a_backward_runs_what_its_forward_was_forced_to(
         thread.join()
     assert set(ran) == {made_by} and children.grad is not None
     assert backends.forced() is None
+
+
+@native_only
+def test_a_library_of_another_processor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "native_capability", lambda: None)
+    monkeypatch.delenv("FASTCAPS_CPU_CAPABILITY", raising=False)
+    said = backends._cpu_problem.__wrapped__("attention")
+    assert "which this processor lacks" in said and "FASTCAPS_LEVELS=all" in said
+    monkeypatch.setenv("FASTCAPS_CPU_CAPABILITY", "avx9")
+    assert "'avx9' is not a level" in backends._cpu_problem.__wrapped__("attention")
