@@ -30,6 +30,61 @@ inline constexpr double kMostBytes = 0x1p60;  // of a tensor: more than any mach
 
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
+inline Shape shape_of(const Tensor& x) {
+  Shape out(size_t(x.dim()));
+  for (size_t k = 0; k < out.size(); ++k) out[k] = x.size(int64_t(k));
+  return out;
+}
+
+// The strides of a dense tensor whose dimensions have an order in memory, the outermost first; by default their own.
+// Garbage where they overflow, for shapes of more than kMostBytes.
+inline Shape dense_strides(const Shape& shape, Shape order = {}) {
+  for (size_t k = order.size(); k < shape.size(); ++k) order.push_back(int64_t(k));
+  Shape strides(shape.size());
+  uint64_t stride = 1;
+  for (size_t at = shape.size(); at-- > 0;) {
+    const size_t k = size_t(order[at]);
+    strides[k] = int64_t(stride);
+    stride *= uint64_t(std::max<int64_t>(shape[k], 1));
+  }
+  return strides;
+}
+
+// Whether a tensor has these strides, which are of no matter in dimensions of size 1.
+inline bool has_strides(const Tensor& x, const Shape& strides) {
+  for (int64_t k = 0; k < x.dim(); ++k)
+    if (x.size(k) != 1 && x.stride(k) != strides[size_t(k)]) return false;
+  return true;
+}
+
+// The strides of a weight's gradient, as in fastcaps/ops/signature.py: the weight's own if it is dense in some order of
+// its dimensions. So a parameter that is stored in another order adopts its gradient without a copy.
+inline Shape gradient_strides(const Tensor& weight) {
+  const Shape shape = shape_of(weight), plain = dense_strides(shape);
+  if (weight.is_contiguous()) return plain;
+  Shape order(shape.size());
+  for (size_t k = 0; k < order.size(); ++k) order[k] = int64_t(k);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return weight.stride(a) > weight.stride(b); });
+  const Shape strides = dense_strides(shape, order);
+  return has_strides(weight, strides) ? strides : plain;
+}
+
+inline Shape strides_of(const Tensor& x) {
+  Shape out(size_t(x.dim()));
+  for (size_t k = 0; k < out.size(); ++k) out[k] = x.stride(int64_t(k));
+  return out;
+}
+
+// How the matrices of a weight [G, M, D, E] with some strides lie, if kernels can read them so.
+inline std::optional<MatrixLayout> layout_of(const Shape& shape, const Shape& strides) {
+  const int64_t D = shape[2], E = shape[3];
+  const bool straight = (E == 1 || strides[3] == 1) && (D == 1 || strides[2] == E);
+  const bool transposed = (D == 1 || strides[2] == 1) && (E == 1 || strides[3] == D);
+  if (!straight && !transposed) return {};
+  return MatrixLayout{strides[0], strides[1], !straight};
+}
+
 // A new tensor's memory. The system allocates large tensors page by page on first use; with pages of 2 MiB a gradient
 // of 100 MB costs 50 page faults, not 25,000.
 inline Tensor fresh(Tensor x) {
@@ -54,12 +109,6 @@ inline std::string text(const Shape& shape) {
 // Not STD_TORCH_CHECK, which shows files and lines: the caller made the error.
 [[noreturn]] inline void throw_no_memory(const std::string& what) {
   throw std::runtime_error("fastcaps: no memory for " + what);
-}
-
-inline Shape shape_of(const Tensor& x) {
-  Shape out(size_t(x.dim()));
-  for (size_t k = 0; k < out.size(); ++k) out[k] = x.size(int64_t(k));
-  return out;
 }
 
 // Checks a tensor of a call: the children's device, a given dtype, a given shape.
@@ -98,16 +147,14 @@ inline View view_of(const Tensor& x, bool is_set, int64_t iteration = -1) {
   return view;
 }
 
-// A new dense tensor on the device of another; `what` names it in the error if there is no memory for it.
+// A new tensor on the device of another, dense unless strides are given; `what` names it in the error if there is no
+// memory for it.
 // torch::stable::new_empty calls the dispatcher, which takes several times as long.
-inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType type, const char* what) {
-  Shape strides(shape.size());
-  int64_t stride = 1;
+inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType type, const char* what,
+                         Shape strides = {}) {
   double bytes = type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
-  for (size_t k = shape.size(); k-- > 0; bytes *= double(shape[k])) {
-    strides[k] = stride;
-    if (__builtin_mul_overflow(stride, shape[k] > 0 ? shape[k] : 1, &stride)) stride = 0;  // kMostBytes is exceeded
-  }
+  for (const int64_t size : shape) bytes *= double(size);
+  if (strides.empty()) strides = dense_strides(shape);
   int32_t device = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
   AtenTensorHandle made = nullptr;
@@ -124,9 +171,9 @@ inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType ty
   return Tensor(made);
 }
 
-// A dense copy in a type.
-inline Tensor copied(const Tensor& x, ScalarType type) {
-  Tensor out = new_tensor(x, shape_of(x), type, "a copy");
+// A copy in a type, dense unless strides are given.
+inline Tensor copied(const Tensor& x, ScalarType type, const Shape& strides = {}) {
+  Tensor out = new_tensor(x, shape_of(x), type, "a copy", strides);
   return torch::stable::copy_(out, x);
 }
 
@@ -200,6 +247,7 @@ struct VoteTensors {
     v.B = children.size(0), v.H = is_set ? 1 : children.size(1), v.W = is_set ? 1 : children.size(2);
     v.N = children.size(is_set ? 1 : 3), v.C = children.size(is_set ? 2 : 4), v.D = children.size(is_set ? 3 : 5);
     v.G = weight ? weight->size(0) : 1, v.M = parents, v.E = weight ? weight->size(3) : v.D;
+    v.matrices = v.dense_matrices();
     v.window = {window[0], window[1], window[2], window[3], window[4], window[5], window[6], window[7]};
     const Window& w = v.window;
     STD_TORCH_CHECK(

@@ -29,6 +29,14 @@ struct BetaTables {
   int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
 };
 
+// Where matrices begin, in elements, and whether a matrix is [E, D] in memory, not [D, E].
+struct MatrixLayout {
+  int64_t group = 0, parent = 0;
+  bool transposed = false;
+
+  int64_t at(int64_t g, int64_t m) const { return g * group + m * parent; }
+};
+
 enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 inline int64_t bytes_of(Storage storage) {
@@ -56,10 +64,11 @@ struct Votes {
   bool is_set = false;
   Storage storage = Storage::kFloat32;  // of children and gate, and of parents unless they are sums
   View children{}, gate{};              // gate: data may be null
-  // Dense, in the type that a backend computes in:
+  // In the type that a backend computes in:
   const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's poses, and E = D
+  MatrixLayout matrices{};       // of the weight: dense, but where the CPU reads each child's own matrices in place
   bool narrow_weight = false;    // CPU: whether it is bfloat16, widened when it is read
-  const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
+  const void* bias = nullptr;    // [I or 1, M or 1, C, E], dense, or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 
   // Whether schedules can count in 64 bits: the multiply-adds of a pass, and the bytes of the votes for one position in
@@ -74,6 +83,7 @@ struct Votes {
   int64_t child_size() const { return C * D; }        // values in a child's pose
   int64_t parent_size() const { return C * E; }       // values in a parent's pose
   int64_t parents_size() const { return M * C * E; }  // values in all parents at one position
+  MatrixLayout dense_matrices() const { return {M * D * E, D * E, false}; }
 };
 
 // A call's sizes from fastcaps.explain: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.

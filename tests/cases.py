@@ -42,9 +42,11 @@ def interleaved(tensor: Tensor) -> Tensor:
     return view
 
 
-def rows_first(tensor: Tensor) -> Tensor:
-    """Same numbers, the last two dimensions swapped in memory."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
+def as_published(tensor: Tensor) -> Tensor:
+    """Same numbers, the first two dimensions swapped in memory, and the last two: ``[M, G, E, D]`` of a weight."""
+    if tensor.dim() < 4:
+        return transposed(tensor)
+    return tensor.transpose(0, 1).transpose(-1, -2).contiguous().transpose(-1, -2).transpose(0, 1)
 
 
 def offset(tensor: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def expanded(tensor: Tensor) -> Tensor:
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    layout.__name__: layout for layout in (plain, transposed, interleaved, rows_first, offset, expanded)
+    layout.__name__: layout for layout in (plain, transposed, interleaved, as_published, offset, expanded)
 }
 
 
@@ -84,6 +86,14 @@ def on_device(tensor: Tensor | None, device: str) -> Tensor | None:
         return tensor
     memory = torch.empty(0, dtype=tensor.dtype, device=device).set_(tensor.untyped_storage().to(device=device))
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+DENSE = ("transposed", "as_published")  # and not contiguous
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Return the strides of dimensions with more than one entry."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------

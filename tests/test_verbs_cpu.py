@@ -34,8 +34,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "groups": ("own", "types", 1, 2, 0),
     "bias": ("", "IM", "1M", "I1", "11"),
     "dtype": (torch.float32, torch.float32, torch.float64, torch.bfloat16),
-    "pairs": ("plain", "alike", "rows_first"),
-    "layout": ("plain", "rows_first", "interleaved"),
+    "pairs": ("plain", "alike", "as_published"),
+    "layout": ("plain", "as_published", "interleaved"),
 }
 
 

@@ -367,7 +367,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       const V* vote = at_hand ? at_hand + slot * CE : votes_kept;
       if (!at_hand && needs_vote) {
         const Weight* mine = bias ? bias + which * weights.bias_m : bias;
-        votes<T>(pose, P + slot * CD, W + which * Base::DE, mine,
+        votes<T>(pose, P + slot * CD, W + which * weights.layout.parent, mine,
                  [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
         add_to_parent(m, which, t, slot, vote, 1);
       }
@@ -411,7 +411,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         if constexpr (Pose::kTiles > 1)
           add_child_gradient_of_tiles<many, T>(pose, dV + slot * CE, W, stride, weights.after(j, m0), dP + slot * CD);
         else
-          add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
+          add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, weights.layout.parent, dP + slot * CD);
       });
     }
   }

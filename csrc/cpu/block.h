@@ -52,7 +52,8 @@ struct Block {
 
   // A child's own large matrix would take longer to transpose to lanes than to read.
   bool makes_votes_by_child() const {
-    return kLane == Lanes::kChildren && Pose::kDynamic && in.weight && in.D * in.E >= kLargeMatrix && in.E % n == 0;
+    return kLane == Lanes::kChildren && Pose::kDynamic && in.weight && in.D * in.E >= kLargeMatrix && in.E % n == 0 &&
+           !in.matrices.transposed;
   }
 
   int64_t children_at_once() const { return schedule.block_children * Units::kUnit; }
@@ -98,8 +99,8 @@ struct Block {
       const auto keep = [&](int unit, int which, int k, V v)
                             FASTCAPS_LAMBDA { votes_of(m + which, slot + unit * next_slot)[k] = v; };
       if constexpr (Pose::kUnits > 1)
-        votes_of_rows<units, kMany, T>(pose, P + slot * CD, next_slot * CD, W, bias, weights.bias_m,
-                                       weights.after(j, m), keep);
+        votes_of_rows<units, kMany, T>(pose, P + slot * CD, next_slot * CD, W, weights.layout.parent, bias,
+                                       weights.bias_m, weights.after(j, m), keep);
       else
         votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { keep(0, 0, k, v); });
     };

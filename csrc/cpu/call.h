@@ -60,7 +60,11 @@ struct CpuCall : OpCall {
     // If matrices are large and each child has its own, reading bfloat16 is faster than copying them to float.
     votes.narrow_weight = weight && weight->scalar_type() == ScalarType::BFloat16 && weight->is_contiguous() &&
                           votes.G == votes.I && votes.D * votes.E >= kLargeMatrix;
-    votes.weight = votes.narrow_weight ? data_of(*weight) : table(weight);
+    const auto own = weight && votes.G == votes.I && weight->scalar_type() == compute
+                         ? layout_of(shape_of(*weight), strides_of(*weight))
+                         : std::nullopt;
+    if (own) votes.matrices = *own;
+    votes.weight = own || votes.narrow_weight ? data_of(*weight) : table(weight);
     votes.bias = table(given.bias);
   }
 
@@ -68,8 +72,9 @@ struct CpuCall : OpCall {
   int64_t bias_numbers() const { return given.bias ? int64_t(given.bias->numel()) : 0; }
 
   // Returns a new result in the compute type, and its address in `data`.
-  Tensor result(const char* what, const Shape& shape, void*& data, bool clear = false) const {
-    Tensor out = fresh(new_tensor(children, shape, compute, what));
+  Tensor result(const char* what, const Shape& shape, void*& data, bool clear = false,
+                const Shape& strides = {}) const {
+    Tensor out = fresh(new_tensor(children, shape, compute, what, strides));
     data = data_of(out);
     const size_t bytes = size_t(out.numel()) * out.element_size();
     if (clear && bytes > 1 << 16) torch::stable::zero_(out);              // by all threads
@@ -77,8 +82,9 @@ struct CpuCall : OpCall {
     return out;
   }
   // `result`, if it is wanted.
-  MaybeTensor maybe(const char* what, bool wanted, const Shape& shape, void*& data, bool clear = false) const {
-    return wanted ? MaybeTensor(result(what, shape, data, clear)) : MaybeTensor();
+  MaybeTensor maybe(const char* what, bool wanted, const Shape& shape, void*& data, bool clear = false,
+                    const Shape& strides = {}) const {
+    return wanted ? MaybeTensor(result(what, shape, data, clear, strides)) : MaybeTensor();
   }
   // `result` in the storage type.
   Tensor stored_result(const char* what, const Shape& shape, void*& data) const {
@@ -86,10 +92,11 @@ struct CpuCall : OpCall {
     data = data_of(out);
     return out;
   }
-  // `count` parts of a result; for a count of 0 it is zeros.
-  Partial partial(const char* what, bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
+  // `count` parts of a result, all with the same layout; for a count of 0 it is zeros.
+  Partial partial(const char* what, bool wanted, int64_t count, const Shape& shape, bool clear = true,
+                  const Shape& strides = {}) const {
     Parts parts;
-    MaybeTensor first = maybe(what, wanted, shape, parts.first, clear || count == 0);
+    MaybeTensor first = maybe(what, wanted, shape, parts.first, clear || count == 0, strides);
     parts.numbers = first ? first->numel() : 0;
     MaybeTensor others = maybe(what, wanted && count > 1, {count - 1, parts.numbers}, parts.others, clear);
     return {first, others, parts, count};
@@ -106,10 +113,11 @@ struct CpuCall : OpCall {
   }
   // A gradient as an op returns it: empty if it is not wanted.
   Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute, "an empty gradient"); }
-  // The same in the storage type.
-  Tensor stored(const MaybeTensor& x) const {
+  // The same in the storage type, with the given strides or else dense.
+  Tensor stored(const MaybeTensor& x, const Shape& strides = {}) const {
     if (!x) return new_tensor(children, {0}, storage, "an empty gradient");  // one each: outputs must not alias
-    return dense_as(*x, storage);
+    if (strides.empty()) return dense_as(*x, storage);
+    return x->scalar_type() == storage && has_strides(*x, strides) ? *x : copied(*x, storage, strides);
   }
   // A copy of an entry of the first dimension of a result. For a tiny call torch's select and copy_ take too long.
   Tensor entry(const Tensor& x, int64_t which) const {
@@ -160,8 +168,12 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
   const MaybeTensor children = cpu.maybe("dchildren", needs & kChildren, shape_of(cpu.children), call.dchildren, true);
   const MaybeTensor gate =
       cpu.maybe("dgate", needs & kGate && cpu.given.gate, cpu.given.gate_shape(), call.dgate, true);
-  const Partial weights = cpu.partial("dweight", needs & kWeight && cpu.given.weight, call.schedule.weight_parts,
-                                      {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
+  const bool dweight = needs & kWeight && cpu.given.weight;
+  const Shape shape{in.G, in.M, in.D, in.E}, strides = dweight ? gradient_strides(*cpu.given.weight) : Shape{};
+  const auto own = dweight && in.G == in.I ? layout_of(shape, strides) : std::nullopt;
+  call.dmatrices = own ? *own : in.dense_matrices();
+  const Partial weights = cpu.partial("dweight", dweight, call.schedule.weight_parts, shape, empty || in.G != in.I,
+                                      own ? strides : Shape{});
   const Partial biases =
       cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
@@ -175,7 +187,7 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
     run_items(call, table.backward, call.schedule.items(), scratch);
     if (dparents) run_items(call, table.backward_finish, call.schedule.rows(), scratch);
   }
-  return {cpu.stored(children), cpu.stored(weights.sum()), cpu.stored(biases.sum()), cpu.stored(gate)};
+  return {cpu.stored(children), cpu.stored(weights.sum(), strides), cpu.stored(biases.sum()), cpu.stored(gate)};
 }
 
 }  // namespace fastcaps

@@ -267,7 +267,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       for (int64_t j = 0; j < count; ++j)
         for (int64_t k = 0; k < CD; ++k) poses[j * CD + k] *= logits[(t * schedule.block_children + j) * in.M];
       for (int64_t m = 0; m < in.M; ++m)
-        add_sum_of_votes<T>(pose, count, poses, weights.matrices, m * weights.size, target(t).pose(0, m));
+        add_sum_of_votes<T>(pose, count, poses, weights.matrices, m * weights.layout.parent, target(t).pose(0, m));
     }
   }
 

@@ -65,20 +65,24 @@ template <bool own, class Call, class F>
 auto with_pose(const Call& call, F&& f) {
   using Operands = OperandsOf<Call>;
   const Votes& in = call.votes;
-  const DynamicPose any{int(in.C), int(in.D), int(in.E)};
+  const bool straight = !in.matrices.transposed;
+  DynamicPose any{int(in.C), int(in.D), int(in.E), straight ? int(in.E) : 1, straight ? 1 : int(in.D)};
   const auto with_lanes = [&](auto lanes) {
     constexpr Lanes kLane = decltype(lanes)::value;
     if constexpr (std::is_same_v<Operands, Attention> && kLane != Lanes::kChildren)
       if (kLane == Lanes::kSharing || call.schedule.folded) {  // sharing lanes are always folded
         using Own = OwnPoses<SameStaticPose<1, 8>, SameStaticPose<4, 4>>;
-        const SamePose same{{int(in.C), int(in.D), int(in.D)}};
+        const SamePose same{{int(in.C), int(in.D), int(in.D), int(in.D), 1}};
         return with_one_of(std::conditional_t<own, Own, Poses<>>{}, same, lanes, f);
       }
     if constexpr (own && std::is_same_v<Operands, Pooling> && kLane != Lanes::kChildren)
       if (!in.weight) return with_one_of(OwnPoses<SameStaticPose<1, 16>>{}, any, lanes, f);
     if constexpr (!std::is_same_v<Operands, Attention> || kLane != Lanes::kSharing) {
       using Own = decltype(own_poses(Operands{}, lanes));
-      if (own && in.weight) return with_one_of(Own{}, any, lanes, f);
+      if constexpr (std::is_same_v<Operands, Attention> && kLane == Lanes::kPositions)
+        if (own && !straight) return with_one_of(OwnPoses<TransposedPose<1, 8, 16>>{}, any, lanes, f);
+      if (kLane == Lanes::kChildren) any.step_d = any.E, any.step_e = 1;  // transposed when they are read
+      if (own && in.weight && (straight || kLane == Lanes::kChildren)) return with_one_of(Own{}, any, lanes, f);
       return f(any, float{}, lanes);
     }
   };

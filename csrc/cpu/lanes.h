@@ -16,36 +16,50 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+// Where value j of a row goes: to j, or, of a matrix [E, D], to its place in [D, E].
+struct Straight {
+  FASTCAPS_INLINE int64_t operator()(int64_t j) const { return j; }
+};
+struct Transposed {
+  const int* places;
+  FASTCAPS_INLINE int64_t operator()(int64_t j) const { return places[j]; }
+};
+
 // Row r of `lane` (stride 1, `count` values each) becomes column r: out[j][r] = lane[r][j]; a null lane reads as 0.
-template <class T, class S>
-FASTCAPS_NOINLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out) {
+// `ahead`: from these rows to those of the next call.
+template <class T, class S, class Place = Straight>
+FASTCAPS_NOINLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out, Place place, int64_t ahead) {
   constexpr int n = kLanes<T>;
   int64_t j = 0;
   for (; j + n <= count; j += n) {
     Vec<T> rows[n];
     unroll<n>([&](auto r) FASTCAPS_LAMBDA {
       rows[r] = lane[r] ? load_as<T>(lane[r] + j) : Vec<T>{};
-      // The next call reads what follows in memory; the hardware does not prefetch as many as kLanes streams.
-      if (lane[r]) __builtin_prefetch(lane[r] + count + j);
+      // the hardware does not prefetch as many as kLanes streams
+      if (lane[r]) __builtin_prefetch(lane[r] + ahead + j);
     });
     transpose<T>(rows);
-    unroll<n>([&](auto r) FASTCAPS_LAMBDA { out[j + r] = rows[r]; });
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { out[place(j + r)] = rows[r]; });
   }
   for (; j < count; ++j) {
     T column[n];
     for (int r = 0; r < n; ++r) column[r] = lane[r] ? widen<T>(lane[r][j]) : T(0);
-    out[j] = load<T>(column);
+    out[place(j)] = load<T>(column);
   }
+}
+template <class T, class S>
+FASTCAPS_INLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out) {
+  gather_rows<T>(lane, count, out, Straight{}, count);  // the next call reads what follows in memory
 }
 
 // The inverse: lane[r][j] = in[j][r], or += with kAdd; skips null lanes.
-template <bool kAdd, class T, class S>
-FASTCAPS_NOINLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* in) {
+template <bool kAdd, class T, class S, class Place = Straight>
+FASTCAPS_NOINLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* in, Place place = {}) {
   constexpr int n = kLanes<T>;
   int64_t j = 0;
   for (; j + n <= count; j += n) {
     Vec<T> rows[n];
-    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = in[j + r]; });
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = in[place(j + r)]; });
     transpose<T>(rows);
     unroll<n>([&](auto r) FASTCAPS_LAMBDA {
       if (lane[r]) store_as<S, T>(lane[r] + j, kAdd ? load_as<T>(lane[r] + j) + rows[r] : rows[r]);
@@ -53,7 +67,7 @@ FASTCAPS_NOINLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>*
   }
   for (; j < count; ++j) {
     T column[n];
-    store<T>(column, in[j]);
+    store<T>(column, in[place(j)]);
     for (int r = 0; r < n; ++r)
       if (lane[r]) lane[r][j] = narrow<S>(kAdd ? widen<T>(lane[r][j]) + column[r] : column[r]);
   }

@@ -106,7 +106,8 @@ struct BackwardCall {
   Schedule schedule{};
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
-  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
+  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I,
+  MatrixLayout dmatrices{};   // which lie so
   Parts dbias{};              // of every item, zeroed
   void* state = nullptr;      // [rows, iterations, values]: parents and their gradients, made by backward_prepare
   void* partial = nullptr;    // [ranges, rows, values]: the parents' gradients, of a single iteration

@@ -75,7 +75,9 @@ struct Walk {
   int64_t bias_step() const { return in.bias_stride_i == 0 ? 0 : C * flat; }
   template <class X>
   void pack_weight(const X* all, int64_t g, T* to) {
-    pack<T>(all + (g * in.M + first_parent) * D * E, D * E, E, 1, parents, D, E, call.tile, flat, to);
+    const MatrixLayout& layout = in.matrices;
+    const int64_t step_d = layout.transposed ? 1 : E, step_e = layout.transposed ? D : 1;
+    pack<T>(all + layout.at(g, first_parent), layout.parent, step_d, step_e, parents, D, E, call.tile, flat, to);
   }
   void enter(int64_t i, int64_t count) {
     const int64_t g = i % in.G;

@@ -12,6 +12,7 @@ template <int C_, int D_, int E_>
 struct StaticPose {
   static constexpr bool kIdentity = false, kDynamic = false;
   static constexpr int C = C_, D = D_, E = E_, kNumbers = C * E;  // values of a vote; 0: known at run time
+  static constexpr int at(int d, int e) { return d * E + e; }     // the place of a matrix' value in memory
   static constexpr int kLimit = kManyRegisters ? 18 : 12;         // votes in registers,
   static constexpr int kGradientLimit = kManyRegisters ? 18 : 8;  // and their gradients, beside the operands
   static constexpr int largest_divisor(int of, int limit) {
@@ -38,8 +39,15 @@ struct StaticPose {
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
 
+// The same for matrices that are [E, D] in memory.
+template <int C, int D, int E>
+struct TransposedPose : StaticPose<C, D, E> {
+  static constexpr int at(int d, int e) { return e * D + d; }
+};
+
 struct DynamicPose {
-  int C, D, E;
+  int C, D, E, step_d, step_e;
+  int at(int d, int e) const { return d * step_d + e * step_e; }
   static constexpr bool kIdentity = false, kDynamic = true;
   static constexpr int kNumbers = 0;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4, kGradientRows = 0;
@@ -115,7 +123,7 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
   }
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; }, FromZero{},
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[pose.at(d, e)]; }, FromZero{},
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, bias ? v + bias[c * pose.E + e] : v); });
 }
 
@@ -158,15 +166,15 @@ struct Next {
   }
 };
 
-// Votes of kUnits single-row poses, which lie `apart`, for kParents parents, whose matrices follow one another and
-// whose biases lie bias_m apart: sink(unit, parent, index in E, vote). Each value read serves many products.
+// Votes of kUnits single-row poses, which lie `apart`, for kParents parents, whose matrices lie weight_m
+// and whose biases bias_m apart: sink(unit, parent, index in E, vote). Each value read serves many products.
 template <int kUnits, int kParents, class T, class Pose, class Weight, class Sink>
-FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W,
+FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W, int64_t weight_m,
                                    const Weight* bias, int64_t bias_m, Next next, Sink&& sink) {
   constexpr int E = Pose::E, kCols = Pose::largest_divisor(kParents * E, Pose::kLimit / kUnits);
   product<kUnits, kCols, Vec<T>>(
       kUnits, kParents * E, pose.D, [&](int unit, int d) FASTCAPS_LAMBDA { return P[unit * apart + d]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return W[(e / E * Pose::D + d) * E + e % E]; }, FromZero{},
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[e / E * weight_m + pose.at(d, e % E)]; }, FromZero{},
       [&](int unit, int e, Vec<T> v) FASTCAPS_LAMBDA {
         if constexpr (Pose::kTiles > 1) next.template prefetch<Pose::D / kUnits>(e * kUnits + unit);
         sink(unit, e / E, e % E, bias ? v + bias[e / E * bias_m + e % E] : v);
@@ -179,7 +187,7 @@ FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>*
                                                  Next next, Vec<T>* dP) {
   product<kMany, Pose::largest_divisor(Pose::D, Pose::kLimit / kMany), Vec<T>>(
       kMany, pose.D, pose.E, [&](int t, int e) FASTCAPS_LAMBDA { return dV[t * apart * pose.E + e]; },
-      [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      [&](int e, int d) FASTCAPS_LAMBDA { return W[pose.at(d, e)]; },
       [&](int t, int d) FASTCAPS_LAMBDA { return dP[t * apart * pose.D + d]; },
       [&](int t, int d, Vec<T> v) FASTCAPS_LAMBDA {
         next.template prefetch<Pose::E / kMany>(d * kMany + t);
@@ -213,7 +221,7 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
   }
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return weight * P[c * pose.D + d]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[pose.at(d, e)]; },
       [&](int c, int e) FASTCAPS_LAMBDA { return X[c * pose.E + e]; },
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { X[c * pose.E + e] = v; });
   if (bias)
@@ -222,20 +230,20 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
 
 // X += sum of P W over `units` poses, whose matrices begin at W[unit] + offset.
 template <class T, class Pose>
-FASTCAPS_INLINE void add_sum_of_votes(const Pose&, int64_t units, const Vec<T>* P, const T* const* W, int64_t offset,
-                                      Vec<T>* X) {
+FASTCAPS_INLINE void add_sum_of_votes(const Pose& pose, int64_t units, const Vec<T>* P, const T* const* W,
+                                      int64_t offset, Vec<T>* X) {
   constexpr int C = Pose::C, D = Pose::D, E = Pose::E;
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       C, E, int(units) * D, [&](int c, int k) FASTCAPS_LAMBDA { return P[(k / D * C + c) * D + k % D]; },
-      [&](int k, int e) FASTCAPS_LAMBDA { return W[k / D][offset + k % D * E + e]; },
+      [&](int k, int e) FASTCAPS_LAMBDA { return W[k / D][offset + pose.at(k % D, e)]; },
       [&](int c, int e) FASTCAPS_LAMBDA { return X[c * E + e]; },
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { X[c * E + e] = v; });
 }
 
-// dP += sum of dV W^T over kMany parents, whose dV are `apart` and whose matrices follow one another.
+// dP += sum of dV W^T over kMany parents, whose dV are `apart` and whose matrices weight_m.
 template <int kMany, class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int64_t apart, const Weight* W,
-                                        Vec<T>* dP) {
+                                        int64_t weight_m, Vec<T>* dP) {
   if (are_poses<Pose>(W)) {
     for (int k = 0; k < pose.C * pose.D; ++k) dP[k] += dV[k];
     return;
@@ -244,15 +252,16 @@ FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int6
   product<Pose::kRows, Pose::kChildCols, Vec<T>>(
       pose.C, pose.D, kMany * E,
       [&](int c, int e) FASTCAPS_LAMBDA { return kMany == 1 ? dV[c * E + e] : dV[e / E * apart + c * E + e % E]; },
-      [&](int e, int d) FASTCAPS_LAMBDA { return kMany == 1 ? W[d * E + e] : W[(e / E * pose.D + d) * E + e % E]; },
+      [&](int e, int d)
+          FASTCAPS_LAMBDA { return kMany == 1 ? W[pose.at(d, e)] : W[e / E * weight_m + pose.at(d, e % E)]; },
       [&](int c, int d) FASTCAPS_LAMBDA { return dP[c * pose.D + d]; },
       [&](int c, int d, Vec<T> v) FASTCAPS_LAMBDA { dP[c * pose.D + d] = v; });
 }
 
 // dP += dV W^T and dW += P^T dV of one unit; gradient(first, g) writes the values of dV from `first` on.
 template <class T, class Pose, class Weight, class Gradient>
-FASTCAPS_INLINE void add_both_gradients(const Pose&, Gradient&& gradient, const Vec<T>* P, const Weight* W, Vec<T>* dP,
-                                        Vec<T>* dW) {
+FASTCAPS_INLINE void add_both_gradients(const Pose& pose, Gradient&& gradient, const Vec<T>* P, const Weight* W,
+                                        Vec<T>* dP, Vec<T>* dW) {
   constexpr int R = Pose::kGradientRows, D = Pose::D, E = Pose::E;
   for (int c = 0; c < Pose::C; c += R, P += R * D, dP += R * D) {
     Vec<T> g[R * E];
@@ -262,7 +271,7 @@ FASTCAPS_INLINE void add_both_gradients(const Pose&, Gradient&& gradient, const 
       Vec<T> sum[R], p[R];
       unroll<R>([&](auto r) FASTCAPS_LAMBDA { sum[r] = dP[r * D + d], p[r] = in_register(P[r * D + d]); });
       unroll<E>([&](auto e) FASTCAPS_LAMBDA {
-        const Weight w = W[d * E + e];
+        const Weight w = W[pose.at(d, e)];
         Vec<T> dw = dW[d * E + e];
         unroll<R>([&](auto r) FASTCAPS_LAMBDA {
           sum[r] += g[r * E + e] * w;

@@ -26,6 +26,10 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   V* bias_sums;  // [kTogether, C * E], of a bias that children share: long sums, added one by one, lose digits
   T *P_rows = nullptr, *dV_rows = nullptr;
   T *dW = nullptr, *dB = nullptr;  // of the current item; null if not wanted
+  const MatrixLayout layout;       // of dW
+  T* dW_dense = nullptr;           // a block's dW, [children, M, D, E], where dW is laid out otherwise and
+  int64_t dense_from = 0;          // lanes are positions: from this child of the range on
+  const int* places = nullptr;     // of transposed matrices' values, where lanes are children
   struct {
     int64_t first, count, t0, nt;
   } block{};  // units [0, count), the first begins with child `first` of the range; rows [t0, t0 + nt)
@@ -36,6 +40,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
         shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
         one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes),
         dV(arena.take<V>(Pose::kTogether * slots * CE)),
+        layout(call.dmatrices),
         bias_sums(call.dbias && weights.bias_i == 0 ? arena.take<V>(Pose::kTogether * CE) : nullptr) {
     if (bias_sums) zero(bias_sums, Pose::kTogether * CE);
     if (Pose::kIdentity || !(call.dweight || kAtOnce)) return;
@@ -43,11 +48,17 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
                              : one_matrix                                            ? in.M
                                                                                      : schedule.block_children * in.M;
     if (!kByRows) dW_lanes = arena.take<V>(matrices * DE);
+    if (call.dweight && kChildLanes && layout.transposed) places = transposed_places(arena, in.D, in.E);
+    if (call.dweight && !kChildLanes && (layout.transposed || layout.parent != DE))
+      dW_dense = arena.take<T>(schedule.block_children * in.M * DE);
     if (kByRows) P_rows = arena.take<T>(slots * n * in.D), dV_rows = arena.take<T>(schedule.block_rows * n * in.E);
   }
 
-  // Where dW of the range's child q and parent m is.
-  T* gradient_of(int64_t q, int64_t m) const { return dW + weights.offset(range.child(q), m); }
+  // Where dW of the range's child q and parent m is collected.
+  T* gradient_of(int64_t q, int64_t m) const {
+    return dW_dense ? dW_dense + ((q - dense_from) * in.M + m) * DE : dW + layout.at(range.child(q) % in.G, m);
+  }
+  bool own() const { return in.G == in.I; }
   // Where the lanes' sums of unit j and parent m are, and whether they begin with row t.
   V* sums_of(int64_t j, int64_t m) const {
     return dW_lanes + (shared ? (one_matrix ? m : 0) : kChildLanes ? 0 : j * in.M + m) * DE;
@@ -55,17 +66,27 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   bool sums_begin(int64_t j, int64_t t) const { return shared ? !one_matrix && j == 0 && t == 0 : block.t0 + t == 0; }
 
   // Before and after all rows process children [first, first + count) of the range. A child with own matrices occurs
-  // once in a call: their gradient is cleared here, just before it is used.
+  // once in a call: their gradient is cleared here, just before it is used; where lanes are children, it is
+  // stored at once.
   void begin_children(int64_t first, int64_t count) {
+    dense_from = first;
     if (dW_lanes && one_matrix && first == 0) zero(dW_lanes, in.M * DE);
-    if (dW && in.G == in.I)
+    if (dW && own() && !kChildLanes)
       for (int64_t q = first; q < first + count; ++q) zero(gradient_of(q, 0), in.M * DE);
   }
   void end_children(int64_t first, int64_t count) {
-    if (!dW || !dW_lanes) return;
-    if (one_matrix && first + count == range.count) add_lane_sums<T>(dW_lanes, in.M * DE, gradient_of(0, 0));
-    for (int64_t j = 0; j < count && !kChildLanes && !shared; ++j)
-      add_lane_sums<T>(sums_of(j, 0), in.M * DE, gradient_of(first + j, 0));
+    if (dW && dW_lanes) {
+      if (one_matrix && first + count == range.count) add_lane_sums<T>(dW_lanes, in.M * DE, gradient_of(0, 0));
+      for (int64_t j = 0; j < count && !kChildLanes && !shared; ++j)
+        add_lane_sums<T>(sums_of(j, 0), in.M * DE, gradient_of(first + j, 0));
+    }
+    for (int64_t q = first; dW && dW_dense && q < first + count; ++q)
+      for (int64_t m = 0; m < in.M; ++m) lay_out(gradient_of(q, m), dW + layout.at(range.child(q), m));
+  }
+  void lay_out(const T* from, T* to) const {
+    if (!layout.transposed) return void(std::memcpy(to, from, size_t(DE) * sizeof(T)));
+    for (int64_t e = 0; e < in.E; ++e)
+      for (int64_t d = 0; d < in.D; ++d) *to++ = from[d * in.E + e];
   }
 
   // Transposes the block's poses, and a unit's vote gradients, to rows of scalars.
@@ -97,7 +118,10 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     if (kLane == Lanes::kChildren && dW) {
       T* lane[n];
       for (int r = 0; r < n; ++r) lane[r] = q + r < range.count ? gradient_of(q + r, m0) : nullptr;
-      scatter_rows<true, T>(lane, DE, dW_lanes);
+      if (own())
+        scatter<false>(lane);
+      else
+        scatter<true>(lane);
     }
   }
   // Adds the block's part of dW for parent m, the `which`-th of the current ones, if all children share its matrix.
@@ -132,6 +156,13 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   }
 
  private:
+  template <bool kAdd>
+  void scatter(T* const* lane) const {
+    if (places)
+      scatter_rows<kAdd, T>(lane, DE, dW_lanes, Transposed{places});
+    else
+      scatter_rows<kAdd, T>(lane, DE, dW_lanes);
+  }
   // dW[d, e] += sum over lanes of P[d] dV[e]: with vectors along e.
   void add_by_rows(const T* poses, int positions, T* to) {
     constexpr int D = Pose::D, E = Pose::E, kMost = kManyRegisters ? 4 : 2, kCols = E / n < kMost ? E / n : kMost;

@@ -12,6 +12,13 @@ namespace FASTCAPS_NAMESPACE {
 // What lanes are (see lanes.h): positions; children with own weights; children that share weights.
 enum class Lanes { kPositions, kChildren, kSharing };
 
+// For each value of a matrix [E, D] its place in [D, E].
+inline const int* transposed_places(Arena& arena, int64_t D, int64_t E) {
+  int* places = arena.take<int>(D * E);
+  for (int64_t k = 0; arena.base && k < D * E; ++k) places[k] = int(k % D * E + k / D);
+  return places;
+}
+
 // The weights and biases of a block's units: in the user's memory, or, if lanes are children with their own weights,
 // transposed to lanes in scratch memory, where the next matrix replaces the last. The same holds for widened weights.
 template <class T, Lanes kLane, bool kLarge>
@@ -21,8 +28,10 @@ struct WeightsOf {
   const T* weight;
   const T* bias;
   const bool narrow;  // weight points to bfloat16; only for large matrices
-  const int64_t G, M, size, pose, bias_i, bias_m;
+  const int64_t G, size, pose, bias_i, bias_m;
+  const MatrixLayout layout;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
+  const int* places = nullptr;  // of transposed matrices' values, where lanes are children
   T* wide = nullptr;
   const T **matrices, **biases;  // for parent 0, of each lane, or of each unit if its lanes share them
 
@@ -31,19 +40,18 @@ struct WeightsOf {
         bias(static_cast<const T*>(in.bias)),
         narrow(kLarge && in.narrow_weight),
         G(in.G),
-        M(in.M),
         size(in.D * in.E),
         pose(in.parent_size()),
         bias_i(in.bias_stride_i),
         bias_m(in.bias_stride_m),
+        layout(in.matrices),
         matrices(arena.take<const T*>(units * kLanesEach)),
         biases(arena.take<const T*>(units * kLanesEach)) {
     if (kTransposed && weight) weight_lanes = arena.take<Vec<T>>(size);
     if (kTransposed && bias) bias_lanes = arena.take<Vec<T>>(pose);
+    if (kTransposed && weight && layout.transposed) places = transposed_places(arena, in.D, in.E);
     if (!kTransposed && narrow) wide = arena.take<T>(size);
   }
-
-  FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
 
   // Sets the matrices and biases of units [0, count), of which the first begins with child `first` of the range. All
   // divisions are here, once for all parents.
@@ -52,21 +60,25 @@ struct WeightsOf {
       const int64_t q = first + k * kStep;
       const bool here = q < range.count;
       const int64_t i = here ? range.child(q) : 0;
-      matrices[k] = here && weight ? at(weight, offset(i, 0)) : nullptr;
+      matrices[k] = here && weight ? at(weight, layout.at(i % G, 0)) : nullptr;
       biases[k] = here && bias ? bias + i * bias_i : nullptr;
     }
   }
   FASTCAPS_INLINE const Weight* matrix(int64_t j, int64_t m) const {
     if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * size);
-    return weight ? taken(matrices + j * kLanesEach, m * size, size, weight_lanes) : nullptr;
+    if (!weight) return nullptr;
+    const T* const* first = matrices + j * kLanesEach;
+    if constexpr (kTransposed)
+      if (places) return taken(first, m * layout.parent, size, layout.parent, weight_lanes, Transposed{places});
+    return taken(first, m * layout.parent, size, layout.parent, weight_lanes);
   }
   // The matrix after that of unit j and parent m.
   FASTCAPS_INLINE Next after(int64_t j, int64_t m) const {
     const int64_t number = narrow ? sizeof(BFloat16) : sizeof(T);
-    return {reinterpret_cast<const char*>(matrices[j * kLanesEach]) + (m + 1) * size * number, number};
+    return {reinterpret_cast<const char*>(matrices[j * kLanesEach]) + (m + 1) * layout.parent * number, number};
   }
   FASTCAPS_INLINE const Weight* bias_of(int64_t j, int64_t m) const {
-    return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, bias_lanes) : nullptr;
+    return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, pose, bias_lanes) : nullptr;
   }
 
   // Calls f(W) with the untransposed matrix of parent m and lane r of unit j; returns false for an empty lane.
@@ -77,7 +89,7 @@ struct WeightsOf {
     if (narrow)
       f(reinterpret_cast<const BFloat16*>(first) + m * size);
     else
-      f(first + m * size);
+      f(first + m * layout.parent);
     return true;
   }
 
@@ -89,7 +101,7 @@ struct WeightsOf {
   FASTCAPS_NOINLINE const Weight* widened(const T* const* first, int64_t offset) const {
     const auto* const* narrow_first = reinterpret_cast<const BFloat16* const*>(first);
     if constexpr (kTransposed) {
-      return taken(narrow_first, offset, size, weight_lanes);
+      return taken(narrow_first, offset, size, size, weight_lanes);
     } else {
       for (int64_t k = 0; k < size; ++k) wide[k] = widen<T>(narrow_first[0][offset + k]);
       return wide;
@@ -99,12 +111,13 @@ struct WeightsOf {
   static constexpr int kLanesEach = kTransposed ? kLanes<T> : 1;
   static constexpr int64_t kStep = kLane == Lanes::kSharing ? kLanes<T> : 1;
 
-  template <class S>
-  FASTCAPS_INLINE const Weight* taken(const S* const* first, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
+  template <class S, class Place = Straight>
+  FASTCAPS_INLINE const Weight* taken(const S* const* first, int64_t offset, int64_t numbers, int64_t ahead,
+                                      Vec<T>* lanes, Place place = {}) const {
     if constexpr (kTransposed) {
       const S* lane[kLanes<T>];
       for (int r = 0; r < kLanes<T>; ++r) lane[r] = first[r] ? first[r] + offset : nullptr;
-      gather_rows<T>(lane, numbers, lanes);
+      gather_rows<T>(lane, numbers, lanes, place, ahead);
       return lanes;
     } else {
       return *first + offset;

@@ -20,7 +20,7 @@ from fastcaps.checks import accumulation_dtype, check_tensor
 from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.reverse import Reverse
-from fastcaps.ops.signature import Gradients, Results, Signature, State
+from fastcaps.ops.signature import Gradients, Results, Signature, State, gradient_strides
 from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
 from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 
@@ -159,11 +159,19 @@ class Routing(Signature, ABC):
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
-            return tuple(self.native_backward[chosen](*arguments, call.options))
-        if chosen == "reference":
-            return tuple(self._reference_backward(heads, votes, rest, needs))
-        kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
-        return tuple(kernel(heads, votes, rest, needs, call.options))
+            found = self.native_backward[chosen](*arguments, call.options)
+        elif chosen == "reference":
+            found = self._reference_backward(heads, votes, rest, needs)
+        else:
+            kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
+            found = kernel(heads, votes, rest, needs, call.options)
+        weight, place = votes.weight, self.tensors.index("weight")
+        if weight is not None and needs & self.bit["weight"]:  # the CPU's kernels write it so themselves
+            strides = gradient_strides(weight)
+            if found[place].stride() != strides:
+                found = [*found]
+                found[place] = weight.new_empty_strided(weight.shape, strides).copy_(found[place])
+        return tuple(found)
 
     def run_backward_on_cpu(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the CPU's kernels."""
@@ -271,7 +279,10 @@ class Routing(Signature, ABC):
             shape = self.gradient_shape(name, given) if given["needs"] >> k & 1 else None
             wide = self.wide and name in self.Own._fields
             dtype = accumulation_dtype(children.dtype) if wide else children.dtype
-            results.append(children.new_empty((0,) if shape is None else shape, dtype=dtype))
+            result = children.new_empty((0,) if shape is None else shape, dtype=dtype)
+            if name == "weight" and shape is not None:
+                result = children.new_empty_strided(shape, gradient_strides(given["weight"]))
+            results.append(result)
         return tuple(results)
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:

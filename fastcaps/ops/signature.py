@@ -133,6 +133,28 @@ class Signature:
         return count * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
 
 
+def gradient_strides(weight: Tensor) -> tuple[int, ...]:
+    """Return the strides of a weight's gradient.
+
+    They are the weight's own if it is dense in some order of its dimensions, else those of a contiguous tensor. So a
+    parameter that is stored in another order, of which the weight is a view, adopts its gradient without a copy.
+    """
+    plain = [*range(weight.dim())]
+    order = plain if weight.is_contiguous() else sorted(plain, key=weight.stride, reverse=True)
+    strides = dense_strides(weight.shape, order)
+    fits = all(size == 1 or a == b for size, a, b in zip(weight.shape, strides, weight.stride(), strict=True))
+    return strides if fits else dense_strides(weight.shape, plain)
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dimensions have an order in memory, the outermost first."""
+    strides, size = [0] * len(shape), 1
+    for k in reversed(order):
+        strides[k] = size
+        size *= shape[k]
+    return tuple(strides)
+
+
 def votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
     """Return the operations of computing all votes, and of one sum over them."""
     (batch, *grid, types, rows, depth), weight, _, _, parents, window = shapes[:6]
