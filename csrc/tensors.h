@@ -79,10 +79,9 @@ inline Shape strides_of(const Tensor& x) {
 // How the matrices of a weight [G, M, D, E] with some strides lie, if kernels can read them so.
 inline std::optional<MatrixLayout> layout_of(const Shape& shape, const Shape& strides) {
   const int64_t D = shape[2], E = shape[3];
-  const bool straight = (E == 1 || strides[3] == 1) && (D == 1 || strides[2] == E);
-  const bool transposed = (D == 1 || strides[2] == 1) && (E == 1 || strides[3] == D);
-  if (!straight && !transposed) return {};
-  return MatrixLayout{strides[0], strides[1], !straight};
+  if (E == 1 || strides[3] == 1) return MatrixLayout{strides[0], strides[1], D == 1 ? E : strides[2], 1};
+  if ((D == 1 || strides[2] == 1) && strides[3] == D) return MatrixLayout{strides[0], strides[1], 1, D};
+  return {};
 }
 
 // A new tensor's memory. The system allocates large tensors page by page on first use; with pages of 2 MiB a gradient
@@ -173,7 +172,7 @@ inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType ty
 
 // A copy in a type, dense unless strides are given.
 inline Tensor copied(const Tensor& x, ScalarType type, const Shape& strides = {}) {
-  Tensor out = new_tensor(x, shape_of(x), type, "a copy", strides);
+  Tensor out = fresh(new_tensor(x, shape_of(x), type, "a copy", strides));
   return torch::stable::copy_(out, x);
 }
 

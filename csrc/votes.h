@@ -29,12 +29,13 @@ struct BetaTables {
   int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
 };
 
-// Where matrices begin, in elements, and whether a matrix is [E, D] in memory, not [D, E].
+// The strides of matrices [G, M, D, E]. Kernels read rows of adjacent values, or dense matrices that are [E, D] in
+// memory.
 struct MatrixLayout {
-  int64_t group = 0, parent = 0;
-  bool transposed = false;
+  int64_t group = 0, parent = 0, row = 0, column = 1;
 
   int64_t at(int64_t g, int64_t m) const { return g * group + m * parent; }
+  bool transposed() const { return column != 1; }
 };
 
 enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
@@ -83,7 +84,8 @@ struct Votes {
   int64_t child_size() const { return C * D; }        // values in a child's pose
   int64_t parent_size() const { return C * E; }       // values in a parent's pose
   int64_t parents_size() const { return M * C * E; }  // values in all parents at one position
-  MatrixLayout dense_matrices() const { return {M * D * E, D * E, false}; }
+  MatrixLayout dense_matrices() const { return {M * D * E, D * E, E, 1}; }
+  bool are_matrices_dense() const { return !matrices.transposed() && matrices.row == E; }
 };
 
 // A call's sizes from fastcaps.explain: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.
@@ -93,6 +95,7 @@ inline Votes votes_of(const int64_t* n, Storage storage) {
   in.M = n[8], in.E = n[9], in.G = n[10] > 0 ? n[10] : 1;
   in.window = {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]};
   in.I = in.window.kh * in.window.kw * in.N;
+  in.matrices = in.dense_matrices();
   in.storage = storage;
   return in;
 }

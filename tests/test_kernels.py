@@ -66,6 +66,35 @@ def test_results_and_gradients(routing: Routing, case: Case) -> None:
     routing.backward_bar(case).hold(found)
 
 
+@every_routing
+@pytest.mark.parametrize("order", ["mgde", "mged", "gmed", "gdme", "gdem", "edmg"])
+def test_weights_in_every_order(routing: Routing, order: str) -> None:
+    """Published layers store [G, M, D, E] in orders of their own: rows that lie apart, or matrices transposed."""
+    places = ["gmde".index(letter) for letter in order]
+    back = [order.index(letter) for letter in "gmde"]
+    for batch, types, parents, pose, options in (
+        (1, 43, 4, (1, 8, 16), {}),  # children in lanes,
+        (1, 37, 3, (1, 64, 32), {}),  # and with large matrices
+        (17, 5, 3, (1, 8, 16), {}),
+        (17, 5, 3, (1, 16, 16), {}),
+        (9, 3, 2, (1, 64, 64), {}),
+        (9, 5, 3, (4, 4, 4), {}),
+        (9, 4, 3, (2, 3, 5), {}),
+        (9, 4, 3, (1, 7, 1), {}),
+        (9, 6, 3, (1, 8, 16), {"groups": "one"}),
+        (9, 4, 3, (2, 3, 5), {"dtype": torch.float64}),
+        (9, 4, 3, (1, 8, 16), {"dtype": torch.bfloat16}),
+    ):
+        sizes: dict[str, Any] = {"batch": batch, "types": types, "parents": parents, "pose": pose, **options}
+        case = Case("order", min(routing.rules), start=False, iterations=2, **sizes)
+        call = routing.call(case)
+        stored = call.given["weight"].permute(places).contiguous()
+        relaid = replace(call, given={**call.given, "weight": stored.permute(back)})
+        results = relaid.training(by_op)
+        routing.bar(case).hold(results)
+        assert strides(results["dweight"]) == strides(stored.permute(back))
+
+
 # ---- digits, NaN and infinity ----------------------------------------------------------------------------------------
 
 

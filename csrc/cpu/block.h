@@ -53,7 +53,7 @@ struct Block {
   // A child's own large matrix would take longer to transpose to lanes than to read.
   bool makes_votes_by_child() const {
     return kLane == Lanes::kChildren && Pose::kDynamic && in.weight && in.D * in.E >= kLargeMatrix && in.E % n == 0 &&
-           !in.matrices.transposed;
+           !in.matrices.transposed();
   }
 
   int64_t children_at_once() const { return schedule.block_children * Units::kUnit; }
@@ -117,6 +117,7 @@ struct Block {
 
   // The same child by child: a vector holds part of a matrix row, and the votes are transposed instead of the matrix.
   void make_votes_by_child(int64_t count, int64_t rows) {
+    const int64_t row = in.narrow_weight ? in.E : in.matrices.row;
     for (int64_t j = 0; j < count; ++j)
       for (int64_t m = 0; m < in.M; ++m)
         for (int64_t t = 0; t < rows; ++t) {
@@ -129,8 +130,8 @@ struct Block {
                   pose.C, pose.E / n, pose.D,
                   [&](int c, int d) FASTCAPS_LAMBDA { return broadcast<T>(P[slot * CD + c * pose.D + d][r]); },
                   [&](int d, int e) FASTCAPS_LAMBDA {
-                    __builtin_prefetch(W + d * pose.E + e * n + kAhead);
-                    return load_as<T>(W + d * pose.E + e * n);
+                    __builtin_prefetch(W + d * row + e * n + kAhead);
+                    return load_as<T>(W + d * row + e * n);
                   },
                   FromZero{}, [&](int c, int e, V v) FASTCAPS_LAMBDA { store<T>(mine + c * pose.E + e * n, v); });
             };

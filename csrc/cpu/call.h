@@ -68,6 +68,11 @@ struct CpuCall : OpCall {
     votes.bias = table(given.bias);
   }
 
+  void copy_matrices(Votes& in) {
+    in.weight = table(given.weight);
+    in.matrices = in.dense_matrices();
+  }
+
   // Values in every item's part of the gradient of the bias.
   int64_t bias_numbers() const { return given.bias ? int64_t(given.bias->numel()) : 0; }
 
@@ -133,12 +138,13 @@ struct CpuCall : OpCall {
 
 // Runs all iterations of a forward call whose operands and results are set.
 template <class Operands>
-void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
+void run_forward(CpuCall& cpu, ForwardCall<Operands>& call) {
   const Votes& in = call.votes;
   const Kernels<Operands>& table = kernels<Operands>(in);
   const int64_t lanes = table.lanes(in);
   call.schedule = schedule_of(call);
   if (in.positions() == 0) return;
+  if (!in.are_matrices_dense() && table.forward_wants_dense(call)) cpu.copy_matrices(call.votes);
   const bool cut = call.schedule.ranges > 1;
   const RowNumbers row = table.forward_row(call);
   const MaybeTensor partial = cpu.rows(cut, call.schedule, call.schedule.ranges, row.results, lanes, call.partial);
@@ -160,7 +166,7 @@ struct Gradients {
 
 // Runs a backward call whose operands and schedule are set. `empty`: no result has a gradient, or no position exists.
 template <class Operands>
-Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
+Gradients run_backward(CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
   const Votes& in = call.votes;
   const Kernels<Operands>& table = kernels<Operands>(in);
   const int64_t lanes = table.lanes(in);
@@ -178,6 +184,7 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
       cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
+    if (!in.are_matrices_dense() && table.backward_wants_dense(call)) cpu.copy_matrices(call.votes);
     const RowNumbers row = table.backward_row(call);
     const MaybeTensor state = cpu.rows(true, call.schedule, int64_t(call.with.size()), row.state, lanes, call.state);
     const MaybeTensor partial =

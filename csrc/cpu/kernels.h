@@ -65,24 +65,31 @@ template <bool own, class Call, class F>
 auto with_pose(const Call& call, F&& f) {
   using Operands = OperandsOf<Call>;
   const Votes& in = call.votes;
-  const bool straight = !in.matrices.transposed;
-  DynamicPose any{int(in.C), int(in.D), int(in.E), straight ? int(in.E) : 1, straight ? 1 : int(in.D)};
+  const MatrixLayout& layout = in.matrices;
+  DynamicPose any{int(in.C), int(in.D), int(in.E), layout.row};
   const auto with_lanes = [&](auto lanes) {
     constexpr Lanes kLane = decltype(lanes)::value;
     if constexpr (std::is_same_v<Operands, Attention> && kLane != Lanes::kChildren)
       if (kLane == Lanes::kSharing || call.schedule.folded) {  // sharing lanes are always folded
         using Own = OwnPoses<SameStaticPose<1, 8>, SameStaticPose<4, 4>>;
-        const SamePose same{{int(in.C), int(in.D), int(in.D), int(in.D), 1}};
+        const SamePose same{{int(in.C), int(in.D), int(in.D), in.D}};
         return with_one_of(std::conditional_t<own, Own, Poses<>>{}, same, lanes, f);
       }
     if constexpr (own && std::is_same_v<Operands, Pooling> && kLane != Lanes::kChildren)
       if (!in.weight) return with_one_of(OwnPoses<SameStaticPose<1, 16>>{}, any, lanes, f);
     if constexpr (!std::is_same_v<Operands, Attention> || kLane != Lanes::kSharing) {
       using Own = decltype(own_poses(Operands{}, lanes));
+      const bool dense = in.are_matrices_dense() || kLane == Lanes::kChildren;  // which the gathered ones are
+      if (dense) any.row = any.E;
       if constexpr (std::is_same_v<Operands, Attention> && kLane == Lanes::kPositions)
-        if (own && !straight) return with_one_of(OwnPoses<TransposedPose<1, 8, 16>>{}, any, lanes, f);
-      if (kLane == Lanes::kChildren) any.step_d = any.E, any.step_e = 1;  // transposed when they are read
-      if (own && in.weight && (straight || kLane == Lanes::kChildren)) return with_one_of(Own{}, any, lanes, f);
+        if (own && !dense) {
+          const TransposedDynamicPose other{any};
+          using Own = OwnPoses<TransposedPose<1, 8, 16>, TransposedPose<1, 16, 16>>;
+          if (layout.transposed()) return with_one_of(Own{}, other, lanes, f);
+          using Apart = RowsApartPose<1, 64, 64>;
+          if (kOwnPoses && any.C == 1 && any.D == 64 && any.E == 64) return f(Apart{{}, layout.row}, float{}, lanes);
+        }
+      if (own && in.weight && dense) return with_one_of(Own{}, any, lanes, f);
       return f(any, float{}, lanes);
     }
   };
@@ -150,8 +157,17 @@ struct Functions {
     using Policy = BackwardPolicy<float, float>;
     return {Policy::state_numbers(call), summed_numbers<Policy>(call.votes, call.votes.M)};
   }
-  static bool own_pose(const Forward& call) {
-    return with_pose<true>(call, [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
+  template <class Call>
+  static bool own_pose(const Call& call) {
+    return with_pose<true>(call, [](auto pose, auto, auto) { return !decltype(pose)::kGeneral; });
+  }
+  template <class Call>
+  static bool wants_dense(const Call& call) {
+    if (call.schedule.child_lanes || own_pose(call)) return false;
+    Call other = call;
+    other.votes.matrices = other.votes.dense_matrices();
+    const bool reads_transposed = std::is_same_v<Operands, Attention> && !call.votes.is_double();
+    return own_pose(other) || (call.votes.matrices.transposed() && !reads_transposed);
   }
 
   static constexpr Kernels<Operands> kTable = {kLanes<float>,
@@ -165,7 +181,9 @@ struct Functions {
                                                &scratch_bytes<Backward>,
                                                &forward_row,
                                                &backward_row,
-                                               &own_pose};
+                                               &own_pose<Forward>,
+                                               &wants_dense<Forward>,
+                                               &wants_dense<Backward>};
 };
 
 }  // namespace FASTCAPS_NAMESPACE

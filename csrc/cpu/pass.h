@@ -138,6 +138,9 @@ struct Kernels {
   RowNumbers (*forward_row)(const Forward&);
   RowNumbers (*backward_row)(const Backward&);
   bool (*own_pose)(const Forward&);  // whether a kernel is specialised for the call's pose
+  // whether kernels that read matrices as they lie are missing, or so much slower that a dense copy is worth it
+  bool (*forward_wants_dense)(const Forward&);
+  bool (*backward_wants_dense)(const Backward&);
 };
 
 // squash_sum for rows begin to end. Rows share nothing, so the bits do not depend on the number of threads.

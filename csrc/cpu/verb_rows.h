@@ -13,34 +13,42 @@ constexpr int kRows = 4;
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, with zeros after them.
+// to[row * flat + e * tile + m] = from[m, row, e] of `count` parents, with zeros after them. Dense matrices are read n
+// values at once, in the order of memory.
 template <class T, class X>
 FASTCAPS_NOINLINE void pack(const X* from, int64_t step_m, int64_t step_row, int64_t step_e, int64_t count,
                             int64_t rows, int64_t E, int64_t tile, int64_t flat, T* to) {
   constexpr int n = kLanes<T>;
-  int64_t row = 0, e = 0;
+  int64_t row = 0, e = 0, done = 0;
+  const bool transposed = step_row == 1 && step_e == rows && rows > 1;
+  T* end = nullptr;  // what exceeds the tile may be written up to here: later values overwrite it
   const auto next = [&] {
     T* at = to + row * flat + e * tile;
-    if (++e == E) e = 0, ++row;
+    end = to + (transposed ? row + 1 : rows) * flat;
+    ++done;
+    if (transposed)
+      row + 1 < rows ? ++row : (++e, row = 0);
+    else
+      e + 1 < E ? ++e : (++row, e = 0);
     return at;
   };
   if constexpr (std::is_same_v<T, X>)
-    if (step_e == 1 && step_row == E && count == tile)
+    if ((transposed || (step_e == 1 && step_row == E)) && count == tile)
       for (int64_t k = 0; k + n <= rows * E; k += n) {  // n values of n parents, transposed
-        T* at[n];
-        for (int r = 0; r < n; ++r) at[r] = next();
+        T *at[n], *ends[n];
+        for (int r = 0; r < n; ++r) at[r] = next(), ends[r] = end;
         for (int64_t m = 0; m < tile; m = m + n < tile && m + 2 * n > tile ? tile - n : m + n) {
           Vec<T> lanes[n];
           for (int r = 0; r < n; ++r) lanes[r] = m + r < tile ? load<T>(from + (m + r) * step_m + k) : Vec<T>{};
           transpose<T>(lanes);
           for (int r = 0; r < n; ++r)
-            if (at[r] + m + n <= to + rows * flat)
-              store<T>(at[r] + m, lanes[r]);  // the next values overwrite what exceeds the tile
+            if (at[r] + m + n <= ends[r])
+              store<T>(at[r] + m, lanes[r]);
             else
               for (int64_t l = 0; m + l < tile; ++l) at[r][m + l] = lanes[r][l];
         }
       }
-  while (row < rows) {
+  while (done < rows * E) {
     const X* x = from + row * step_row + e * step_e;
     T* at = next();
     for (int64_t m = 0; m < count; ++m) at[m] = widen<T>(x[m * step_m]);

@@ -76,8 +76,8 @@ struct Walk {
   template <class X>
   void pack_weight(const X* all, int64_t g, T* to) {
     const MatrixLayout& layout = in.matrices;
-    const int64_t step_d = layout.transposed ? 1 : E, step_e = layout.transposed ? D : 1;
-    pack<T>(all + layout.at(g, first_parent), layout.parent, step_d, step_e, parents, D, E, call.tile, flat, to);
+    pack<T>(all + layout.at(g, first_parent), layout.parent, layout.row, layout.column, parents, D, E, call.tile, flat,
+            to);
   }
   void enter(int64_t i, int64_t count) {
     const int64_t g = i % in.G;

@@ -10,7 +10,7 @@ namespace FASTCAPS_NAMESPACE {
 // Poses known at compile time are unrolled into registers, which hold kRows x kCols votes at once.
 template <int C_, int D_, int E_>
 struct StaticPose {
-  static constexpr bool kIdentity = false, kDynamic = false;
+  static constexpr bool kIdentity = false, kDynamic = false, kGeneral = false;
   static constexpr int C = C_, D = D_, E = E_, kNumbers = C * E;  // values of a vote; 0: known at run time
   static constexpr int at(int d, int e) { return d * E + e; }     // the place of a matrix' value in memory
   static constexpr int kLimit = kManyRegisters ? 18 : 12;         // votes in registers,
@@ -39,25 +39,35 @@ struct StaticPose {
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
 
-// The same for matrices that are [E, D] in memory.
+// The same for matrices that are [E, D] in memory, or whose rows lie apart.
 template <int C, int D, int E>
 struct TransposedPose : StaticPose<C, D, E> {
   static constexpr int at(int d, int e) { return e * D + d; }
 };
+template <int C, int D, int E>
+struct RowsApartPose : StaticPose<C, D, E> {
+  int64_t row;
+  int64_t at(int d, int e) const { return d * row + e; }
+};
 
 struct DynamicPose {
-  int C, D, E, step_d, step_e;
-  int at(int d, int e) const { return d * step_d + e * step_e; }
-  static constexpr bool kIdentity = false, kDynamic = true;
+  int C, D, E;
+  int64_t row;  // the stride of a matrix' rows
+  int64_t at(int d, int e) const { return d * row + e; }
+  static constexpr bool kIdentity = false, kDynamic = true, kGeneral = true;
   static constexpr int kNumbers = 0;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4, kGradientRows = 0;
   static constexpr int kTogether = 1, kTiles = 1, kUnits = 1;
   static constexpr bool kWeightGradientByRows = false;
 };
 
+struct TransposedDynamicPose : DynamicPose {
+  int64_t at(int d, int e) const { return int64_t(e) * D + d; }
+};
+
 // Votes that are the children's own poses, or count as them (folded.h): E = D.
 struct SamePose : DynamicPose {
-  static constexpr bool kIdentity = true;
+  static constexpr bool kIdentity = true, kGeneral = false;
 };
 
 template <int C_, int D_>
@@ -158,11 +168,14 @@ FASTCAPS_INLINE void each_number(int first, int count, F&& f) {
 // The next matrix. Large ones come from memory: it is prefetched part by part while the current one is used.
 struct Next {
   const char* data;
-  int64_t number;  // bytes of a value
+  int64_t number, row;  // bytes of a value; values from row to row
 
-  template <int kNumbers>
+  template <int kNumbers, int E>
   FASTCAPS_INLINE void prefetch(int part) const {
-    for (int k = 0; k < kNumbers; k += 16) __builtin_prefetch(data + (part * kNumbers + k) * number);
+    for (int k = 0; k < kNumbers; k += 16) {
+      const int at = part * kNumbers + k;
+      __builtin_prefetch(data + (at / E * row + at % E) * number);
+    }
   }
 };
 
@@ -176,7 +189,7 @@ FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t ap
       kUnits, kParents * E, pose.D, [&](int unit, int d) FASTCAPS_LAMBDA { return P[unit * apart + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[e / E * weight_m + pose.at(d, e % E)]; }, FromZero{},
       [&](int unit, int e, Vec<T> v) FASTCAPS_LAMBDA {
-        if constexpr (Pose::kTiles > 1) next.template prefetch<Pose::D / kUnits>(e * kUnits + unit);
+        if constexpr (Pose::kTiles > 1) next.template prefetch<Pose::D / kUnits, E>(e * kUnits + unit);
         sink(unit, e / E, e % E, bias ? v + bias[e / E * bias_m + e % E] : v);
       });
 }
@@ -190,7 +203,7 @@ FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>*
       [&](int e, int d) FASTCAPS_LAMBDA { return W[pose.at(d, e)]; },
       [&](int t, int d) FASTCAPS_LAMBDA { return dP[t * apart * pose.D + d]; },
       [&](int t, int d, Vec<T> v) FASTCAPS_LAMBDA {
-        next.template prefetch<Pose::E / kMany>(d * kMany + t);
+        next.template prefetch<Pose::E / kMany, Pose::E>(d * kMany + t);
         dP[t * apart * pose.D + d] = v;
       });
 }

@@ -48,8 +48,8 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
                              : one_matrix                                            ? in.M
                                                                                      : schedule.block_children * in.M;
     if (!kByRows) dW_lanes = arena.take<V>(matrices * DE);
-    if (call.dweight && kChildLanes && layout.transposed) places = transposed_places(arena, in.D, in.E);
-    if (call.dweight && !kChildLanes && (layout.transposed || layout.parent != DE))
+    if (call.dweight && kChildLanes && layout.transposed()) places = transposed_places(arena, in.D, in.E);
+    if (call.dweight && !kChildLanes && (layout.transposed() || layout.row != in.E || layout.parent != DE))
       dW_dense = arena.take<T>(schedule.block_children * in.M * DE);
     if (kByRows) P_rows = arena.take<T>(slots * n * in.D), dV_rows = arena.take<T>(schedule.block_rows * n * in.E);
   }
@@ -84,9 +84,12 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
       for (int64_t m = 0; m < in.M; ++m) lay_out(gradient_of(q, m), dW + layout.at(range.child(q), m));
   }
   void lay_out(const T* from, T* to) const {
-    if (!layout.transposed) return void(std::memcpy(to, from, size_t(DE) * sizeof(T)));
-    for (int64_t e = 0; e < in.E; ++e)
-      for (int64_t d = 0; d < in.D; ++d) *to++ = from[d * in.E + e];
+    if (layout.transposed()) {
+      for (int64_t e = 0; e < in.E; ++e)
+        for (int64_t d = 0; d < in.D; ++d) *to++ = from[d * in.E + e];
+    } else {
+      for (int64_t d = 0; d < in.D; ++d) std::memcpy(to + d * layout.row, from + d * in.E, size_t(in.E) * sizeof(T));
+    }
   }
 
   // Transposes the block's poses, and a unit's vote gradients, to rows of scalars.
@@ -156,12 +159,16 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   }
 
  private:
+  // Adds dW of a unit of children, or stores it.
   template <bool kAdd>
-  void scatter(T* const* lane) const {
-    if (places)
-      scatter_rows<kAdd, T>(lane, DE, dW_lanes, Transposed{places});
-    else
-      scatter_rows<kAdd, T>(lane, DE, dW_lanes);
+  void scatter(T** lane) const {
+    if (places) return scatter_rows<kAdd, T>(lane, DE, dW_lanes, Transposed{places});
+    if (layout.row == in.E) return scatter_rows<kAdd, T>(lane, DE, dW_lanes);
+    for (int64_t d = 0; d < in.D; ++d) {
+      scatter_rows<kAdd, T>(lane, in.E, dW_lanes + d * in.E);
+      for (int r = 0; r < n; ++r)
+        if (lane[r]) lane[r] += layout.row;
+    }
   }
   // dW[d, e] += sum over lanes of P[d] dV[e]: with vectors along e.
   void add_by_rows(const T* poses, int positions, T* to) {

@@ -28,7 +28,7 @@ struct WeightsOf {
   const T* weight;
   const T* bias;
   const bool narrow;  // weight points to bfloat16; only for large matrices
-  const int64_t G, size, pose, bias_i, bias_m;
+  const int64_t G, E, size, pose, bias_i, bias_m;
   const MatrixLayout layout;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
   const int* places = nullptr;  // of transposed matrices' values, where lanes are children
@@ -40,6 +40,7 @@ struct WeightsOf {
         bias(static_cast<const T*>(in.bias)),
         narrow(kLarge && in.narrow_weight),
         G(in.G),
+        E(in.E),
         size(in.D * in.E),
         pose(in.parent_size()),
         bias_i(in.bias_stride_i),
@@ -49,7 +50,7 @@ struct WeightsOf {
         biases(arena.take<const T*>(units * kLanesEach)) {
     if (kTransposed && weight) weight_lanes = arena.take<Vec<T>>(size);
     if (kTransposed && bias) bias_lanes = arena.take<Vec<T>>(pose);
-    if (kTransposed && weight && layout.transposed) places = transposed_places(arena, in.D, in.E);
+    if (kTransposed && weight && layout.transposed()) places = transposed_places(arena, in.D, in.E);
     if (!kTransposed && narrow) wide = arena.take<T>(size);
   }
 
@@ -68,14 +69,19 @@ struct WeightsOf {
     if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * size);
     if (!weight) return nullptr;
     const T* const* first = matrices + j * kLanesEach;
-    if constexpr (kTransposed)
+    if constexpr (kTransposed) {
       if (places) return taken(first, m * layout.parent, size, layout.parent, weight_lanes, Transposed{places});
+      for (int64_t d = 0; layout.row != E && d * E < size; ++d)
+        taken(first, m * layout.parent + d * layout.row, E, layout.parent, weight_lanes + d * E);
+      if (layout.row != E) return weight_lanes;
+    }
     return taken(first, m * layout.parent, size, layout.parent, weight_lanes);
   }
   // The matrix after that of unit j and parent m.
   FASTCAPS_INLINE Next after(int64_t j, int64_t m) const {
     const int64_t number = narrow ? sizeof(BFloat16) : sizeof(T);
-    return {reinterpret_cast<const char*>(matrices[j * kLanesEach]) + (m + 1) * layout.parent * number, number};
+    return {reinterpret_cast<const char*>(matrices[j * kLanesEach]) + (m + 1) * layout.parent * number, number,
+            narrow ? E : layout.row};
   }
   FASTCAPS_INLINE const Weight* bias_of(int64_t j, int64_t m) const {
     return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, pose, bias_lanes) : nullptr;
