@@ -72,6 +72,7 @@ class DynamicRouting(Routing):
     """Dynamic routing (Sabour et al. 2017): agreement with the parents' squashed sums adds up."""
 
     iterations: int = 3
+    as_published: bool = False  # whether the matrices lie as in DenseCapsule and its copies, [M, I, E, D]
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
     subject: ClassVar[str] = "attention"
@@ -81,7 +82,10 @@ class DynamicRouting(Routing):
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
         so that children come to differ in whom they agree with."""
-        return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": draw.weight(1.0)}
+        weight = draw.weight(1.0)
+        if self.as_published:
+            weight = weight.permute(1, 0, 3, 2).contiguous().permute(1, 0, 3, 2)
+        return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": weight}
 
     def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         votes = votes_in(layout, seen(given["children"], work), given["weight"])

@@ -19,6 +19,7 @@ _CONV1, _CONV2, _DMM = ({"grid": (size, size), "kernel_size": 3, "stride": strid
                         for size, stride in ((16, 2), (7, 1), (8, 1)))  # fmt: skip
 _COPIED = {"groups": 1, "copies": 64}
 _DYNAMIC, _EM, _HEINSENS = DynamicRouting(), EMRouting(), HeinsenRouting()
+_PUBLISHED = DynamicRouting(as_published=True)
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("tsai-c10-conv1", f"{_TSAI} 8", (8, 1), 32, 32, _MATRIX_4, AttentionPass(), _CONV1),
     ("tsai-c10-conv2", f"{_TSAI} 8", (16, 1), 32, 32, _MATRIX_4, AttentionPass(), _CONV2),
@@ -33,6 +34,8 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("barham", "Barham & Isard 2019, Table 1", (64, 1), 32, 32, _MATRIX_4,
      AttentionPass(uniform=True, normalize=False), {**_CONV1, "grid": (15, 15)}),
     ("sabour-mnist", "Sabour et al. 2017", (64,), 1152, 10, _VECTOR, _DYNAMIC, {}),
+    ("guo-mnist", "CapsNet-Pytorch, `DenseCapsule`", (64,), 1152, 10, _VECTOR, _PUBLISHED, {}),
+    ("zhao-points", "Zhao et al. 2019, 3D point capsules", (2,), 1024, 64, (1, 16, 64), _PUBLISHED, {}),
     ("tsai-dr-c10", f"{_TSAI} 4", (32,), 2048, 10, _VECTOR, _DYNAMIC, {}),
     ("tsai-dr-c100", f"{_TSAI} 5", (8,), 2048, 100, _VECTOR, _DYNAMIC, {}),
     ("hinton-conv", f"{_TSAI} 6", (4,), 32, 32, _MATRIX_4, _EM, _CONV1),

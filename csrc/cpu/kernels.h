@@ -30,7 +30,8 @@ inline constexpr bool kOwnPoses = true;
 #endif
 
 // The poses that have their own kernels, in float: the papers' (bench/workloads.py), for the lanes that the schedule
-// gives them, and 1x16. All others share the general kernel: each takes two to four seconds of compiling.
+// gives them, and 1x16; of matrices as published layers store them, those of attention. All others share the general
+// kernel: each takes two to four seconds of compiling.
 template <class...>
 struct Poses {};
 template <class... Each>
@@ -40,6 +41,7 @@ using P6x6 = StaticPose<6, 6, 6>;
 using P1x8 = StaticPose<1, 8, 16>;
 using P1x16 = StaticPose<1, 16, 16>;
 using OfAttention = OwnPoses<P4x4, P1x16, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
+using OfTransposed = OwnPoses<TransposedPose<1, 8, 16>, TransposedPose<1, 16, 16>>;
 using OfSharing = OwnPoses<P4x4, P1x16, P1x8, StaticPose<1, 64, 2>>;
 
 Poses<> own_poses(...);
@@ -81,14 +83,11 @@ auto with_pose(const Call& call, F&& f) {
       using Own = decltype(own_poses(Operands{}, lanes));
       const bool dense = in.are_matrices_dense() || kLane == Lanes::kChildren;  // which the gathered ones are
       if (dense) any.row = any.E;
-      if constexpr (std::is_same_v<Operands, Attention> && kLane == Lanes::kPositions)
-        if (own && !dense) {
-          const TransposedDynamicPose other{any};
-          using Own = OwnPoses<TransposedPose<1, 8, 16>, TransposedPose<1, 16, 16>>;
-          if (layout.transposed()) return with_one_of(Own{}, other, lanes, f);
-          using Apart = RowsApartPose<1, 64, 64>;
-          if (kOwnPoses && any.C == 1 && any.D == 64 && any.E == 64) return f(Apart{{}, layout.row}, float{}, lanes);
-        }
+      if constexpr (own && std::is_same_v<Operands, Attention> && kLane == Lanes::kPositions) {
+        if (layout.transposed()) return with_one_of(OfTransposed{}, TransposedDynamicPose{any}, lanes, f);
+        const bool wide = any.C == 1 && any.D == 64 && any.E == 64;
+        if (kOwnPoses && wide && !dense) return f(RowsApartPose<1, 64, 64>{{}, layout.row}, float{}, lanes);
+      }
       if (own && in.weight && dense) return with_one_of(Own{}, any, lanes, f);
       return f(any, float{}, lanes);
     }
