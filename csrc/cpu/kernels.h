@@ -42,6 +42,7 @@ using P1x8 = StaticPose<1, 8, 16>;
 using P1x16 = StaticPose<1, 16, 16>;
 using OfAttention = OwnPoses<P4x4, P1x16, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
 using OfTransposed = OwnPoses<TransposedPose<1, 8, 16>, TransposedPose<1, 16, 16>>;
+using OfRowsApart = OwnPoses<RowsApartPose<1, 8, 16>, RowsApartPose<1, 64, 64>>;
 using OfSharing = OwnPoses<P4x4, P1x16, P1x8, StaticPose<1, 64, 2>>;
 
 Poses<> own_poses(...);
@@ -58,7 +59,12 @@ auto with_one_of(Poses<>, const Any& any, Is lanes, F&& f) {
 }
 template <class First, class... Others, class Any, class Is, class F>
 auto with_one_of(Poses<First, Others...>, const Any& any, Is lanes, F&& f) {
-  if (any.C == First::C && any.D == First::D && any.E == First::E) return f(First{}, float{}, lanes);
+  if (any.C == First::C && any.D == First::D && any.E == First::E) {
+    if constexpr (requires(First pose) { pose.row; })
+      return f(First{{}, any.row}, float{}, lanes);
+    else
+      return f(First{}, float{}, lanes);
+  }
   return with_one_of(Poses<Others...>{}, any, lanes, f);
 }
 
@@ -85,8 +91,7 @@ auto with_pose(const Call& call, F&& f) {
       if (dense) any.row = any.E;
       if constexpr (own && std::is_same_v<Operands, Attention> && kLane == Lanes::kPositions) {
         if (layout.transposed()) return with_one_of(OfTransposed{}, TransposedDynamicPose{any}, lanes, f);
-        const bool wide = any.C == 1 && any.D == 64 && any.E == 64;
-        if (kOwnPoses && wide && !dense) return f(RowsApartPose<1, 64, 64>{{}, layout.row}, float{}, lanes);
+        if (!dense) return with_one_of(OfRowsApart{}, any, lanes, f);
       }
       if (own && in.weight && dense) return with_one_of(Own{}, any, lanes, f);
       return f(any, float{}, lanes);
