@@ -117,7 +117,7 @@ struct Block {
 
   // The same child by child: a vector holds part of a matrix row, and the votes are transposed instead of the matrix.
   void make_votes_by_child(int64_t count, int64_t rows) {
-    const int64_t row = in.narrow_weight ? in.E : in.matrices.row;
+    const int64_t row = in.matrices.row;
     for (int64_t j = 0; j < count; ++j)
       for (int64_t m = 0; m < in.M; ++m)
         for (int64_t t = 0; t < rows; ++t) {

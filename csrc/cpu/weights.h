@@ -66,7 +66,7 @@ struct WeightsOf {
     }
   }
   FASTCAPS_INLINE const Weight* matrix(int64_t j, int64_t m) const {
-    if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * size);
+    if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * layout.parent);
     if (!weight) return nullptr;
     const T* const* first = matrices + j * kLanesEach;
     if constexpr (kTransposed) {
@@ -81,7 +81,7 @@ struct WeightsOf {
   FASTCAPS_INLINE Next after(int64_t j, int64_t m) const {
     const int64_t number = narrow ? sizeof(BFloat16) : sizeof(T);
     return {reinterpret_cast<const char*>(matrices[j * kLanesEach]) + (m + 1) * layout.parent * number, number,
-            narrow ? E : layout.row};
+            layout.row};
   }
   FASTCAPS_INLINE const Weight* bias_of(int64_t j, int64_t m) const {
     return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, pose, bias_lanes) : nullptr;
@@ -93,7 +93,7 @@ struct WeightsOf {
     const T* first = matrices[j * kLanesEach + r];
     if (!first) return false;
     if (narrow)
-      f(reinterpret_cast<const BFloat16*>(first) + m * size);
+      f(reinterpret_cast<const BFloat16*>(first) + m * layout.parent);
     else
       f(first + m * layout.parent);
     return true;
