@@ -125,6 +125,9 @@ def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
     assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
     assert "refused: parents errs by 1" in report.markdown(session.rows)
     folder = session.file.parent
+    planted = session.file.with_suffix(".part")
+    planted.symlink_to(folder / "victim")
+    assert record.write(folder, session.rows) == session.file and [*folder.iterdir()] == [session.file]
     monkeypatch.setattr(record, "describe", lambda threads: MACHINE | {"threads": threads})
     wanted = {Case(CONV1, 8, False).key, Case(find("zhao-pool"), 1, False).key}
     assert record.finished(folder, 2, quick=False, complete=True) == wanted
