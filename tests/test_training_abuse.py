@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, capsys: pytest.C
         held = torch.load(last, weights_only=True)  # of the middle of an epoch
         held["loops"]["fit_loop"]["epoch_loop.batch_progress"][name] = value
         torch.save(held, last)
-        with pytest.raises(RunError, match=r"last\.ckpt has damaged loops"):
+        with pytest.raises(RunError, match=r"last\.ckpt .*loops"):
             train(config, resume=True, report=Report(quiet=True))
         last.write_bytes(kept)
     assert train(config, resume=True, report=Report(quiet=True)).history[-1]["step"] == 6

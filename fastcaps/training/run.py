@@ -183,7 +183,8 @@ def train(
         # processes that Lightning spawned do not return their rows: read the file
         history = metrics.rows or read_metrics(metrics.path)
         if len(history) != config.epochs:
-            raise RunError(f"{checkpoint} has damaged loops: {len(history)} epochs ran; restart with --overwrite")
+            why = "its loops are damaged, or it is of a longer run; restart with --overwrite"
+            raise RunError(f"{checkpoint} led to {len(history)} epochs, want {config.epochs}: {why}")
         network = module.network.cpu()
         epoch = len(history) if data.validation is None else load_weights(network, out)
         result = _result(config, network, history, epoch, is_main)
