@@ -26,7 +26,7 @@ FIRST = {
     "heinsen-norb-1": "Heinsen's routing,\nsmallNORB, shared matrices",
     "li-capnet-dynamic": "dynamic routing,\n2,048 to 512, shared matrices",
 }
-"""The layers of the README's picture, and what it calls them: own matrices, and shared ones."""
+"""The layers of the README's pictures, and what they call them: own matrices, and shared ones."""
 
 MODES = ("forward", "training step")
 PANELS = {
@@ -86,7 +86,7 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
     layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
     drawn = {panel: [_pair(found[name], panel) for name in layers] for panel in panels}
     drawn = {panel: pairs for panel, pairs in drawn.items() if any(any(pair) for pair in pairs)}
-    size = 4.5 * len(drawn) + 0.6, 1.1 + 0.5 * len(layers)
+    size = 4.3 * len(drawn), 1.5 + 0.5 * len(layers)  # inches; two pictures fit a page, and each a phone
     figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
         title, said, labels = PANELS[panel]
@@ -103,10 +103,11 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
         if panel == "speedup":
             plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
         called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
-        plot.set(title=title, yticks=range(len(layers)), yticklabels=called)
+        plot.set_title(title, loc="right")  # it may be wider than the plot, but not than plot and labels
+        plot.set(yticks=range(len(layers)), yticklabels=called)
         plot.set_xticks(*([1.0], ["1× as fast"]) if panel == "speedup" else ([], []))
-        plot.margins(x=0.2, y=0.02)
+        plot.margins(x=0.25)
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)
-    plots[0][0].invert_yaxis()
+    plots[0][0].set_ylim(len(layers) + 0.6, -0.6)  # downwards, with room for the legends
     return as_svg(figure)

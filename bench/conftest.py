@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from bench.session import Session
 from bench.workload import PRECISIONS, Case
 from bench.workloads import cases
 
+_BEGAN = time.monotonic()
 _SESSION, _CASES = pytest.StashKey[Session](), pytest.StashKey[list[Case]]()
 
 
@@ -35,7 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
     group.addoption("--device", default="cpu", help="what to measure on: cpu or cuda (default cpu)")
     group.addoption("--precision", action="append", default=[], help="cuda: only these")
-    group.addoption("--seconds", type=float, default=float("inf"), help="start no row later than this")
+    text = "budget of the whole run, processes and checks included: what is not finished then is left out of the report"
+    group.addoption("--seconds", type=float, default=float("inf"), help=text)
 
 
 def _quick(config: pytest.Config) -> bool:
@@ -91,7 +94,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     device = option("device")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
-    how = option("threads"), device, option("seconds")
+    how = option("threads"), device, option("seconds") - (time.monotonic() - _BEGAN)
     made = config.stash[_SESSION] = Session(_results(config), _names(config), _quick(config), *how)
     yield made
     made.close()
@@ -100,7 +103,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     measured = session.config.stash.get(_SESSION, None)
     if measured and not measured.file and not exitstatus:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --seconds left time for no row
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --seconds were too few for one row
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -109,11 +112,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     terminalreporter.section("fastcaps benchmark")
     if measured.file is None:
-        terminalreporter.write_line(f"--seconds {config.getoption('seconds'):g}: no row was begun")
+        terminalreporter.write_line(
+            f"--seconds {config.getoption('seconds'):g}: no row was finished, so there is nothing to report"
+        )
         return
     writer = terminalreporter._tw
     Console(file=writer._file, width=writer.fullwidth).print(Markdown(report.markdown(measured.rows, short=True)))
     if page := config.getoption("html"):
         page.write_text(report.html(measured.rows), encoding="utf-8")
         terminalreporter.write_line(f"written: {page}")
+    asked = len({case.key for case in config.stash[_CASES]})
+    if len(measured.rows) < asked:
+        terminalreporter.write_line(f"{len(measured.rows)} of {asked} rows were measured")
     terminalreporter.write_line(f"written: {os.path.relpath(measured.file)}")

@@ -55,7 +55,9 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], kind: str = "bench") -> 
     path = folder / f"{kind}-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
     bare = [{name: value for name, value in row.items() if name != "machine"} for row in rows]
     part = path.with_suffix(".part")  # a run that is killed while it writes leaves the file of the row before
-    part.write_text(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
+    part.unlink(missing_ok=True)  # a link would lead the writing to another file
+    with part.open("x") as file:
+        file.write(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
     return part.replace(path)
 
 

@@ -24,7 +24,7 @@ _FITS, _TOGETHER = 0.6, 0.01
 _PATIENCE = 240.0  # seconds after which a process is given up; a quarter of them on a GPU, where time is dear
 
 
-class LeftOut(Exception):
+class LeftOut(BaseException):  # no Exception, which would be an alternative's failure
     """The time is used up: this row has no figures."""
 
 
@@ -32,8 +32,8 @@ class Session:
     """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
     ``names`` are the alternatives that take part. On a CPU contenders are timed alternately by the host's clock, else
-    one by one by the device's events. No row starts after ``seconds``. A quick run measures no memory, and has no
-    goals. ``folders`` are where the processes of some contenders look for this package.
+    one by one by the device's events. A row that is not finished after ``seconds`` is given up. A quick run measures no
+    memory, and has no goals. ``folders`` are where the processes of some contenders look for this package.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Session:
         self.file: Path | None = None
         self.samples: dict[str, list[float]] = {}  # seconds of every contender's calls, of the last row
         self._case: Case | None = None
-        self._until, self._patience = time.monotonic() + seconds, _PATIENCE if self._on_cpu else _PATIENCE / 4
+        self._until = time.monotonic() + seconds
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
         self._gates = Path(self._scratch.name)
         self.machine = record.describe(threads) | {"kind": "quick" if quick else "full"}
@@ -68,15 +68,22 @@ class Session:
         """
         if self._case == case:
             return self.rows[-1]
-        if time.monotonic() > self._until:
-            raise LeftOut(f"{case}: the time is used up")
         self.samples = {}
         row = self._measure(case)
+        assert self._patience  # else an answer may be missing for lack of time
         row["lost"] = lost(row, self._before.get(record.key(row)))
         self.rows.append(row)
         self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
         self._case = case
         return row
+
+    @property
+    def _patience(self) -> float:
+        """The seconds that a process's answer may take; LeftOut if the time of the run is used up."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise LeftOut("the time is used up")
+        return min(left, _PATIENCE if self._on_cpu else _PATIENCE / 4)
 
     def _measure(self, case: Case) -> dict[str, Any]:
         work = case.workload
@@ -172,7 +179,7 @@ class Session:
         contenders = []
         for name in (*asked, *seconds):
             owner, what = (OURS, asked[name]) if name in asked else (name, ("time",))
-            timer = partial(self._remotes[owner].call, self._patience, *what)
+            timer = partial(self._timed, owner, *what)
             took = seconds[name] if name in seconds else timer(1, 1)[0]
             contenders.append(Contender(name, timer, took, rival=name not in (*asked, OURS)))
         take_turns(contenders, self.plan)
@@ -181,6 +188,10 @@ class Session:
         for name in seconds:
             entries[name] |= found[name]
         return {name: found[name]["median"] for name in asked}
+
+    def _timed(self, owner: str, *what: Any) -> list[float]:
+        """Return the seconds of calls that a process times."""
+        return self._remotes[owner].call(self._patience, *what)  # type: ignore[no-any-return]
 
     def _memory(self, case: Case) -> dict[str, Any]:
         """Measure a row's peak memory at the default batch and where votes are large, ours and that of stored votes,

@@ -25,7 +25,7 @@ def test_routing(case: Case, contender: str, session: Any, benchmark: Any, reque
     try:
         row = session.run(case)
     except LeftOut as reason:
-        pytest.skip(str(reason))
+        pytest.skip(f"{case}: {reason}")
     if "refused" in row:
         pytest.fail(f"no speed figure: {row['refused']}", pytrace=False)
     entry = row["fastcaps"] if contender == OURS else row["alternatives"][contender]

@@ -189,6 +189,11 @@ def _triton_problem() -> str:
     return ("" if _interprets() else _torch_problem()) or libraries.triton_kernels("attention")[1]
 
 
+def device_of(name: str) -> str:
+    """Return the type of the devices that a backend with kernels runs on."""
+    return "cpu" if name == "cpu" or (name == "triton" and _interprets()) else "cuda"
+
+
 def _interprets() -> bool:
     """Return whether Triton's interpreter runs its kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -246,7 +251,7 @@ def refusal(name: str, call: Call) -> str | None:
     problem = _cuda_problem() if name == "cuda" else _triton_problem() if name == "triton" else _cpu_problem(call.stem)
     if problem:
         return problem
-    wanted = "cpu" if name == "cpu" or (name == "triton" and _interprets()) else "cuda"
+    wanted = device_of(name)
     if call.device.type != wanted:
         where = "the CPU" if wanted == "cpu" else "a GPU"
         return f"it runs on {where} only, the tensors are on {call.device}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import fastcaps
 from fastcaps import backends, data, measure, viz
 from fastcaps.training import TrainConfig, TrainResult, train, versions
 from fastcaps.training.callbacks import Report
+from fastcaps.training.folder import write_json
 
 EPOCHS = 10
 TARGET = 0.97
@@ -135,7 +135,7 @@ def run(
         "versions": versions(),
         "pictures": [str(path) for path in pictures],
     }
-    (out / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_json(out / "demo.json", summary)
     console.print(f"\n[bold]{'3' if speed else '2'}. Pictures[/]")
     for path, what in zip(pictures, ("how it learned", "which children each class listened to"), strict=True):
         console.print(f"  {path}  ({what})", highlight=False, soft_wrap=True)

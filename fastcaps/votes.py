@@ -413,8 +413,10 @@ def _check_children(children: Any, window: Any) -> None:
         raise TypeError(f"window must be a fastcaps.Window or None, got {type(window).__name__}")
     symbols = "B, I, C, D" if window is None else "B, N, H, W, C, D"
     if children.dim() != (4 if window is None else 6):
-        kind = "a set (window=None)" if window is None else "a grid (window given)"
-        raise ValueError(f"children of {kind} must have shape [{symbols}], got {shape_text(children)}")
+        kind, last = ("a set (window=None)", 2) if window is None else ("a grid (window given)", 4)
+        hint = f"; for vectors, which are poses of one row, pass children.unsqueeze({last})"
+        hint = hint if children.dim() == last + 1 else ""
+        raise ValueError(f"children of {kind} must have shape [{symbols}], got {shape_text(children)}{hint}")
     if children.layout != torch.strided:
         raise TypeError(f"children must be a dense tensor, got layout {children.layout}")
     if not children.is_floating_point() or children.element_size() == 1:

@@ -16,7 +16,7 @@ from bench.process import WorkerError
 from bench.record import ROOT
 from bench.routings import AttentionPass
 from bench.runner import TRITON
-from bench.session import Session
+from bench.session import LeftOut, Session
 from bench.timing import MULTIPLY_ADDS, doubts
 from bench.workload import Case, Workload
 from bench.workloads import WORKLOADS, cases, find
@@ -125,10 +125,42 @@ def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
     assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
     assert "refused: parents errs by 1" in report.markdown(session.rows)
     folder = session.file.parent
+    planted = session.file.with_suffix(".part")
+    planted.symlink_to(folder / "victim")
+    assert record.write(folder, session.rows) == session.file and [*folder.iterdir()] == [session.file]
     monkeypatch.setattr(record, "describe", lambda threads: MACHINE | {"threads": threads})
     wanted = {Case(CONV1, 8, False).key, Case(find("zhao-pool"), 1, False).key}
     assert record.finished(folder, 2, quick=False, complete=True) == wanted
     assert not record.finished(folder, 1, quick=False, complete=True) and not record.finished(folder, 2, True, False)
+
+
+def test_the_budget_of_seconds_is_kept_and_what_was_measured_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is not finished in time has no figures, so that no alternative counts as failed for lack of time."""
+    now, answer = [0.0], _Served.call
+
+    def slow(self: _Served, seconds: float, method: str, *arguments: Any) -> Any:
+        now[0] += min(seconds, 1.0)
+        if seconds < 1:
+            raise WorkerError(f"no answer in {seconds:.0f} s")
+        return answer(self, seconds, method, *arguments)
+
+    monkeypatch.setattr("bench.session.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(_Served, "call", slow)
+    session = _session(tmp_path, monkeypatch, TOOK, threads=2, quick=True)
+    session.run(Case(CONV1, 8, False))
+    took = now[0]
+    for seconds in (1.5 * took, took + 0.5, took - 0.5, 0.5):
+        now[0] = 0.0
+        folder = tmp_path / f"{seconds}"
+        session = _session(folder, monkeypatch, TOOK, threads=2, quick=True, seconds=seconds)
+        finished = int(seconds // took)
+        with pytest.raises(LeftOut, match="the time is used up"):
+            for training in (False, True):
+                session.run(Case(CONV1, 8, training))
+        assert now[0] <= seconds and len(session.rows) == finished
+        assert session.file is None if not finished else len(record.load(session.file)) == 1
 
 
 def test_a_ratio_on_a_device_is_that_of_graphs_where_launches_are_small(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import nn_plain
@@ -68,7 +69,8 @@ def test_models_of_every_kind():
     again = fastcaps.convert(nn.Sequential(layer, *model))
     assert str(again).startswith("fastcaps.convert: nothing to convert, 4 ran on fastcaps before\n") and not again.left
     report = fastcaps.convert(nn.Linear(2, 2))
-    assert isinstance(report, ConversionReport) and report.layers == [] and "this model has none of" in str(report)
+    assert isinstance(report, ConversionReport) and report.layers == []
+    assert str(report).startswith("fastcaps.convert: found no layer by its class's name; for another class pass as_={")
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
         fastcaps.convert({})
 
@@ -146,14 +148,16 @@ def test_what_is_left_says_why(capsys):
     cases = left()
     model = nn.ModuleDict({name: layer for name, (layer, _) in cases.items()} | {"good": fc()})
     report = fastcaps.convert(model, verbose=True)
-    assert report.converted == ["good"] and report.left == [name for name in cases if name != "ours"]
+    unchanged = [name for name in cases if name not in ("ours", "primary")]  # these are no layers to convert
+    assert report.converted == ["good"] and report.left == unchanged
     assert all(model[name] is layer for name, (layer, _) in cases.items())
     assert not model["untrained"].beta_u.any()  # the noise of the comparison is gone
     said = {layer.path: layer.why for layer in report.layers}
     for name, (_, why) in cases.items():
         assert why in said[name], name
     printed = capsys.readouterr().out
-    assert "1 of 17 capsule layers converted, 1 ran on fastcaps before\n" in printed
+    assert "1 of 16 capsule layers converted, 1 ran on fastcaps before, 1 without routing\n" in printed
+    assert re.search(r"primary +no routing +nn_plain.CapsuleLayer: computes primary capsules", printed)
     assert "nn_plain.CapsuleFC: results agree to " in printed
 
 
@@ -171,7 +175,8 @@ def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
 
     broken = other_fc(fail)
     report = fastcaps.convert(nn.Sequential(broken))
-    assert report.converted == ["0"] and "failed with TypeError" in report.layers[0].why
+    failed = "not compared: its forward failed with TypeError: of another torch, on [2, 6, 4]"
+    assert report.converted == ["0"] and report.layers[0].why.startswith(failed), report.layers[0].why
     assert "1 of 1 capsule layers converted, 1 of them not compared\n" in str(report)
     changed = other_fc(lambda *_: torch.zeros(2, 3, 4))
     report = fastcaps.convert(nn.Sequential(changed), check=False)
@@ -324,8 +329,20 @@ def test_a_class_named_by_hand():
     report = fastcaps.convert(odd, as_=dict.fromkeys((Lengths, Dropped, Shared), fastcaps.compat.DenseCapsule))
     said = [layer.why for layer in report.layers]
     assert report.left == [*odd] and "shape [2, 3], that of" in said[0] and "holds drop: dropout" in said[1], said
-    report = fastcaps.convert(nn.Linear(2, 3), as_={nn.Linear: fastcaps.compat.DenseCapsule})
-    assert "has no attribute in_num_caps" in report.layers[0].why
+    biased, flat = Copy("mied"), Copy("mied")
+    biased.routing_bias, flat.W = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(7, 3))
+    odd = nn.ModuleDict({"biased": biased, "flat": flat, "order": Copy("demi"), "bare": Copy("mied")})
+    del odd["bare"].W
+    report = fastcaps.convert(odd, as_=by_hand)
+    order, tried = odd["order"], "none of the orders mied, imed, imde, mide fits its W [4, 5, 3, 7]"
+    for layer, why in zip(report.layers, (
+        "has 2 parameters, W [3, 7, 5, 4] and routing_bias [3]; DenseCapsule has one",
+        "its W has shape [7, 3], want four dimensions, for i children, m parents, d and e numbers of their poses",
+        f"{tried} (i children, m parents, d and e numbers of their poses): ",
+        "has no parameters; DenseCapsule has one",
+    ), strict=True):  # fmt: skip
+        assert not layer.converted and layer.why.startswith(why), layer.why
+    assert type(order) is Copy and "its forward failed with RuntimeError" in report.layers[2].why
     with pytest.raises(TypeError, match=r"as_ must map classes to classes of fastcaps.compat, got <class"):
         fastcaps.convert(model, as_={Copy: nn.Linear})
 

@@ -84,6 +84,81 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [last] and last.read_bytes() == b"old"
 
 
+def test_a_write_follows_no_link(tmp_path: Path) -> None:
+    """Neither one in the place of the temporary file nor one in the place of the file."""
+    victim, last = tmp_path / "victim", tmp_path / "last.ckpt"
+    victim.write_bytes(b"untouched")
+    for planted in (last, last.with_name("last.ckpt.writing")):
+        planted.symlink_to(victim)
+    with replacing(last) as fresh:
+        fresh.write_bytes(b"new")
+    assert victim.read_bytes() == b"untouched" and not last.is_symlink() and last.read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [last, victim]
+
+
+def _damaged(held: dict[str, Any], what: str) -> None:
+    """Damage one part of a checkpoint."""
+    rows, loops = held["callbacks"]["MetricsWriter"], held["loops"]["fit_loop"]
+    if what == "rows":
+        rows["rows"] = [{"junk": 1.0}]
+    elif what == "few rows":
+        rows["rows"] = []
+    elif what == "epochs":
+        loops["epoch_progress"]["current"] = dict.fromkeys(("ready", "completed", "started", "processed"), 0)
+    elif what == "batches":
+        loops["epoch_loop.batch_progress"]["current"] = {"ready": 3, "completed": 3, "started": 3, "processed": 3}
+    elif what == "no loops":
+        held["loops"] = {}
+    elif what == "weights":
+        next(weight for weight in held["state_dict"].values() if weight.dim() > 1).view(-1)[3] = torch.nan
+    elif what == "moments":
+        held["optimizer_states"][0]["state"][0]["exp_avg"].view(-1)[0] = torch.inf
+
+
+def test_a_damaged_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is damaged, resuming says so in one line that begins with the file."""
+    out = tmp_path / "run"
+    assert cli.main(arguments(out, *FEW, "--epochs", "1")) == 0
+    kept, result = (out / "last.ckpt").read_bytes(), (out / "result.json").read_text()
+    metrics = (out / "metrics.csv").read_text()
+
+    def resumed(file: str, why: str) -> None:
+        capsys.readouterr()
+        assert cli.main(["train", "--resume", "--out", str(out)]) == 1, why
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"fastcaps train: {out / file} cannot be ") and shown.count("\n") == 1, shown
+        assert why in shown, shown
+
+    head, row = metrics.splitlines()
+    for content, why in (
+        (f"{head}\n1,2,3\n", "row 1"),
+        (f"{head}\n{row.replace('6', 'six', 1)}\n", "row 1"),
+        (f"{head}\n{row},7\n", "row 1"),
+        ("junk,more\n1,2\n", "row 1"),
+    ):
+        (out / "metrics.csv").write_text(content)
+        resumed("metrics.csv", why)
+    (out / "metrics.csv").write_bytes(b"\xff\n\xff\n")
+    resumed("metrics.csv", "")
+    (out / "metrics.csv").write_text(metrics)
+    (out / "result.json").write_text(result.replace('"epochs": 1', '"epochs": 0'))  # not finished
+    for what, why in (
+        ("rows", "resumed from: row 1 is {'junk': 1.0}, want a number in every column"),
+        ("few rows", "resumed from: got 0 rows of metrics, want 1 after 6 steps"),
+        ("epochs", "resumed from: got 0 epochs of the loop, want 1 after 6 steps"),
+        ("batches", "resumed from: got 3 batches of the loop, want 0 after 6 steps"),
+        ("no loops", "resumed from: KeyError: 'fit_loop'"),
+        ("weights", "has values that are not finite"),
+        ("moments", "resumed from: optimizer.state.0.exp_avg has values that are not finite"),
+    ):
+        held = torch.load(io.BytesIO(kept), weights_only=True)
+        _damaged(held, what)
+        torch.save(held, out / "last.ckpt")
+        resumed("last.ckpt", why)
+    (out / "last.ckpt").write_bytes(kept)
+    assert cli.main(["train", "--resume", "--out", str(out)]) == 0
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files simulates the disk: a checkpoint does not fit, the other files do."""
     out = tmp_path / "run"
@@ -106,8 +181,18 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, capsys: pytest.C
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     shown = capsys.readouterr().err
-    assert status == 1 and shown.count("\n") == 1 and "File too large" in shown
+    assert status == 1 and shown.count("\n") == 1 and "File too large" in shown and str(last) in shown
     assert last.read_bytes() == kept and not list(out.glob("*.writing"))
+    for name, value in (
+        ("total", {"ready": 50, "completed": 1, "started": 2, "processed": 2}),
+        ("is_last_batch", True),
+    ):
+        held = torch.load(last, weights_only=True)  # of the middle of an epoch
+        held["loops"]["fit_loop"]["epoch_loop.batch_progress"][name] = value
+        torch.save(held, last)
+        with pytest.raises(RunError, match=r"last\.ckpt .*loops"):
+            train(config, resume=True, report=Report(quiet=True))
+        last.write_bytes(kept)
     assert train(config, resume=True, report=Report(quiet=True)).history[-1]["step"] == 6
 
 

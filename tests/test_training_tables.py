@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from stand_ins import RECIPE, network_of
 
 from fastcaps import cli, models
@@ -197,6 +199,9 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
     assert "| batch of 6 |" in (out / "table.md").read_text()
 
 
+LAUGHS = "a0: &a0 {x: 1}, " + ", ".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]" for n in range(1, 20))
+"""Aliases of aliases: some 9¹⁹ values."""
+
 WRONG = {
     "train --recipe mine.yaml": [
         ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a valid number"),
@@ -218,6 +223,17 @@ WRONG = {
         ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
         ("epochs: 2", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
         ("epochs: 2", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply"),
+        ("epochs: 2", "epochs: 2\nepochs: 3", "line 9: epochs appears twice, want it once"),
+        ("epochs: 2", f"epochs: 0x{5000 * 'f'}", "epochs: got '0xffff"),
+        ("lr: 1e-3", f"lr: {5000 * '9'}", "optimizer.lr: got '9999"),
+        (
+            "iterations: 2",
+            f"iterations: [1, -0x{17 * 'f'}]",
+            "network.options.iterations[1]: got '-0xfff",
+        ),
+        ("epochs: 2", "epochs: 2020-13-01", "epochs: got '2020-13-01', want a valid timestamp"),
+        ("epochs: 2", "epochs: 2\nout: &out [*out]", "out[0]: got a value that contains itself, want a finite one"),
+        ("options: {iterations: 2}", f"options: {{{LAUGHS}}}", "got more than 100,000 values, want fewer"),
     ],
     "reproduce --collect digits.yaml": [
         ("measure: error", "measure: speed", "measure: got 'speed', want 'error', 'accuracy', 'memory'"),
@@ -257,6 +273,19 @@ def test_results_that_cannot_be_read_are_told(
     (config.folder / f"{file}.json").write_text(content)
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
     assert status == 1 and f"one/{file}.json cannot be read" in error and error.count("\n") == 1
+
+
+def test_yaml_merges_mappings_and_large_files_are_read_quickly() -> None:
+    """As in YAML 1.1 and PyYAML: a mapping's own fields replace those that it merges, which are no repetition."""
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {y: 4, <<: [*b, {x: 0, z: 5}]}\nd: [*b, *b]"
+    assert read_yaml(text) == yaml.safe_load(text)
+    assert read_yaml(text)["c"] == {"x": 1, "y": 4, "z": 5}
+    seconds = []
+    for count in (2_000, 16_000):
+        text, began = "\n".join(f"k{n}: {n}" for n in range(count)), time.process_time()
+        assert len(read_yaml(text)) == count
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 16 * seconds[0]  # not 64, as if all were compared with all
 
 
 def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,5 +106,5 @@ def read_settings(given: list[str]) -> dict[str, Any]:
         try:
             changes[path] = read_yaml(value)
         except ValueError as error:
-            raise Wrong(f"--set {text}: {error}") from error
+            raise Wrong(f"--set {text if len(text) <= 80 else text[:77] + '...'}: {error}") from error
     return changes

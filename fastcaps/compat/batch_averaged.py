@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype, check_choice, known_arguments
-from fastcaps.compat.twin import VectorTwin
+from fastcaps.compat.twin import PRIMARY, VectorTwin
 from fastcaps.functional.verbs import Votes
 from fastcaps.vectors import squash
 
@@ -129,7 +129,7 @@ class CapsuleLayer(BatchAveraged):
 
     @classmethod
     def _unfit(cls, old: Any) -> str:
-        return "" if old.use_routing else "computes primary capsules by convolutions, routes nothing"
+        return "" if old.use_routing else PRIMARY
 
 
 class RoutedCapsuleLayer(CapsuleLayer):

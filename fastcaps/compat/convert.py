@@ -23,7 +23,7 @@ from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
 from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
-from fastcaps.compat.twin import Twin
+from fastcaps.compat.twin import PRIMARY, Twin
 
 _KINDS = (
     *(CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, DigitCaps, CapsuleLayer, ConvCaps),
@@ -47,6 +47,9 @@ GRADIENT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 5e-2}
 CONVERTED = ("compared", "not compared")
 """Outcomes for a layer that was converted."""
 
+UNCOUNTED = {"ours": "ran on fastcaps before", "no routing": "without routing"}
+"""Outcomes for a layer that there is no reason to convert, and what the report's head says of them."""
+
 HARMLESS = ("__init__", "__repr__", "__annotate__", "__annotate_func__")
 """Methods that a subclass of a published class may add."""
 
@@ -55,8 +58,9 @@ HARMLESS = ("__init__", "__repr__", "__annotate__", "__annotate_func__")
 class Conversion:
     """The outcome for one layer: its path in the model, its old class, what happened, and why.
 
-    ``outcome`` is "compared" or "not compared" if the layer was converted, "ours" if it ran on fastcaps before,
-    "differs" if its results or gradients differ from the twin's, else "left".
+    ``outcome`` is "compared" or "not compared" if the layer was converted, "ours" if it ran on fastcaps before, "no
+    routing" if it is a layer of primary capsules, which is a convolution, "differs" if its results or gradients differ
+    from the twin's, else "left".
     """
 
     path: str
@@ -93,20 +97,21 @@ class ConversionReport:
     @property
     def left(self) -> list[str]:
         """Paths of the candidates that still run the published code."""
-        return [layer.path for layer in self.layers if layer.outcome not in (*CONVERTED, "ours")]
+        return [layer.path for layer in self.layers if layer.outcome not in (*CONVERTED, *UNCOUNTED)]
 
     def __str__(self) -> str:
         if not self.layers:
-            return f"fastcaps.convert: this model has none of {', '.join(TWINS)} (as_= takes classes with other names)"
+            hint = "for another class pass as_={TheirClass: fastcaps.compat.DenseCapsule}, or another twin"
+            return f"fastcaps.convert: found no layer by its class's name; {hint}. Known names: {', '.join(TWINS)}"
         outcomes = [layer.outcome for layer in self.layers]
-        others = len(outcomes) - outcomes.count("ours")
+        others = sum(outcome not in UNCOUNTED for outcome in outcomes)
         head = f"{len(self.converted)} of {others} capsule layers converted" if others else "nothing to convert"
         head += f", {unseen} of them not compared" if (unseen := outcomes.count("not compared")) else ""
-        head += f", {ours} ran on fastcaps before" if (ours := outcomes.count("ours")) else ""
+        head += "".join(f", {outcomes.count(one)} {said}" for one, said in UNCOUNTED.items() if one in outcomes)
         width = max(len(layer.path) for layer in self.layers)
         states = ["converted" if each in CONVERTED else each for each in outcomes]
         rows = zip(self.layers, states, strict=True)
-        lines = (f"  {layer.path:<{width}}  {state:<9}  {layer.old}: {layer.why}" for layer, state in rows)
+        lines = (f"  {layer.path:<{width}}  {state:<10}  {layer.old}: {layer.why}" for layer, state in rows)
         return "\n".join((f"fastcaps.convert: {head}", *lines))
 
 
@@ -134,8 +139,9 @@ def convert(
     as_ : mapping of type to type, optional
         Twins for classes with other names than the published ones, such as ``{TheirClass: DenseCapsule}``. The
         attributes must have the published names, except for :class:`DenseCapsule`: its sizes are guessed from the
-        layer's only parameter, with dimensions in any order, and its gradient may flow through all iterations. A guess
-        is compared even with ``check=False``, and a layer that fails to run is left unchanged.
+        layer's only parameter, with dimensions in the order mied, imed, imde or mide (i children, m parents, d and e
+        numbers of their poses), and its gradient may flow through all iterations. A guess is compared even with
+        ``check=False``, and a layer that fails to run is left unchanged.
     check : bool
         First compare the layer and its twin on random inputs (small and large; without and with parents if it takes
         them), and leave it unchanged if results or gradients differ. A layer that cannot run is converted, and the
@@ -153,9 +159,10 @@ def convert(
     --------
     >>> import torch
     >>> print(convert(torch.nn.Sequential(torch.nn.Linear(3, 4))))
-    fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, \
-DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting, ConvSlimCapsule2D, ConvSlimCapsule3D, \
-DeconvSlimCapsule2D, DeconvSlimCapsule3D (as_= takes classes with other names)
+    fastcaps.convert: found no layer by its class's name; for another class pass \
+as_={TheirClass: fastcaps.compat.DenseCapsule}, or another twin. Known names: CapsuleFC, CapsuleCONV, DenseCapsule, \
+RoutingCapsules, CapsLayer, DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting, ConvSlimCapsule2D, \
+ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -218,7 +225,7 @@ def _replacement(module: nn.Module, kind: type[Twin], added: list[str], check: b
     for options in renamed or kind._versions:
         new = _twin(module, kind, options)
         if isinstance(new, str):
-            return None, "left", new
+            return None, "no routing" if new == PRIMARY else "left", new
         if added:
             return None, "left", f"its class has {', '.join(added)} of its own"
         new._adopt(module)
@@ -228,8 +235,25 @@ def _replacement(module: nn.Module, kind: type[Twin], added: list[str], check: b
         if outcome in CONVERTED:
             return new, outcome, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
         said.append((outcome, why))
-    # of a wrong guess of the dimensions the old layer says nothing of interest
-    return None, *min(said, key=lambda each: (each[0] != "differs", each[1].startswith("not compared")))
+    # with a wrong guess of the dimensions the layer's own error says nothing of interest
+    outcome, why = min(said, key=lambda each: (each[0] != "differs", each[1].startswith("not compared")))
+    if renamed and outcome != "differs":
+        name, orders = renamed[0]["stored"][0], dict.fromkeys(each["stored"][1].strip("1") for each in renamed)
+        shape = [*module.get_parameter(name).shape]
+        why = f"none of the orders {', '.join(orders)} fits its {name} {shape} ({_AXES}): {why}"
+    return None, outcome, why
+
+
+_AXES = "i children, m parents, d and e numbers of their poses"
+
+
+def _unnamed(module: nn.Module) -> str:
+    """Return why a layer without the published attributes cannot be a :class:`DenseCapsule`."""
+    shapes = [f"{name} {[*each.shape]}" for name, each in module.named_parameters()]
+    if len(shapes) == 1:
+        return f"its {shapes[0].replace(' ', ' has shape ', 1)}, want four dimensions, for {_AXES}"
+    several = f"{len(shapes)} parameters, {' and '.join([', '.join(shapes[:-1]), shapes[-1]])}" if shapes else ""
+    return f"has {several or 'no parameters'}; DenseCapsule has one"
 
 
 def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
@@ -239,8 +263,10 @@ def _twin(module: Any, kind: type[Twin], options: dict[str, Any]) -> Twin | str:
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
     if (missing := _missing(module, kind)) and not options.keys() >= {*missing}:
+        if kind is DenseCapsule:
+            return _unnamed(module)
         note = f"; for dynamic routing of your own pass as_={{{type(module).__name__}: fastcaps.compat.DenseCapsule}}"
-        dynamic = issubclass(kind, DynamicTwin) and kind is not DenseCapsule
+        dynamic = issubclass(kind, DynamicTwin)
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code{note * dynamic}"
     if wrong := kind._unfit(module):
         return wrong
@@ -334,7 +360,9 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
         try:
             expected = _tensors(old.forward(*arguments))
         except Exception as error:  # an unknown layer may raise anything, which belongs in the report
-            raise _Verdict("not compared", f"not compared: the old layer failed with {_named(error)}") from error
+            on = ", ".join(str([*each.shape]) for each in arguments if isinstance(each, Tensor))
+            why = f"not compared: its forward failed with {_named(error)}, on {on}"
+            raise _Verdict("not compared", why) from error
         got = _tensors(new.forward(*arguments))
     if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
         theirs, ours = (", ".join(str([*one.shape]) for one in each or ()) or "none" for each in (expected, got))
@@ -351,7 +379,7 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
             shared = [each for each in new.parameters() if each.requires_grad]
             wanted = _gradients(old, arguments, shared)
         except Exception as error:
-            raised = f"the old layer's gradients failed with {_named(error)}"
+            raised = f"its gradients failed with {_named(error)}"
             raise _Verdict("compared", f"results agree to {far:.1e}; {raised}") from error
         if not finite and not all(bool(tensor.isfinite().all()) for tensors in wanted for tensor in tensors):
             return far  # at a parent of 0 the derivative of a published squash is NaN

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastcaps import functional
 from fastcaps.checks import check_count, known_arguments, require_tensor, shape_text
-from fastcaps.compat.twin import Twin, VectorTwin, arranged
+from fastcaps.compat.twin import PRIMARY, Twin, VectorTwin, arranged
 from fastcaps.vectors import length, squash
 
 
@@ -254,7 +254,7 @@ class CapsuleLayer(DynamicTwin):
 
     @classmethod
     def _unfit(cls, old: Any) -> str:
-        return "computes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
+        return PRIMARY if old.num_route_nodes == -1 else ""
 
     @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:

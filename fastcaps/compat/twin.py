@@ -15,6 +15,10 @@ Draw = Callable[..., Tensor]
 """Returns random values of a shape, given as several ints."""
 
 
+PRIMARY = "computes primary capsules by convolutions, routes nothing"
+"""What :meth:`Twin._unfit` returns for a layer that there is no reason to convert."""
+
+
 class Twin(nn.Module):
     """A published layer on fastcaps' kernels, with the published constructor, ``forward``, attributes and parameters.
 

@@ -41,7 +41,7 @@ class Explanation:
     how
         One sentence about what runs.
     reasons
-        For every backend that does not run, why not.
+        Why the others do not run: the backends of the call's device, and a forced one.
     forward, backward
         The kernel of each half and its schedule (how it splits the call), as the backend reports them; else empty.
     call
@@ -219,6 +219,9 @@ class _Listener(list[Explanation]):
             name = backends.chosen(None, call)
             how, others = next(one.detail for one in backends.listing() if one.name == name), f"{name} comes first"
         order = sorted(backends.NAMES, key=lambda each: each != forced)
+        order = [
+            each for each in order if each in (forced, "reference") or backends.device_of(each) == call.device.type
+        ]
         reasons = {each: refusals[each] or others for each in order if each != name}
         self.append(Explanation(name, how, reasons, call=described))
 

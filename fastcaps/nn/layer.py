@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from fastcaps.checks import check_count, check_dtype, check_flag, is_tracing, refuse_unknown, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.functional.verbs import Votes, inputs_of
-from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
+from fastcaps.nn.poses import arguments, arguments_repr, pose_shape, shape_hint
 from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
@@ -442,8 +442,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
-            hints = {2: "; leave out nn.Flatten", 4: "; PrimaryCapsules turns a feature map into capsules"}
-            raise ValueError(f"children must be {wanted}, got {shape_text(children)}{hints.get(children.dim(), '')}")
+            raise ValueError(
+                f"children must be {wanted}, got {shape_text(children)}{shape_hint(children, self.in_dim)}"
+            )
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
             also = "" if self.on_grid else " as a set (kernel_size routes grids; another image size needs a new layer)"

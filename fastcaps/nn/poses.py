@@ -46,6 +46,9 @@ def arguments_repr(module: nn.Module) -> str:
     return ", ".join(shown)
 
 
+_OF_VECTORS = "(pass pose='vector' for vectors of any size, as in Sabour et al., or pose=C for C x D matrices)"
+
+
 def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, int]:
     """Return (C, D, E): a child's pose is ``C x D``, a parent's ``C x E``, and so a vote is a product with ``D x E``.
 
@@ -64,16 +67,24 @@ def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, in
     elif pose == "matrix":
         rows = math.isqrt(in_dim)
         if rows * rows != in_dim:
-            wanted = "(pose='vector' takes any, pose=C takes C x D matrices)"
-            raise ValueError(f"in_dim must be a square number for pose='matrix', got {in_dim} {wanted}")
+            raise ValueError(f"in_dim must be a square number for pose='matrix', got {in_dim} {_OF_VECTORS}")
     elif isinstance(pose, str):
         raise ValueError(f"pose must be one of 'matrix', 'vector' or a number of rows, got {pose!r}")
     else:
         rows = check_count("pose", pose)
     for name, size in (("in_dim", in_dim), ("out_dim", out_dim)):
         if size % rows:
-            raise ValueError(f"{name} must be a multiple of the {rows} rows of a pose, got {size} (pose={pose!r})")
+            hint = _OF_VECTORS if pose == "matrix" else f"(pose={pose!r})"
+            raise ValueError(f"{name} must be a multiple of the {rows} rows of a pose, got {size} {hint}")
     return rows, in_dim // rows, out_dim // rows
+
+
+def shape_hint(children: Tensor, in_dim: int) -> str:
+    """Return what to do with children of a wrong number of dimensions for a layer, as the end of an error."""
+    if children.dim() in (4, 6) and children.shape[-2:].numel() == in_dim:
+        return f"; layers take flat poses: pass children.flatten({children.dim() - 2})"
+    hints = {2: "; leave out nn.Flatten", 4: "; PrimaryCapsules turns a feature map into capsules"}
+    return hints.get(children.dim(), "")
 
 
 def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, Timer
 from rich.console import Console
+from torch import Tensor
+
+from fastcaps.training.fields import RunError, flat
 
 COLUMNS = (
     *("epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"),
@@ -24,14 +27,20 @@ COLUMNS = (
 def replacing(path: Path, first: bool = True) -> Iterator[Path]:
     """Write to a temporary file beside ``path``, which replaces it at the end of the ``with`` block.
 
-    If the process is killed or the disk is full, the old file stays. Only the ``first`` of several processes writes.
+    If the process is killed or the disk is full, the old file stays, and an OSError names the file. Only the ``first``
+    of several processes writes.
     """
     fresh = path.with_name(f"{path.name}.writing")
     try:
+        if first:
+            fresh.unlink(missing_ok=True)  # a killed process left it, or it is a link to another file
+            fresh.touch(exist_ok=False)
         yield fresh
         if first:
             os.replace(fresh, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         with suppress(OSError):  # delete the partial file, which may fill the disk
             if first:
                 fresh.unlink()
@@ -75,11 +84,52 @@ class Checkpoints(Checkpoint):
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a ``metrics.csv``; none if there is no such file."""
+    """Return the rows of a ``metrics.csv``, none if there is no such file; RunError if it is damaged."""
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    try:
+        with path.open(newline="") as file:
+            return _checked_rows(csv.DictReader(file))
+    except (RunError, ValueError, csv.Error) as error:
+        raise RunError(f"{path} cannot be read: {error}; restart with --overwrite") from error
+
+
+def _checked_rows(rows: Iterable[Any]) -> list[dict[str, float]]:
+    """Return rows of metrics; RunError if one lacks a column, or has a value that is not a number."""
+    checked = []
+    for place, row in enumerate(rows, 1):
+        try:
+            if tuple(row) not in (COLUMNS, COLUMNS[:-2]):
+                raise ValueError
+            checked.append({name: float(value) for name, value in row.items()})
+        except (TypeError, ValueError):
+            raise RunError(f"row {place} is {str(row)[:80]}, want a number in every column") from None
+    return checked
+
+
+def check_checkpoint(checkpoint: dict[str, Any]) -> None:
+    """Raise RunError for weights or moments that are not finite, and for counts of epochs and steps that disagree.
+
+    Lightning would resume without a word: from NaN, or for an epoch more or less.
+    """
+    for name, value in flat({**checkpoint["state_dict"], "optimizer": checkpoint["optimizer_states"][0]}).items():
+        if isinstance(value, Tensor) and not name.startswith("means.") and not value.isfinite().all():
+            raise RunError(f"{name} has values that are not finite")
+    loops, data, step = checkpoint["loops"]["fit_loop"], checkpoint["ImageData"], checkpoint["global_step"]
+    epoch, batch = divmod(step, data["steps_per_epoch"])
+    epochs, batches = (loops[name]["current"] for name in ("epoch_progress", "epoch_loop.batch_progress"))
+    optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
+    counts = {
+        "rows of metrics": (len(_checked_rows(checkpoint["callbacks"]["MetricsWriter"]["rows"])), epoch),
+        "epochs of the data": (data["epoch"], epoch),
+        "batches of the data": (data["start"], batch),
+        "epochs of the loop": (epochs["processed"], epoch),
+        "batches of the loop": (batches["ready"] % data["steps_per_epoch"], batch),
+        "steps of the optimizer": (optimizer["completed"], step),
+    }
+    for name, (found, want) in counts.items():
+        if found != want:
+            raise RunError(f"got {found} {name}, want {want} after {step} steps")
 
 
 class MetricsWriter(Timer):
@@ -116,6 +166,8 @@ class MetricsWriter(Timer):
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "seconds": self.time_elapsed() - sum(row["seconds"] for row in self.rows),
         }
+        if "test_accuracy" not in found or trainer.global_step != (len(self.rows) + 1) * trainer.num_training_batches:
+            raise RunError(f"{self.path.with_name('last.ckpt')} has damaged loops; restart with --overwrite")
         row = {name: float(f"{float(found[name]):.6g}") for name in COLUMNS if name in found}
         self.rows.append({"epoch": len(self.rows) + 1, "step": trainer.global_step, **row})
         self._save(trainer)

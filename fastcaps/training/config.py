@@ -45,7 +45,7 @@ class Network(Settings):
                 raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the data")
         iterations = self.options.get("iterations")
         if isinstance(iterations, int) and iterations > MOST_ITERATIONS:
-            raise ValueError(f"options.iterations: got {iterations}, want {MOST_ITERATIONS} or fewer")
+            raise fields.wrong("options.iterations", iterations, f"{MOST_ITERATIONS} or fewer")
 
 
 class Data(Settings):

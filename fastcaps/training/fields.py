@@ -89,7 +89,7 @@ def read(kind: type[Kind], value: Any) -> Kind:
 
 def wrong(path: str, got: Any, want: str) -> SettingError:
     """Return an error with a setting's path, what came, cut if it is long, and what is wanted."""
-    shown = repr(got)
+    shown = f"{got.bit_length()} bits" if isinstance(got, int) and got.bit_length() > 999 else repr(got)
     return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
 
 

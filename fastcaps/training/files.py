@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,52 @@ TOLD = ("source", "reported", "reading")
 """Fields of what a paper says, and our comments on it."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without repeated fields."""
+MOST_VALUES = 100_000  # of a file, with every alias in full; the papers' files have some hundreds
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"{key} appears twice, want it once", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
+
+class _Loader(yaml.SafeLoader):
+    """YAML without repeated fields, integers beyond 64 bits, and aliases of aliases that grow without end."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and self._checked(node, "", {}) > MOST_VALUES:
+            raise SettingError(f"got more than {MOST_VALUES:,} values, want fewer")
+        return node
+
+    def _checked(self, node: yaml.Node, path: str, counts: dict[yaml.Node, int]) -> int:
+        """Check a node once; return the count of its values with every alias in full. ``counts`` are those known."""
+        if counts.get(node) == 0:
+            raise SettingError(f"{path}: got a value that contains itself, want a finite one")
+        if node not in counts:
+            counts[node] = 0
+            counts[node] = 1 + sum(self._checked(inner, name, counts) for name, inner in self._inner(node, path))
+        return counts[node]
+
+    def _inner(self, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node]]:
+        """Yield the values in a list or mapping with their paths; construct a scalar, to see that it is valid."""
+        if isinstance(node, yaml.SequenceNode):
+            yield from ((f"{path}[{place}]", value) for place, value in enumerate(node.value))
+        elif isinstance(node, yaml.MappingNode):
+            keys = set()
+            for key, value in node.value:
+                yield f"{path}, a key", key
+                name = "<<" if key.tag.endswith(":merge") else self.construct_object(key, deep=True)
+                if not isinstance(name, Hashable) or name in keys:
+                    problem = (
+                        f"{name} appears twice, want it once" if name in keys else "got a list or mapping as a key"
+                    )
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                keys.add(name)
+                yield f"{path}.{name}".removeprefix("."), value
+        elif not node.tag.endswith(":merge"):
+            kind = node.tag.rpartition(":")[2]
+            try:
+                value = self.construct_object(node)
+                if isinstance(value, int) and value.bit_length() > 64:
+                    raise ValueError
+            except ValueError as error:
+                want = "an integer of at most 64 bits" if kind == "int" else f"a valid {kind}"
+                raise wrong(path or "value", node.value, want) from error
 
 
 def read_yaml(text: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from fastcaps.training.callbacks import check_checkpoint
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.loss import Batch, right
 
@@ -107,6 +108,7 @@ class CapsuleClassifier(pl.LightningModule):
         checkpoint["random_state"] = torch.get_rng_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_checkpoint(checkpoint)
         # the checkpoint has the first rank's state, with which all ranks would draw the same augmentation
         if self.trainer.world_size == 1:
             torch.set_rng_state(checkpoint["random_state"].cpu())

@@ -113,7 +113,8 @@ def _errors_in_one_line(config: TrainConfig, metrics: MetricsWriter, checkpoint:
             why = f"too large for the memory here: {in_one_line(error)}"
             raise RunError(f"batch_size: got {config.batch_size}, {why}") from error
         if checkpoint is not None and not metrics.started and not isinstance(error, (DataError, ValueError)):
-            raise RunError(f"{checkpoint} cannot be resumed from: {in_one_line(error, True)}") from error
+            why = in_one_line(error, named=not isinstance(error, RunError))
+            raise RunError(f"{checkpoint} cannot be resumed from: {why}") from error
         raise
 
 
@@ -181,6 +182,9 @@ def train(
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
         # processes that Lightning spawned do not return their rows: read the file
         history = metrics.rows or read_metrics(metrics.path)
+        if len(history) != config.epochs:
+            why = "its loops are damaged, or it is of a longer run; restart with --overwrite"
+            raise RunError(f"{checkpoint} led to {len(history)} epochs, want {config.epochs}: {why}")
         network = module.network.cpu()
         epoch = len(history) if data.validation is None else load_weights(network, out)
         result = _result(config, network, history, epoch, is_main)

@@ -101,7 +101,7 @@ def test_one_pixel_and_nan() -> None:
 def test_its_calls_are_explained() -> None:
     layer, capsules = make("type-I", dtype=torch.float32)
     explained = fastcaps.explain(layer, capsules)
-    assert len(explained) == 4 and all(one.backend in ("cpu", "reference") and one.reasons["cuda"] for one in explained)
+    assert len(explained) == 4 and all(one.backend in ("cpu", "reference") for one in explained)
     assert explained[2].call == "batch 2, a squash(x) + b squash(y) of 3x2 x 3 capsules of 2, float32 on cpu"
     with fastcaps.backend("cpu"):
         one = fastcaps.explain(squash_sum, capsules.half(), types=3)
