@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fastcaps.checks import accumulation_dtype, require_tensor, shape_text
@@ -42,7 +41,7 @@ class InSlabs(torch.autograd.Function):
     """Route slabs one after the other into one tensor, and again, one after the other, in the backward.
 
     A checkpoint for each slab would do the same, but the small tensors that it allocates between large ones fragment
-    the memory by several times a slab.
+    the memory by several times a slab. A graph for second derivatives stores the votes of all slabs.
     """
 
     @staticmethod
@@ -59,18 +58,21 @@ class InSlabs(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, *parameters = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        totals = [torch.zeros_like(each) if need else None for each, need in zip((x, *parameters), needs, strict=True)]
-        cast = torch.autocast(x.device.type, ctx.autocast, enabled=ctx.autocast is not None)
+        inputs, needs, graph = ctx.saved_tensors, ctx.needs_input_grad[3:], torch.is_grad_enabled()
+        totals = [torch.zeros_like(each) if need else None for each, need in zip(inputs, needs, strict=True)]
+        cast = torch.autocast(inputs[0].device.type, ctx.autocast, enabled=ctx.autocast is not None)
         for slab in ctx.slabs:
-            own = [None if each is None else each.detach() for each in (slab.of(x, children=True), *parameters)]
-            leaves = [each.requires_grad_() for each, need in zip(own, needs, strict=True) if need and each is not None]
+            own = [slab.of(inputs[0], children=True), *inputs[1:]]
             with torch.enable_grad(), cast:
+                # views are new nodes, at which the first derivative stops
+                own = [each if each is None else each.view_as(each) if graph else each.detach() for each in own]
+                leaves = [each for each, need in zip(own, needs, strict=True) if need]
+                if not graph:
+                    for leaf in leaves:
+                        leaf.requires_grad_()
                 made = ctx.route(slab, *own)
-            found = iter(torch.autograd.grad(made, leaves, slab.of(gradient)))
+            found = iter(torch.autograd.grad(made, leaves, slab.of(gradient), create_graph=graph))
             for place, total in enumerate(totals):
                 if total is not None:
                     (total if place else slab.of(total, children=True)).add_(next(found))
