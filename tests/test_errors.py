@@ -311,8 +311,8 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "recipe": (lambda: fastcaps.training.train("mnist"), "config must be a TrainConfig, such as .*, got 'mnist'"),
     "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),
               r"must define route\(.*got an argument iteration"),
-    "no iteration": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations=0), "^iterations must be an int >= 1, got"),
-    "iterations": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations="x"), "^iterations must be an int >= 1, got"),
+    "no iteration": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations=0), "^iterations must be an int >= 1"),
+    "iterations": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations="x"), "^iterations must be an int >= 1"),
 }  # fmt: skip
 
 

@@ -19,8 +19,17 @@ from suite import every_backend, native_only
 from suite import every_routing as every_op
 from torch import Tensor
 
-from fastcaps import BackendError, Window, backend
-from fastcaps.functional import dynamic_routing, inverted_attention_routing, routing_pool
+from fastcaps import BackendError, Votes, Window, backend
+from fastcaps.encapnet import CapFC
+from fastcaps.functional import (
+    dynamic_routing,
+    inverted_attention_routing,
+    length,
+    routing_pool,
+    softmax,
+    squash,
+    unit,
+)
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -54,6 +63,27 @@ def test_results_may_be_written_to(routing: Routing, name: str) -> None:
                 before = result.detach().clone()
                 assert torch.equal(result.mul_(2), 2 * before)
                 result.sum().backward()
+
+
+@every_window
+@every_routing
+def test_results_are_contiguous(routing: Routing, window: Window | None) -> None:
+    """On a grid with channels last; coefficients have no channels."""
+    for name, result in routing.ours(routing.tensors(window), window, coefficients=True).items():
+        assert (result if window is None or name == "coefficients" else result.movedim(1, 3)).is_contiguous(), name
+
+
+def test_results_are_contiguous_as_those_of_torch() -> None:
+    """Of contiguous arguments, so that ``view`` works."""
+    vectors, children, weight = torch.randn(2, 4, 3), torch.randn(2, 4, 2, 3), torch.randn(4, 5, 3, 2)
+    found = {f"{f.__name__} {dim}": f(vectors, dim) for f in (softmax, squash, unit, length) for dim in (0, 1, -1)}
+    for groups, matrices in enumerate((None, weight[:1], weight[:2], weight)):
+        votes = Votes(children, matrices, parents=5)
+        parents, r = torch.randn(votes.parents_shape), torch.randn(votes.coefficients_shape)
+        verbs = votes.agreement(parents), votes.distance(parents), votes.sum(r), votes.sum(1.0), votes.square_sum(r, 0)
+        found |= {f"{groups} groups, {k}": result for k, result in enumerate(verbs)}
+    found["CapFC"] = CapFC(4, 5, 3)(vectors)
+    assert [name for name, result in found.items() if not result.is_contiguous()] == []
 
 
 @every_routing

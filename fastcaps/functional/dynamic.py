@@ -119,8 +119,8 @@ def dynamic_routing(
         results = routing(votes, own)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
-    routed = votes.from_op(results[0].narrow(-3, 0, many) if leaky else results[0])
-    return Routed(routed, votes.pairs_from_op(results[-1][..., :many])) if return_coefficients else routed
+    routed = votes.from_op(results[0].narrow(-3, 0, many).contiguous())  # without the leak
+    return Routed(routed, votes.pairs_from_op(results[-1][..., :many].contiguous())) if return_coefficients else routed
 
 
 def _check(votes: VoteInputs, prior: Any) -> None:
