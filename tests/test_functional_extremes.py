@@ -19,7 +19,7 @@ from suite import every_backend, native_only
 from suite import every_routing as every_op
 from torch import Tensor
 
-from fastcaps import BackendError, Votes, Window, backend
+from fastcaps import BackendError, Votes, Window, backend, ops
 from fastcaps.encapnet import CapFC
 from fastcaps.functional import (
     dynamic_routing,
@@ -30,6 +30,8 @@ from fastcaps.functional import (
     squash,
     unit,
 )
+from fastcaps.rules import Rule
+from fastcaps.votes import VoteInputs
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -117,6 +119,18 @@ def test_a_gate_of_0_hides_whatever_is_behind(routing: Routing, window: Window |
     for name, value in clean.items():
         there = ~shut if name == own else ...
         torch.testing.assert_close(broken[name][there], value[there], rtol=1e-8, atol=1e-9, msg=name)
+
+
+@every_backend
+def test_a_closed_child_has_a_gradient_of_0_beside_one_that_is_nan(name: str) -> None:
+    """With constant coefficients; the query of the last iteration is NaN."""
+    children, gate = torch.randn(1, 4, 2, 3), torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    children[0, 3, 0, 0] = torch.nan
+    given = VoteInputs.unchecked(children.requires_grad_(), torch.randn(4, 5, 3, 2), None, gate, None, 5)
+    own = ops.Attention(torch.randn(1, 5, 2, 2), rule=int(Rule.PLAIN), iterations=2, detach=True)
+    with backend(name):
+        (gradient,) = torch.autograd.grad(ops.attention_routing(given, own)[0].sum(), children)
+    assert not gradient[0, 0].any() and gradient[0, 1].isnan().any()
 
 
 # ---- numbers that are not finite, and half precision -----------------------------------------------------------------
