@@ -43,6 +43,12 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling()
 
 
+def refuse_second_derivatives(name: str) -> None:
+    """Raise within a backward if it must have a graph (``create_graph=True``) itself."""
+    if torch.is_grad_enabled() and not is_tracing():
+        raise RuntimeError(f"{name} has no second derivatives: set create_graph=False")
+
+
 def shape_text(tensor: Tensor) -> str:
     """Return a shape as text for messages."""
     return f"{list(tensor.shape)}"

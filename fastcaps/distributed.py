@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fastcaps import backends, reference
-from fastcaps.checks import accumulation_dtype, widen
+from fastcaps.checks import accumulation_dtype, refuse_second_derivatives, widen
 from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.sharding import AXES, cuts_of, lying
 from fastcaps.reference.derivatives import inverse_or_zero
@@ -62,6 +61,10 @@ def route(routing: Routing, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
     poses, place = votes.poses, local.children.dim() - 3
     finals = results[: len(routing.finals)]
     finals = [layout.wrap(x, poses if x.dim() == len(poses) else votes.parent_values_shape, place) for x in finals]
+    for x in finals:
+        if x.requires_grad:
+            # PyTorch's backwards of shards lose the graph, so those of this module do not have one
+            x.register_hook(lambda _: refuse_second_derivatives("A routing of DTensors"))
     shares = layout.wrap(results[-1], votes.coefficients_shape, place + 1, place) if own.coefficients else None
     return (*finals, *(None for _ in routing.history), shares)
 
@@ -299,7 +302,6 @@ class _Pooled(torch.autograd.Function):
         return joint.clone(), part
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (grad, _), (*parts, query, sums, log_sum) = grads, ctx.saved_tensors
         parents, window, given = ctx.settings
@@ -365,7 +367,6 @@ class _Moments(torch.autograd.Function):
         return counts[0].clone(), means[0].clone(), narrow[0].clone(), evidence
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         parents, window, _, eps = ctx.settings
         *tensors, counts, means, narrow = ctx.saved_tensors

@@ -289,7 +289,7 @@ class VoteInputs(NamedTuple):
 
         ``parents`` is M, by default that of ``weight``, else of ``bias``, else 1. Messages call the gate ``gate_name``.
         ``others`` are a routing's other arguments (tensors, None or booleans), which ``check(votes, *others)`` checks;
-        dimension ``parents_at`` of the first of them is M if the weight does not have it.
+        dimension ``parents_at`` of one of them may be M if neither ``parents`` nor the weight is.
         """
         parents = None if parents is None else check_count("parents", parents)
         settings = (window, parents, gate_name, parents_at, check)
@@ -376,11 +376,13 @@ def _check(
     for name, value in zip(("children", "weight", "bias", gate_name), given, strict=False):  # they have no shape
         if isinstance(value, Tensor):
             refuse_nested(name, value)
-    first = others[0] if others else None
-    if parents_at is not None and isinstance(first, Tensor) and not first.is_nested and first.dim() > parents_at:
+    if parents is None and parents_at is not None:
+        tables = [x for x in others if isinstance(x, Tensor) and not x.is_nested and x.dim() > parents_at]
         # a weight for one parent does not decide: with more parents it is a mistake, which _check_weight reports
-        decides = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
-        parents = None if decides else check_count("parents", first.shape[parents_at])
+        if tables and not (isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)):
+            sizes = [x.shape[parents_at] for x in tables]
+            sizes += [bias.shape[1]] if isinstance(bias, Tensor) and bias.dim() == 4 else []
+            parents = check_count("parents", next((size for size in sizes if size != 1), 1))
     _check_children(children, window)
     cast = autocast_dtype(children.device.type) is not None
     table = weight if weight is not None else bias

@@ -225,18 +225,6 @@ def check_ops(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(whole, plain[name], msg=lambda text, n=name, c=case: f"{c} {n}: {text}")
 
 
-def check_second_derivatives(mesh: DeviceMesh) -> None:
-    """They are refused where they would be wrong."""
-    children = distribute_tensor(torch.randn(2, 6, 2, 3), mesh, [Shard(1)]).requires_grad_()
-    (first,) = torch.autograd.grad(functional.routing_pool(children).full_tensor().sum(), children, create_graph=True)
-    try:
-        first.full_tensor().square().sum().backward()
-    except RuntimeError as error:
-        assert "once_differentiable" in str(error), error
-    else:
-        raise AssertionError("not refused")
-
-
 def check_errors(mesh: DeviceMesh) -> None:
     """What a routing cannot work on is refused, by name."""
     children, weight, grid = torch.randn(2, 12, 2, 3), torch.randn(5, 4, 3, 3), torch.randn(2, 4, 3, 3, 2, 3)
@@ -315,7 +303,6 @@ OPS = _ops()
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "ops": check_ops,
     "errors": check_errors,
-    "second": check_second_derivatives,
     "traffic": check_traffic,
     **{
         f"ddp-{name}": partial(check_training, lambda network, _: DistributedDataParallel(network), name)

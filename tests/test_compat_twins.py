@@ -14,6 +14,8 @@ import torch
 from features import Largest, number
 from suite import refusals
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fastcaps
 from fastcaps import compat
@@ -245,6 +247,31 @@ def test_no_votes_of_the_whole_grid(kind: Any, monkeypatch: pytest.MonkeyPatch) 
         made = layer(given)
         made.sum().backward()
     assert seen.numbers < 0.7 * (16 * made.numel() // 4)
+
+
+class Makes(TorchDispatchMode):
+    """Counts the tensors of a size that ops allocate."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.numel() == self.size and x.untyped_storage()._cdata not in known:
+                self.count += 1
+        return result
+
+
+def test_a_step_of_a_slab_makes_few_tensors_of_the_size_of_its_votes() -> None:
+    """Votes forward and backward, their gradient, and a square for their length's; not one for each product."""
+    layer = compat.ConvSlimCapsule3D(3, 5, 7, 4, 3, stride=1, padding=1)
+    given = torch.randn(1, 5, 4, 4, 5, 6, requires_grad=True)
+    with Makes(5 * 7 * 3 * 4 * 5 * 6) as made:
+        layer(given).sum().backward()
+    assert made.count <= 5
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -267,6 +267,13 @@ class Layer(fastcaps.nn.RoutingLayer):  # type: ignore[type-arg]
     pass
 
 
+class Own(fastcaps.nn.RoutingLayer[Any, Any]):
+    """A user's routing."""
+
+    def route(self, votes: fastcaps.Votes, iterations: int) -> torch.Tensor:
+        return votes.sum(1.0)
+
+
 def built(backbone: Any, **options: Any) -> Any:
     sizes = {"in_channels": 2, "image_size": 5, "capsules": 3, "dim": 4, "classes": 7}
     return fastcaps.CapsNet.build(backbone, **{**sizes, **options})
@@ -314,6 +321,8 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "recipe": (lambda: fastcaps.training.train("mnist"), "config must be a TrainConfig, such as .*, got 'mnist'"),
     "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),
               r"must define route\(.*got an argument iteration"),
+    "no iteration": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations=0), "^iterations must be an int >= 1"),
+    "iterations": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations="x"), "^iterations must be an int >= 1"),
 }  # fmt: skip
 
 

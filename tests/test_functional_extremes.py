@@ -19,8 +19,19 @@ from suite import every_backend, native_only
 from suite import every_routing as every_op
 from torch import Tensor
 
-from fastcaps import BackendError, Window, backend
-from fastcaps.functional import dynamic_routing, inverted_attention_routing, routing_pool
+from fastcaps import BackendError, Votes, Window, backend, ops
+from fastcaps.encapnet import CapFC
+from fastcaps.functional import (
+    dynamic_routing,
+    inverted_attention_routing,
+    length,
+    routing_pool,
+    softmax,
+    squash,
+    unit,
+)
+from fastcaps.rules import Rule
+from fastcaps.votes import VoteInputs
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -56,6 +67,27 @@ def test_results_may_be_written_to(routing: Routing, name: str) -> None:
                 result.sum().backward()
 
 
+@every_window
+@every_routing
+def test_results_are_contiguous(routing: Routing, window: Window | None) -> None:
+    """On a grid with channels last; coefficients have no channels."""
+    for name, result in routing.ours(routing.tensors(window), window, coefficients=True).items():
+        assert (result if window is None or name == "coefficients" else result.movedim(1, 3)).is_contiguous(), name
+
+
+def test_results_are_contiguous_as_those_of_torch() -> None:
+    """Of contiguous arguments, so that ``view`` works."""
+    vectors, children, weight = torch.randn(2, 4, 3), torch.randn(2, 4, 2, 3), torch.randn(4, 5, 3, 2)
+    found = {f"{f.__name__} {dim}": f(vectors, dim) for f in (softmax, squash, unit, length) for dim in (0, 1, -1)}
+    for groups, matrices in enumerate((None, weight[:1], weight[:2], weight)):
+        votes = Votes(children, matrices, parents=5)
+        parents, r = torch.randn(votes.parents_shape), torch.randn(votes.coefficients_shape)
+        verbs = votes.agreement(parents), votes.distance(parents), votes.sum(r), votes.sum(1.0), votes.square_sum(r, 0)
+        found |= {f"{groups} groups, {k}": result for k, result in enumerate(verbs)}
+    found["CapFC"] = CapFC(4, 5, 3)(vectors)
+    assert [name for name, result in found.items() if not result.is_contiguous()] == []
+
+
 @every_routing
 def test_no_vote_outlives_a_call(routing: Routing) -> None:
     """Nothing of the size children x parents is among what a training step keeps."""
@@ -87,6 +119,18 @@ def test_a_gate_of_0_hides_whatever_is_behind(routing: Routing, window: Window |
     for name, value in clean.items():
         there = ~shut if name == own else ...
         torch.testing.assert_close(broken[name][there], value[there], rtol=1e-8, atol=1e-9, msg=name)
+
+
+@every_backend
+def test_a_closed_child_has_a_gradient_of_0_beside_one_that_is_nan(name: str) -> None:
+    """With constant coefficients; the query of the last iteration is NaN."""
+    children, gate = torch.randn(1, 4, 2, 3), torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    children[0, 3, 0, 0] = torch.nan
+    given = VoteInputs.unchecked(children.requires_grad_(), torch.randn(4, 5, 3, 2), None, gate, None, 5)
+    own = ops.Attention(torch.randn(1, 5, 2, 2), rule=int(Rule.PLAIN), iterations=2, detach=True)
+    with backend(name):
+        (gradient,) = torch.autograd.grad(ops.attention_routing(given, own)[0].sum(), children)
+    assert not gradient[0, 0].any() and gradient[0, 1].isnan().any()
 
 
 # ---- numbers that are not finite, and half precision -----------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from nn_layers import CLOSE, draw, gradients, layer
 from torch import Tensor
 
-from fastcaps import Window, backend, functional, vectors
+from fastcaps import Votes, Window, backend, functional, vectors
 from fastcaps._testing.judge import Bar
 
 
@@ -125,6 +125,31 @@ def test_votes_without_matrices_have_the_bias_of_their_parent(batch: int, rows: 
         functional.em_routing(children, None, w, *betas, bias=bias[:1, :1]) for w in (None, identity)
     )
     torch.testing.assert_close(without.poses, by_matrices.poses)
+
+
+FREE: list[tuple[Any, Any, dict[str, tuple[int, ...]]]] = [
+    (functional.heinsen_routing, {"scores": None}, {"bias": (1, 1, 2, 3), "beta_use": (1, 1), "beta_ignore": (4, 1)}),
+    (functional.em_routing, {"activations": None}, {"bias": (1, 1, 2, 3), "beta_u": (3,), "beta_a": (3,)}),
+    (functional.inverted_attention_routing, {}, {"bias": (4, 1, 2, 3), "parents": (2, 3, 2, 3)}),
+    (functional.inverted_attention_routing, {}, {"bias": (1, 1, 2, 3)}),
+    (functional.dynamic_routing, {}, {"bias": (1, 1, 2, 3), "prior": (4, 3)}),
+    (functional.routing_pool, {}, {"bias": (1, 1, 2, 3)}),
+]
+
+
+def test_without_matrices_any_table_may_set_the_number_of_parents() -> None:
+    """The others may have one column, as beside votes that hold the number."""
+    children = torch.randn(2, 4, 2, 3)
+    for function, rest, shapes in FREE:
+        wide = [name for name, shape in shapes.items() if shape[1:2] == (1,)] or [""]
+        for widened in wide:
+            given = {k: torch.randn((*x[:1], 3, *x[2:]) if k == widened else x) for k, x in shapes.items()}
+            bias = {"bias": given.pop("bias")}
+            takes_bias = {"bias": None} if function is functional.heinsen_routing else {}
+            matrix = {"weight": None} if function is not functional.routing_pool else {}
+            wanted = function(Votes(children, None, **bias, parents=3), **rest, **given, **takes_bias, **matrix)
+            found = function(children, **rest, **given, **bias, **matrix)
+            torch.testing.assert_close(found, wanted, msg=f"{function.__name__} {widened}")
 
 
 def test_a_bias_under_a_padded_window_is_that_of_children_with_a_gate_of_1() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from nn_layers import FORMS, LAYERS, draw
 from nn_layers import draw_for as given
 
-from fastcaps import DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting, functional
+from fastcaps import DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting, functional, losses
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 WHOLE: dict[str, Any] = {"kernel_size": "all", "share": True}
@@ -190,3 +191,31 @@ def test_what_tells_parents_apart() -> None:
     for name, parameter in broken.named_parameters():
         assert parameter.shape == ((1, 1) if name.startswith("beta") else (1, 1, 2, 2))
     assert set(HeinsenRouting(6, 3, 4, 4, single_beta=True).state_dict()) == {"weight", "beta_use"}
+
+
+STACKS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "vectors": ((64, 16, 16, 10), (8, 8, 8, 16), {"pose": "vector"}),
+    "many": ((512, 32, 32, 10), (8, 8, 8, 16), {"pose": "vector"}),
+    "matrices": ((64, 16, 16, 10), (16, 16, 16, 16), {"pose": "matrix"}),
+    "deep": ((64, 16, 16, 16, 16, 10), (8, 8, 8, 8, 8, 16), {"pose": "vector"}),
+    "children": ((64, 16, 16, 10), (8, 8, 8, 16), {"pose": "vector", "compete": "children"}),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_dynamic_routing_train_with_the_std_of_the_docstring(name: str) -> None:
+    counts, dims, options = STACKS[name]
+    torch.manual_seed(0)
+    poses = functional.unit(torch.randn(32, counts[0], dims[0])) * 0.2
+    mean, weights = 0.2, []
+    for children, parents, in_dim, out_dim in zip(counts, counts[1:], dims, dims[1:], strict=False):
+        layer = DynamicRouting(children, parents, in_dim, out_dim, **options)
+        top = children if layer.compete == "children" else parents
+        layer.std = 0.75 * top / (mean * math.sqrt(children * layer.pose_shape[2]))
+        layer.reset_parameters()
+        poses, mean = layer(poses), 0.5
+        assert 0.5 < poses.norm(dim=-1).mean() < 0.98
+        weights.append(layer.weight)
+    loss = losses.margin_loss(losses.length(poses), torch.arange(32) % 10)
+    first, *_, last = (gradient.norm() for gradient in torch.autograd.grad(loss, weights))
+    assert last / 10 < first < 10 * last

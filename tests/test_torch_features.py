@@ -6,20 +6,26 @@ vmap does must be what a call for each entry does. Under autocast the dtype and 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number, training, with_gradients
+import torch.distributed as dist
+from features import BY_NAME, ROUTINGS, WINDOWS, Called, Leaves, Routing, close, number, training, with_gradients
 from nn_layers import LAYERS, Row
 from suite import every_backend
-from torch import Tensor, func
+from torch import Tensor, func, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastcaps
-from fastcaps import Window, backend
+from fastcaps import Votes, Window, backend, compat
+from fastcaps.compat import slim_capsules
+from fastcaps.encapnet import squash_sum
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -40,6 +46,119 @@ def test_derivatives(routing: Routing, window: Window | None) -> None:
     flat = torch.cat([tensor.flatten() for tensor in given.values()]).requires_grad_()
     assert torch.autograd.gradcheck(call, flat, fast_mode=True, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(call, flat, fast_mode=True, check_fwd_over_rev=True)
+
+
+# ---- second derivatives ----------------------------------------------------------------------------------------------
+
+
+class Twice(NamedTuple):
+    """A call whose graph has a backward of ours, its tensors, and the class that refuses a second derivative."""
+
+    call: Callable[[Leaves], Tensor]
+    given: Leaves
+    refused: str = ""
+
+
+def of_routing(name: str, around: Callable[[], Any] = nullcontext) -> Twice:
+    def call(leaves: Leaves) -> Tensor:
+        with around():
+            return torch.cat([x.flatten() for x in BY_NAME[name].ours(leaves).values()])
+
+    return Twice(call, BY_NAME[name].tensors(batch=1))
+
+
+def of_shards(name: str) -> Twice:
+    def call(leaves: Leaves) -> Tensor:
+        mesh = init_device_mesh("cpu", (1,))
+        spread = {"children": DTensor.from_local(leaves["children"], mesh, [Shard(1)])}
+        found = BY_NAME[name].ours({**leaves, **spread})
+        return torch.cat([x.full_tensor().flatten() for x in found.values()])  # type: ignore[attr-defined]
+
+    return Twice(call, BY_NAME[name].tensors(batch=1), "A routing of DTensors")
+
+
+def of_layer(layer: nn.Module, *shape: int, refused: str = "") -> Twice:
+    layer = layer.double()
+    given = {"poses": torch.randn(shape, dtype=torch.float64), **dict(layer.named_parameters())}
+    return Twice(lambda leaves: func.functional_call(layer, leaves, leaves["poses"]), given, refused)
+
+
+def of_verb(run: Callable[[Votes, Tensor], Tensor], *shape: int) -> Twice:
+    given = {"children": torch.randn(2, 4, 2, 3), "weight": torch.randn(4, 3, 3, 2), "other": torch.randn(shape)}
+    given = {name: tensor.double() for name, tensor in given.items()}
+    return Twice(lambda leaves: run(Votes(leaves["children"], leaves["weight"]), leaves["other"]), given)
+
+
+def slim(kind: Any, **options: Any) -> nn.Module:
+    return kind(3, 2, 2, 2, 2, stride=1, **options)
+
+
+TWICE: dict[str, Callable[[], Twice]] = {
+    "ConvSlimCapsule2D": lambda: of_layer(slim(compat.ConvSlimCapsule2D, padding=1), 2, 2, 2, 4, 3),
+    "ConvSlimCapsule3D": lambda: of_layer(slim(compat.ConvSlimCapsule3D, share_weight=False), 1, 2, 2, 4, 3, 3),
+    "DeconvSlimCapsule2D": lambda: of_layer(slim(compat.DeconvSlimCapsule2D), 1, 2, 2, 3, 2),
+    "DeconvSlimCapsule3D": lambda: of_layer(slim(compat.DeconvSlimCapsule3D), 1, 2, 2, 2, 2, 1),
+    "EquilibriumRouting": lambda: of_layer(
+        fastcaps.EquilibriumRouting(4, 3, 4, 4), 2, 4, 4, refused="EquilibriumRouting"
+    ),
+    **{name: lambda name=name: of_routing(name) for name in ("attention-3", "pool-weights", "em")},
+    **{f"{name}, op": lambda name=name: of_routing(name, Called) for name in ("attention-3", "pool-weights", "em")},
+    **{f"{name}, DTensor": lambda name=name: of_shards(name) for name in ("attention-3", "pool-weights", "em")},
+    "agreement": lambda: of_verb(Votes.agreement, 2, 3, 2, 2),
+    "distance": lambda: of_verb(Votes.distance, 2, 3, 2, 2),
+    "sum": lambda: of_verb(Votes.sum, 2, 4, 3),
+    "square_sum": lambda: of_verb(lambda votes, r: votes.square_sum(r, votes.sum(r)), 2, 4, 3),
+    "squash_sum": lambda: Twice(
+        lambda leaves: squash_sum(leaves["x"], types=2), {"x": torch.randn(1, 4, 2, 2, dtype=torch.float64)}
+    ),
+}
+
+
+def backwards(graph: Any, seen: set[Any]) -> Iterator[str]:
+    """Yield the names of all nodes of a graph."""
+    if graph is not None and graph not in seen:
+        seen.add(graph)
+        yield graph.name()
+        for below, _ in graph.next_functions:
+            yield from backwards(below, seen)
+
+
+def ours(kind: Any = torch.autograd.function._SingleLevelFunction) -> set[str]:
+    """Return the names of our backwards: of every subclass of Function, and of every op."""
+    found = {each for below in kind.__subclasses__() for each in ours(below)}
+    mine = kind.__module__.startswith("fastcaps.") or kind.__name__.startswith("GeneratedBackwardFor_fastcaps_")
+    return found | {f"{kind.__name__}Backward"} if mine else found
+
+
+@pytest.mark.filterwarnings("ignore:EquilibriumRouting has not converged")
+def test_second_derivatives_are_right_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plain sum, too, whose own gradient needs none; the calls reach every backward of ours."""
+    monkeypatch.setattr(slim_capsules, "SLAB", 256)
+    reached: set[str] = set()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, row in TWICE.items():
+            torch.manual_seed(0)
+            call, given, refused = row()
+
+            def gradients(*tensors: Tensor, call: Any = call, given: Leaves = given) -> Tensor:
+                found = call(dict(zip(given, tensors, strict=True))).sum()
+                reached.update(backwards(found.grad_fn, set()))
+                first = torch.autograd.grad(found, tensors, create_graph=True)
+                return torch.cat([x.flatten() for x in first])
+
+            leaves = tuple(x.detach().clone().requires_grad_() for x in given.values())
+            if refused:
+                with pytest.raises(RuntimeError, match=f"{refused} has no second derivatives"):
+                    gradients(*leaves)
+                continue
+            first = gradients(*leaves)
+            assert first.requires_grad, name
+            reached.update(backwards(first.grad_fn, set()))
+            assert torch.autograd.gradcheck(gradients, leaves, fast_mode=True), name
+    finally:
+        dist.destroy_process_group()
+    assert ours() <= reached
 
 
 @every_window

@@ -206,7 +206,7 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
   }
   template <int kCount>
   FASTCAPS_INLINE void put_gradient(V share, const X* ds, V da, const X* q, int first, int count, auto&& put) const {
-    if (with.query.data)
+    if (with.query.data && !with.detach)  // da = 0 would make NaN of a query that is not finite
       each_number<kCount>(first, count,
                           [&](int k, int at) FASTCAPS_LAMBDA { put(at, attention::dvote(share, ds[k], da, q[k])); });
     else

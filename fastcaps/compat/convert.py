@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from fastcaps.checks import known_arguments, one_line
+from fastcaps.checks import accumulation_dtype, known_arguments, one_line
 from fastcaps.compat import batch_averaged
 from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, DynamicTwin, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
@@ -37,12 +37,9 @@ TWINS["CapsuleLayer"] += (batch_averaged.CapsuleLayer, batch_averaged.RoutedCaps
 
 _one_at_a_time = threading.RLock()
 
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The largest difference between the results of a twin and the old layer, relative to the largest value: far above
-rounding, but below what another layer would give."""
-
-GRADIENT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 5e-2}
-"""The same for gradients, which are not compared in half precision."""
+TOLERANCES = {torch.float64: (1e-6, 1e-4), torch.float32: (1e-3, 5e-2)}
+"""The largest difference between the results of a twin and the old layer, and between their gradients, relative to the
+largest value: far above rounding, but below what another layer would give."""
 
 CONVERTED = ("compared", "not compared")
 """Outcomes for a layer that was converted."""
@@ -144,9 +141,9 @@ def convert(
         ``check=False``, and a layer that fails to run is left unchanged.
     check : bool
         First compare the layer and its twin on random inputs (small and large; without and with parents if it takes
-        them), and leave it unchanged if results or gradients differ. A layer that cannot run is converted, and the
-        report says so. Both run in evaluation mode, so a call of ``F.dropout`` that a copy added is lost. False uses
-        the version that the layer's authors maintain.
+        them; half types in float32), and leave it unchanged if results or gradients differ. A layer that cannot run is
+        converted, and the report says so. Both run in evaluation mode, so a call of ``F.dropout`` that a copy added is
+        lost. False uses the version that the layer's authors maintain.
     verbose : bool
         Print the report.
 
@@ -307,10 +304,6 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
     if weight.device.type == "meta":
         return "left" if guessed else "not compared", "not compared: its parameters have no values yet"
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
-    # before training biases are equal, which hides what a formula does with them: they are compared with noise, too
-    flat = [each for each in new.parameters() if each.numel() and bool((each == each.flatten()[0]).all())]
-    values = [each.data for each in flat]  # the two layers share them
-    sizes = new._sizes if weight.dtype in GRADIENT_TOLERANCES else new._sizes[:1]
     generator, far = torch.Generator("cpu"), 0.0
 
     def draw(*shape: int, size: float = 0.5) -> Tensor:
@@ -322,39 +315,61 @@ def _compare(old: nn.Module, new: Twin, guessed: bool = False) -> tuple[str, str
     def cuda(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return tensor if threading.get_ident() == here else moved(tensor, *arguments, **options)
 
-    around, hooks = ExitStack(), [(each, each._backward_hooks) for each in new.parameters()]
+    around = ExitStack()
     try:
+        around.enter_context(torch.inference_mode(False))
+        around.enter_context(_copied_parameters(modes))
+        weight = next(new.parameters())
         around.enter_context(mock.patch.object(Tensor, "cuda", cuda))
         around.enter_context(torch.autocast(weight.device.type, enabled=False))
         around.enter_context(torch.random.fork_rng([weight.device] if weight.is_cuda else []))
-        for each, _ in hooks:  # the gradients below are no training
-            each._backward_hooks = None
         for module in modes:
             module.training = False
+        # before training biases are equal, which hides what a formula does with them: they are compared with noise, too
+        flat = [each for each in new.parameters() if each.numel() and bool((each == each.flatten()[0]).all())]
         for noisy in (False, True) if flat else (False,):
             if noisy:
                 generator.manual_seed(0)
-                for each, value in zip(flat, values, strict=True):
-                    each.data = value + draw(*value.shape).to(value)
-            for size in sizes:
+                for each in flat:
+                    each.data += draw(*each.shape).to(each)
+            for size in new._sizes:
                 generator.manual_seed(0)
                 for arguments in new._calls(partial(draw, size=size)):
-                    far = max(far, _apart(old, new, weight, arguments, not noisy and size == sizes[0]))
+                    far = max(far, _apart(old, new, weight.dtype, arguments, not noisy and size == new._sizes[0]))
     except _Verdict as verdict:
         outcome, why = verdict.args
         return "left" if guessed and outcome in CONVERTED else outcome, why
     finally:
         around.close()
-        for each, kept in hooks:
-            each._backward_hooks = kept
         for module, mode in modes.items():
             module.training = mode
-        for each, value in zip(flat, values, strict=True):
-            each.data = value
     return "compared", f"results agree to {far:.1e}"
 
 
-def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any, ...], finite: bool) -> float:
+@contextmanager
+def _copied_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules use copies of their parameters and buffers, which have no hooks; those of half types in float32.
+
+    The gradients of half types are too coarse to compare, and inference tensors have none.
+    """
+    holders = [holder for module in modules for holder in (module._parameters, module._buffers)]
+    kept: list[dict[str, Any]] = [dict(holder) for holder in holders]
+    copies: dict[int, Any] = {}
+    for holder in kept:
+        for value in holder.values():
+            if isinstance(value, Tensor) and id(value) not in copies:
+                wide = value.detach().to(accumulation_dtype(value.dtype), copy=True)
+                copies[id(value)] = nn.Parameter(wide, value.requires_grad) if isinstance(value, nn.Parameter) else wide
+    try:
+        for holder, values in zip(holders, kept, strict=True):
+            holder.update({name: copies.get(id(value)) for name, value in values.items()})
+        yield
+    finally:
+        for holder, values in zip(holders, kept, strict=True):
+            holder.update(values)
+
+
+def _apart(old: nn.Module, new: nn.Module, dtype: torch.dtype, arguments: tuple[Any, ...], finite: bool) -> float:
     """Return the largest difference between the results of one call, relative to the largest value."""
     with torch.no_grad():
         try:
@@ -372,20 +387,20 @@ def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any,
             raise _Verdict("left", "its results hold NaN or infinity: nothing to compare")
         return 0.0
     far = max(_distance([a], [b]) for a, b in zip(expected, got, strict=True))
-    if not far <= TOLERANCES.get(weight.dtype, 1e-3):
+    limit, gradient_limit = TOLERANCES[dtype]
+    if not far <= limit:
         raise _Verdict("differs", f"its results differ from the authors' layer by {far:.1e} of the largest")
-    if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
-        try:
-            shared = [each for each in new.parameters() if each.requires_grad]
-            wanted = _gradients(old, arguments, shared)
-        except Exception as error:
-            raised = f"its gradients failed with {_named(error)}"
-            raise _Verdict("compared", f"results agree to {far:.1e}; {raised}") from error
-        if not finite and not all(bool(tensor.isfinite().all()) for tensors in wanted for tensor in tensors):
-            return far  # at a parent of 0 the derivative of a published squash is NaN
-        apart = max(map(_distance, wanted, _gradients(new, arguments, shared)))
-        if not apart <= GRADIENT_TOLERANCES[weight.dtype]:
-            raise _Verdict("differs", f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
+    try:
+        shared = [each for each in new.parameters() if each.requires_grad]
+        wanted = _gradients(old, arguments, shared)
+    except Exception as error:
+        raised = f"its gradients failed with {_named(error)}"
+        raise _Verdict("compared", f"results agree to {far:.1e}; {raised}") from error
+    if not finite and not all(bool(tensor.isfinite().all()) for tensors in wanted for tensor in tensors):
+        return far  # at a parent of 0 the derivative of a published squash is NaN
+    apart = max(map(_distance, wanted, _gradients(new, arguments, shared)))
+    if not apart <= gradient_limit:
+        raise _Verdict("differs", f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
     return far
 
 
@@ -411,7 +426,7 @@ def _distance(theirs: list[Tensor], ours: list[Tensor]) -> float:
 
 def _gradients(layer: nn.Module, arguments: tuple[Any, ...], shared: list[nn.Parameter]) -> tuple[list[Tensor], ...]:
     """Return the gradients of a weighted sum of a layer's results: for tensors among its arguments, and parameters."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.enable_grad():
         copies = [each.clone().requires_grad_() if isinstance(each, Tensor) else each for each in arguments]
         leaves = [each for each in copies if isinstance(each, Tensor)]
         rows = [result.flatten() for result in _tensors(layer.forward(*copies)) or []]

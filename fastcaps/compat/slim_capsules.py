@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fastcaps.checks import accumulation_dtype, require_tensor, shape_text
@@ -21,7 +20,8 @@ from fastcaps.compat.twin import Draw, Twin
 from fastcaps.vectors import squash
 from fastcaps.votes import autocast_dtype
 
-SLAB = 1 << 18  # values in a slab's votes: 1 MB of float32, which fits into a cache
+SLAB = 1 << 20  # values in a slab's votes: 4 MB of float32, which fit into a cache, and keep two threads busy
+SHORTEST = 1e-8  # the length to which the published code raises shorter vectors
 Size = int | tuple[int, ...]
 
 
@@ -42,45 +42,69 @@ class InSlabs(torch.autograd.Function):
     """Route slabs one after the other into one tensor, and again, one after the other, in the backward.
 
     A checkpoint for each slab would do the same, but the small tensors that it allocates between large ones fragment
-    the memory by several times a slab.
+    the memory by several times a slab. A graph for second derivatives stores the votes of all slabs.
     """
 
     @staticmethod
-    def forward(ctx: Any, route: Any, slabs: Sequence[Slab], shape: tuple[int, ...], *inputs: Any) -> Tensor:
-        ctx.route, ctx.slabs, ctx.autocast = route, slabs, autocast_dtype(inputs[0].device.type)
+    def forward(ctx: Any, layer: Any, slabs: Sequence[Slab], shape: tuple[int, ...], *inputs: Any) -> Tensor:
+        ctx.layer, ctx.slabs, ctx.autocast = layer, slabs, autocast_dtype(inputs[0].device.type)
         ctx.save_for_backward(*inputs)
         x, *parameters = inputs
         made: Tensor = x.new_empty(shape)
         for slab in slabs:
-            found = route(slab, slab.of(x, children=True), *parameters)
+            found = layer._route(slab, slab.of(x, children=True), *parameters)
             if found.dtype != made.dtype:
                 made = made.to(found.dtype)
             slab.of(made).copy_(found)
         return made
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, *parameters = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        totals = [torch.zeros_like(each) if need else None for each, need in zip((x, *parameters), needs, strict=True)]
-        cast = torch.autocast(x.device.type, ctx.autocast, enabled=ctx.autocast is not None)
+        inputs, needs, graph = ctx.saved_tensors, ctx.needs_input_grad[3:], torch.is_grad_enabled()
+        totals: list[Any] = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True)]
+        cast = torch.autocast(inputs[0].device.type, ctx.autocast, enabled=ctx.autocast is not None)
         for slab in ctx.slabs:
-            own = [None if each is None else each.detach() for each in (slab.of(x, children=True), *parameters)]
-            leaves = [each.requires_grad_() for each, need in zip(own, needs, strict=True) if need and each is not None]
+            own = [slab.of(inputs[0], children=True), *inputs[1:]]
             with torch.enable_grad(), cast:
-                made = ctx.route(slab, *own)
-            found = iter(torch.autograd.grad(made, leaves, slab.of(gradient)))
-            for place, total in enumerate(totals):
-                if total is not None:
-                    (total if place else slab.of(total, children=True)).add_(next(found))
+                # views are new nodes, at which the first derivative stops
+                own = [each if each is None else each.view_as(each) if graph else each.detach() for each in own]
+                if not graph:
+                    for each, need in zip(own, needs, strict=True):
+                        if need:
+                            each.requires_grad_()
+                made = ctx.layer._route(slab, *own) if graph else ctx.layer._votes(slab, *own[:3])
+            head = slab.of(gradient)
+            if not graph:
+                head, of_biases = ctx.layer._pull(made.detach(), own.pop(), head)
+                if totals[3] is not None:
+                    totals[3].add_(of_biases)
+            wanted = [place for place, each in enumerate(own) if needs[place]]
+            if wanted:
+                found = torch.autograd.grad(made, [own[place] for place in wanted], head, create_graph=graph)
+                for place, one in zip(wanted, found, strict=True):
+                    (totals[place] if place else slab.of(totals[0], children=True)).add_(one)
         return None, None, None, *totals
 
 
 def length(vectors: Tensor, dim: int) -> Tensor:
     """Return the length of vectors, clamped for the cosine; torch's norm over a dimension that is not last is slow."""
     wide = vectors.to(accumulation_dtype(vectors.dtype))
-    return wide.square().sum(dim).clamp(min=1e-16).sqrt().to(vectors.dtype)
+    return product_sum(wide, wide, dim).clamp(min=SHORTEST**2).sqrt().to(vectors.dtype)
+
+
+def product_sum(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Return ``(a * b).sum(dim)``, where only the other dimensions broadcast.
+
+    A CPU adds one slice after another, several times as fast as the product, of the votes' size, and its sum. Half
+    types, whose sums need more bits, take that product.
+    """
+    if not a.is_cpu or accumulation_dtype(a.dtype) != a.dtype:
+        return (a * b).sum(dim)
+    total, *rest = zip(a.unbind(dim), b.unbind(dim), strict=True)
+    found = total[0] * total[1]
+    for one, other in rest:
+        found.addcmul_(one, other)
+    return found
 
 
 class SlimTwin(Twin):
@@ -177,7 +201,7 @@ class SlimTwin(Twin):
             for rows in ranges
         ]
         shape = (len(x), *self.biases.shape[:2], *sizes)
-        return InSlabs.apply(self._route, slabs, shape, x, made.weight, made.bias, self.biases)
+        return InSlabs.apply(self, slabs, shape, x, made.weight, made.bias, self.biases)
 
     def _grid(self, size: int, axis: int) -> int:
         """Return the number of parents along an axis of the grid."""
@@ -200,14 +224,50 @@ class SlimTwin(Twin):
 
     def _route(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None, biases: Tensor) -> Tensor:
         """Return the parents' rows of some samples, from x, the rows in their windows."""
-        votes = self._votes(slab, x, weight, bias)
-        sums = votes.sum(1) / self.output_dim + biases
+        return squash(self._iterate(self._votes(slab, x, weight, bias), biases)[0][-1], 2)
+
+    def _iterate(self, votes: Tensor, biases: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Any]:
+        """Return the sums of all iterations, coefficients and cosines of those after the first, and votes' lengths."""
+        sums, shares, cosines = [votes.sum(1) / self.output_dim + biases], [], []
         logits: Any = 0.0
         sizes: Any = length(votes, 3) if self.num_routing > 1 else None
         for _ in range(self.num_routing - 1):
-            logits = logits + (votes * sums[:, None]).sum(3) / (sizes * length(sums, 2)[:, None])
-            sums = (votes * logits.softmax(2).unsqueeze(3)).sum(1) + biases
-        return squash(sums, 2)
+            size = length(sums[-1], 2)[:, None]
+            cosines.append(product_sum(votes, sums[-1][:, None], 3) / (sizes * size))
+            logits = logits + cosines[-1]
+            shares.append(logits.softmax(2))
+            sums.append(product_sum(votes, shares[-1].unsqueeze(3), 1) + biases)
+        return sums, shares, cosines, sizes
+
+    def _pull(self, votes: Tensor, biases: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of votes and biases. In a loop over iterations autograd would make twenty tensors of the
+        votes' size; this makes one."""
+        dtype = votes.dtype
+        votes, biases, gradient = (each.to(accumulation_dtype(dtype)) for each in (votes, biases, gradient))
+        sums, shares, cosines, sizes = self._iterate(votes, biases)
+        with torch.enable_grad():
+            last = sums[-1].detach().requires_grad_()
+            (dsum,) = torch.autograd.grad(squash(last, 2), last, gradient)
+        dvotes, dbiases = torch.zeros_like(votes), dsum
+        dlogits: Any = 0.0
+        stretch: Any = 0.0  # the gradient of a vote's length, divided by that length
+        for r, cosine, total in zip(*(each[::-1] for each in (shares, cosines, sums[:-1])), strict=True):
+            dr = product_sum(votes, dsum[:, None], 3)
+            dlogits = dlogits + r * (dr - (r * dr).sum(2, keepdim=True))  # and of the cosine, which logits sum
+            dvotes.addcmul_(r.unsqueeze(3), dsum[:, None])
+            size = length(total, 2)
+            dproduct = dlogits / (sizes * size[:, None])
+            dvotes.addcmul_(dproduct.unsqueeze(3), total[:, None])
+            turned = dlogits * cosine
+            stretch = stretch - turned / sizes.square()
+            shrink = (turned.sum(1) / size.square()).masked_fill(size <= SHORTEST, 0.0)
+            dsum = product_sum(votes, dproduct.unsqueeze(3), 1) - shrink.unsqueeze(2) * total
+            dbiases = dbiases + dsum
+        if self.num_routing > 1:
+            dvotes.addcmul_(stretch.masked_fill(sizes <= SHORTEST, 0.0).unsqueeze(3), votes)
+        dvotes += (dsum / self.output_dim)[:, None]
+        places = (0, *range(3, dbiases.dim()))
+        return dvotes.to(dtype), dbiases.sum(places).view_as(biases)
 
     def _votes(self, slab: Slab, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return votes ``[batch, input_dim, output_dim, output_atoms, rows, ...]``."""

@@ -236,7 +236,7 @@ class CapFC(nn.Module):
                 f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] with "
                 f"as many values, got {shape_text(capsules)}"
             )
-        return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0))
+        return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0)).contiguous()
 
     def as_poses(self, capsules: Tensor) -> Tensor:
         """Return the layer's result, which already is poses."""

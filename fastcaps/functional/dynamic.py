@@ -57,7 +57,7 @@ def dynamic_routing(
     iterations : int
         At least 1.
     parents : int, optional
-        M; by default that of ``weight``, else of ``bias``, else 1.
+        M; by default that of ``weight``, else of ``bias`` or ``prior``, else 1.
     gate : Tensor, optional
         g, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 for a child that does not exist. The paper has none.
     compete : "parents" or "children"
@@ -101,7 +101,7 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    votes = inputs_of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
+    votes = inputs_of(children, weight, bias, gate, window, parents, others=(prior,), parents_at=1, check=_check)
     check_choice("compete", compete, ("parents", "children"))
     many, eps = votes.parents, check_finite("eps", eps, 0.0)
     own: Any = ops.Attention if compete == "parents" else ops.Pooling
@@ -119,8 +119,8 @@ def dynamic_routing(
         results = routing(votes, own)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
-    routed = votes.from_op(results[0].narrow(-3, 0, many) if leaky else results[0])
-    return Routed(routed, votes.pairs_from_op(results[-1][..., :many])) if return_coefficients else routed
+    routed = votes.from_op(results[0].narrow(-3, 0, many).contiguous())  # without the leak
+    return Routed(routed, votes.pairs_from_op(results[-1][..., :many].contiguous())) if return_coefficients else routed
 
 
 def _check(votes: VoteInputs, prior: Any) -> None:

@@ -60,7 +60,7 @@ def heinsen_routing(
         See :class:`~fastcaps.Votes`; ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``[G, M, D, E]`` and
         ``[I or 1, M or 1, C, E]``. Children may also be :class:`~fastcaps.Votes`, which hold the others. With G = 1 and
         one row in ``bias`` and betas, the number of children is free; with one column in each (expand the weight), the
-        number of parents is free (section 2.1.1 of the paper).
+        number of parents is free (section 2.1.1 of the paper). Without ``weight``, ``bias`` or betas set M.
     scores : Tensor or None
         a_i of the children, real values, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity marks a child that does not
         exist and has no effect, plus infinity one that certainly exists; None is plus infinity for all.

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from fastcaps import backends, ops
-from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
+from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing, refuse_second_derivatives
 from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting, attend
 from fastcaps.nn.layer import LayerCall, RoutingLayer
 from fastcaps.rules import Rule
@@ -177,13 +176,11 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not is_tracing():
-            raise RuntimeError("EquilibriumRouting has no second derivatives: set create_graph=False")
+        refuse_second_derivatives("EquilibriumRouting")
         with backends.under(ctx.blocks):
             return _Implicit.solve(ctx, *grads)
 
     @staticmethod
-    @once_differentiable
     def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return u of the second equation, by iteration."""
         parents, window, scale, eps, tolerance, limit = ctx.own

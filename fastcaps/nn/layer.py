@@ -376,7 +376,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         """
         self.check_options(options)
         call = self.prepare(children, activations, out_capsules, bias)
-        count = self.iterations if iterations is None else iterations
+        count = self.iterations if iterations is None else check_count("iterations", iterations, self.fewest_iterations)
         return self.with_flat_poses(self.run(call, count, return_coefficients, **options))
 
     def run(self, call: LayerCall, iterations: int, return_coefficients: bool, *_: Any, **options: Any) -> Any:

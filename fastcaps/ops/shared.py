@@ -63,7 +63,8 @@ def sums(votes: VoteInputs, coefficients: Tensor) -> Tensor:
         found = (coefficients.mT @ poses).unflatten(-1, votes.children.shape[-2:])
     else:
         gathered = _by_group(coefficients, weight).mT @ _by_group(poses, weight)
-        found = torch.einsum("...gmcd,gmde->...mce", gathered.unflatten(-1, votes.children.shape[-2:]), weight)
+        gathered = gathered.unflatten(-1, votes.children.shape[-2:])
+        found = torch.einsum("...gmcd,gmde->...mce", gathered, weight).contiguous()
     if bias is None:
         return found
     shares = coefficients if bias.shape[0] > 1 else coefficients.sum(-2, keepdim=True)
