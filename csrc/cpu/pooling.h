@@ -29,6 +29,7 @@ struct UnitKey {
     constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
     constexpr T kLeastUnit = T(kDouble ? 4 * DBL_MIN : 4 * FLT_MIN);
     V unit = broadcast(T(1));
+    bool rescaled = false;
     const auto within = ((square > kLeast) & (square < kMost)) | (counts == 0);
     if (__builtin_expect(!all(within), false)) {
       V largest{};
@@ -38,6 +39,7 @@ struct UnitKey {
       });
       const auto good = within | (largest == 0) | ((largest - largest) != 0);  // and lanes with NaN or infinity
       if (!all(good)) {  // a lane's values depend on no other lane
+        rescaled = true;
         unit = good ? unit : largest;
         V dots{}, squares{};
         each_vote([&](int k, V v) FASTCAPS_LAMBDA {
@@ -51,7 +53,7 @@ struct UnitKey {
     }
     inverse = pooling::inverse_length(square);
     cosine = dot * inverse;
-    if (__builtin_expect(!all(unit == 1), false)) {
+    if (__builtin_expect(rescaled, false)) {
       const auto normal = unit >= kLeastUnit;
       lifted = !all(normal);
       inverse = normal ? inverse / unit : -inverse / (unit * kLift<T>);

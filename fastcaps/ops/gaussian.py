@@ -181,12 +181,14 @@ class GaussianRouting(Routing):
             elif d_variance is not None:
                 d_variance = torch.zeros_like(d_variance)
         columns: Any = zip(*reversed(heads), strict=True)
-        every = [None if x[-1] is None else torch.stack(x) for x in columns] if reverse.together or shared_bias else []
+        every: Any = ()
+        if reverse.together or shared_bias:
+            every = [None if x[-1] is None else torch.stack(x) for x in columns]
         if reverse.together:
             reverse.ask(None, every, rest)
         if shared_bias:  # an iteration starts from the mean of the one before
-            left = every[1][-1] if own.mean is None else every[1][-1] - reverse.gradients["mean"]
-            reverse.gradients["bias"] = _shared_bias_gradient(votes.bias, left, *every[1:3], history, own.eps)
+            change = every[1][-1] if own.mean is None else every[1][-1] - reverse.gradients["mean"]
+            reverse.gradients["bias"] = _shared_bias_gradient(votes.bias, change, every[1], every[2], history, own.eps)
         if em:
             heat = torch.stack(heats[::-1])
             for name, factor, part in (("beta_use", numbers, heat * counts), ("beta_ignore", -1, heat)):
