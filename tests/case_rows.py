@@ -245,13 +245,15 @@ _ATTENTION_LANES = (
           iterations=2),
     _norm("folded-types", batch=3, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
           groups="types"),
-    # votes that are the children, and windows that see padding alone: there is no LayerNorm of nothing
+    # votes that are the children, and windows that see padding alone: a LayerNorm of equal values
     *(_norm(f"same-{types}-{bias}-{rule.name}", rule=rule, dtype=dtype, batch=batch, types=types, pose=(2, 3, 3),
             groups="none", bias=bias, iterations=2, gate="some")
       for batch, types in ((20, 9), (1, 70)) for bias in (None, "IM")
       for rule, dtype in zip(Rule, (torch.float32, torch.float64, torch.bfloat16), strict=False)),
     *(_norm(f"nobody-no-eps-{batch}-{bias}", batch=batch, window=WINDOWS["nobody"][1], bias=bias, eps=0.0, iterations=2)
       for batch in (1, 20) for bias in (None, "IM", "11")),
+    *(_norm(f"nobody-no-eps-one-{types}", types=types, groups="one", window=WINDOWS["nobody"][1], eps=0.0, iterations=2)
+      for types in (5, 40)),
     # large matrices in bfloat16, which the CPU reads in place: shared by several tiles, or transposed
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16),
     _norm("narrow-1x32", batch=17, types=3, parents=1, pose=(1, 32, 32), dtype=torch.bfloat16, bias="IM", gate="some"),
@@ -265,6 +267,9 @@ _POOLING = (
     _unit("same-1x16-children", batch=1, types=70, parents=2, pose=(1, 16, 16), groups="none", gate="silent"),
     _unit("one-parent", types=67, parents=1, pose=(1, 8, 8), groups="one", gate="some", iterations=3),
     _unit("sharp", scale=30.0),
+    # poses whose length has no inverse in float32: their gradients are ordinary numbers
+    _unit("denormal", types=9, pose=(2, 3, 3), groups="none", size=2e-39, gate="some", iterations=2),
+    _unit("denormal-1x16", batch=20, types=9, parents=2, pose=(1, 16, 16), groups="none", size=2e-39, iterations=2),
 )
 _POOLING_LANES = (
     *_lanes(_unit),
@@ -274,6 +279,12 @@ _POOLING_LANES = (
 )
 _GAUSSIAN = (
     *_paths(_heinsen),
+    # peaked coefficients, and values that children share: large terms cancel in their gradients
+    *(make(f"peaked-{name}", batch=1, types=64, parents=10, pose=(1, 8, 16), bias="1M", start=False, iterations=2,
+           size=30.0, eps=1e-2, betas="1M") for name, make in (("em", _em), ("heinsen", _heinsen))),
+    _em("peaked-one", batch=9, types=20, parents=8, pose=(1, 2, 2), groups="one", bias="11", start=False, gate="some",
+        size=30.0, eps=1e-2),
+    _heinsen("peaked-means", types=30, pose=(1, 2, 2), rule=Rule.KMEANS, bias="1M", iterations=2, size=30.0, eps=1e-2),
     _heinsen("sweeps-means", batch=1, types=2, parents=300, log_weight=False),
     # a parent that about one child makes
     _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),

@@ -127,6 +127,7 @@ class Case:
     log_weight: bool = True  # whether parents have one
     betas: str = "IM"  # as ``bias``; those of EM are always [M]
     detach: bool = False  # whether coefficients are constants
+    size: float = 1.0  # of the values of children: with 30 coefficients are peaked
 
     def __str__(self) -> str:
         return self.name
@@ -164,7 +165,7 @@ class Case:
         draw = self.generator(seed)
         rows, depth, columns = self.pose
         groups = {"own": self.seen, "types": self.types, "one": 1}.get(self.groups, self.groups)  # type: ignore[call-overload]
-        children = draw(self.batch, *self.grid, self.types, rows, depth)
+        children = draw(self.batch, *self.grid, self.types, rows, depth, size=self.size)
         weight = None if groups == "none" else draw(groups, self.parents, depth, columns, size=depth**-0.5)
         bias = None if self.bias is None else self.table(self.bias, draw, rows, columns)
         gate = None

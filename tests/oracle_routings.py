@@ -59,7 +59,8 @@ def squash(vectors: Tensor, eps: float = 0.0) -> Tensor:
 
 def layer_norm(vectors: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     centred = vectors - vectors.mean(-1, keepdim=True)
-    normal = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    variance = centred.square().mean(-1, keepdim=True) + eps
+    normal = centred / variance.sqrt().masked_fill(variance == 0, 1.0)  # equal values become 0
     normal = normal if weight is None else normal * weight
     return normal if bias is None else normal + bias
 

@@ -380,12 +380,11 @@ def routing_of(name: str) -> Routing:
 def gpu_cases(routing: Routing, pairs: bool = False) -> list[Case]:
     """Return a routing's cases in the dtypes of a GPU; those for the CPU's lanes are among the many of all ``pairs``.
 
-    Without those that take a CPU too long, and without a LayerNorm of nothing, which is NaN.
+    Without those that take a CPU too long.
     """
     lanes = routing.table.lanes
     cases = [*routing.pairs, *lanes] if pairs else [case for case in routing.cases if case not in lanes]
     kept = [case for case in cases if case.products < 6e5 and not case.name.endswith("-float64")]
-    kept = [case for case in kept if not (routing is ATTENTION and case.name.startswith("nobody-no-eps-"))]
     return [replace(c, dtype=torch.float32) if c.dtype == torch.float64 else c for c in kept]
 
 

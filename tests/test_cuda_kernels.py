@@ -28,7 +28,8 @@ HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 PATHS = {
     "attention": {
         "fast": "plain-4x4-5 plain-1x64-5 pose-1x16 primes conv sweeps-any one-position same-2x3 broken stay-float32 "
-                "pose-4x4:f16 primes:bf16 broken-half bias-1x64 largest-pose long-vector tall-pose",
+                "pose-4x4:f16 primes:bf16 broken-half bias-1x64 largest-pose long-vector tall-pose "
+                "nobody-no-eps-one-5",
         "ordered": "padded conv sweeps one-position-any same-2x3 plain-1x64-5",
         "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5",
         "tf32-ordered": "plain-4x4-33",
@@ -36,7 +37,7 @@ PATHS = {
     },
     "pooling": {
         "fast": "pose-4x4 same-4x4 one-parent pose-1x8 pose-1x16 primes one-position sharp broken stay-float32 "
-                "primes:f16 one-parent-shared same-1x16-children:bf16 sweeps-any",
+                "primes:f16 one-parent-shared same-1x16-children:bf16 sweeps-any denormal denormal-1x16",
         "ordered": "padded conv one-position same-2x3",
     },
     "gaussian": {

@@ -63,8 +63,6 @@ def test_rows_cover_all_pairs(routing: Routing) -> None:
 def is_small(case: Case) -> bool:
     """Whether the oracle gets through it quickly."""
     votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.iterations
-    if case.name.startswith("nobody-no-eps-1-"):  # a LayerNorm of nothing is NaN, from which no procedure continues
-        return False
     return 0 < votes * case.pose[0] * case.pose[2] * max(case.pose[1], 4) < 30_000
 
 

@@ -40,8 +40,11 @@ OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 6
 
 
 @st.composite
-def case(draw: st.DrawFn, routing: Routing) -> Case:
-    """Draw a call as the tests do, then with odd and usual poses, and few or many positions, children and parents."""
+def case(draw: st.DrawFn, routing: Routing, peaked: bool = False) -> Case:
+    """Draw a call as the tests do, then with odd and usual poses, and few or many positions, children and parents.
+
+    ``peaked``: with peaked coefficients and many children, which share what they can.
+    """
     one = draw(random_cases(routing))
     numbers = st.sampled_from((1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17))
     pose = draw(st.one_of(st.sampled_from(OWN_POSES), st.tuples(numbers, numbers, numbers)))
@@ -57,6 +60,12 @@ def case(draw: st.DrawFn, routing: Routing) -> Case:
         groups = st.sampled_from([g for g in range(1, types + 1) if types % g == 0])
         one = replace(one, window=SET_WINDOW, grid=(1, 1), types=types, batch=batch,
                       groups=draw(groups) if isinstance(one.groups, int) else one.groups)  # fmt: skip
+    if peaked:
+        shared = st.sampled_from(("1M", "11"))
+        one = replace(one, window=SET_WINDOW, grid=(1, 1), types=draw(st.sampled_from((31, 33, 64, 70))), size=30.0,
+                      groups=draw(st.sampled_from(("one", "own"))), bias=draw(shared), betas=draw(shared),
+                      batch=1 + one.batch % 2, parents=min(one.parents, 17), gate=draw(st.sampled_from((None, "some"))),
+                      dtype=torch.float32, start=False)  # fmt: skip
     hypothesis.assume(one.products <= MOST)
     return one
 
@@ -94,14 +103,19 @@ def _same_bits(run: Callable[[], dict[str, Tensor]], threads: int, what: Any) ->
 ROUTING, SEED = st.sampled_from(ROUTINGS), st.integers(0, 99)
 
 
-def op(draw: st.DrawFn) -> None:
+def op(draw: st.DrawFn, peaked: bool = False) -> None:
     """Results and every gradient of an op, through autograd."""
     routing = draw(ROUTING)
-    one = draw(case(routing))
+    one = draw(case(routing, peaked))
     call = routing.call(one, draw(SEED))
     call = replace(call, given=_rearranged(draw, call.given), grads=_rearranged(draw, call.grads))
     found = _same_bits(lambda: call.training(Call.by_op), draw(st.sampled_from(THREADS)), one)
     _hold(call.bar(), found, one, found.get("logsumexp"))
+
+
+def shared(draw: st.DrawFn) -> None:
+    """The same with peaked coefficients, of which gradients of what children share are small sums of large terms."""
+    op(draw, peaked=True)
 
 
 def backward(draw: st.DrawFn) -> None:
@@ -268,7 +282,7 @@ def misused(draw: st.DrawFn) -> None:
     assert "\n" not in said, f"more than one line: {said}: {what}"
 
 
-KINDS = {kind.__name__: kind for kind in (op, backward, broken, wrong, public, misused)}
+KINDS = {kind.__name__: kind for kind in (op, shared, backward, broken, wrong, public, misused)}
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------

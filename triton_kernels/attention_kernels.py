@@ -92,13 +92,14 @@ def join(iteration, state, other):
 
 @triton.jit
 def standardise(sums, inside, eps, SIZE: tl.constexpr):
-    """Return a tile with mean 0 and variance 1 over each pose, and 1 / sqrt(variance + eps) of ``[BL, BM]``.
+    """Return a tile with mean 0 and variance 1 over each pose, and 1 / sqrt(variance + eps), or 0, of ``[BL, BM]``.
 
     It centres twice, as the reference does: the second time removes what rounding left of the mean.
     """
     centred = tl.where(inside, sums - spread(tl.sum(tl.sum(sums, axis=0), axis=0) / SIZE), 0.0)
     centred = tl.where(inside, centred - spread(tl.sum(tl.sum(centred, axis=0), axis=0) / SIZE), 0.0)
-    inverse = tl.rsqrt(inner_product(centred, centred) / SIZE + eps)
+    variance = inner_product(centred, centred) / SIZE + eps
+    inverse = tl.where(variance == 0.0, 0.0, tl.rsqrt(tl.where(variance == 0.0, 1.0, variance)))
     return centred * spread(inverse), inverse
 
 
@@ -209,7 +210,6 @@ def _norm_backward_kernel(
         at = place(tile, p, p < poses, 0, 1)
         grad = load_pose(grad_parents, at)
         standard, inverse = standardise(load_pose(sums, at), at.inside, eps, size)
-        standard = tl.where(at.pose_mask, standard, 0.0)  # without eps, poses past the last are NaN
         if affine is not None:
             weight_sum += tl.sum(grad * standard, axis=2, keep_dims=True)
             bias_sum += tl.sum(grad, axis=2, keep_dims=True)

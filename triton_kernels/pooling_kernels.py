@@ -119,9 +119,9 @@ def dvote(iteration, parents, given, vote, weights, dscores):
     if iteration.query is not None and not iteration.DETACH:
         pull = dscores * iteration.scale
         if iteration.UNIT_KEYS:
-            scaled, inverse, inverse_length = directions(vote)
+            scaled, inverse, scale = directions(vote)
             along = inner_product(parents[0], scaled) * inverse * inverse
-            result += spread(pull * inverse_length) * (parents[0] - spread(along) * scaled)
+            result += spread(pull * inverse * scale) * (parents[0] - spread(along) * scaled)
         else:
             result += spread(pull) * parents[0]
     return result

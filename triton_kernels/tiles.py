@@ -366,22 +366,23 @@ def spread(values):
 
 @triton.jit
 def directions(vectors):
-    """Return u, 1 / |u| and 1 / |v|, where u is the vector v, scaled so that no square overflows or vanishes.
+    """Return u = s v, 1 / |u| and s, for a vector v and a scale s by which no square overflows or vanishes.
 
-    Both inverses are 0 for a vector of zero.
+    1 / |u| is 0 for a vector of zero. ``s / |u|``, which is 1 / |v|, may overflow.
     """
     largest = tl.max(tl.max(tl.abs(vectors), axis=0), axis=0)
     size = 1.0 / tl.minimum(tl.maximum(largest, 2.0**-125), 2.0**126)
     scaled = vectors * spread(size)
     length = tl.sqrt(inner_product(scaled, scaled))
     inverse = tl.where(length == 0.0, 0.0, 1.0 / length)
-    return scaled, inverse, inverse * size
+    return scaled, inverse, size
 
 
 @triton.jit
 def squash(sums):
     """Return ``|S|^2 / (1 + |S|^2) S / |S|``: of length 1 where S is long, 0 where it is 0."""
-    scaled, inverse, inverse_length = directions(sums)
+    scaled, inverse, scale = directions(sums)
+    inverse_length = inverse * scale
     size = tl.where(inverse == 0.0, 0.0, 1.0 / (1.0 + inverse_length * inverse_length))
     return scaled * spread(inverse * size)
 

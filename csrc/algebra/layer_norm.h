@@ -1,4 +1,5 @@
-// LayerNorm over a parent's C * E values in memory; standardise in pose.h is for values in several lanes of a GPU.
+// LayerNorm over a parent's C * E values in memory; equal values become 0, with gradient 0, even if eps is 0;
+// standardise in pose.h is for values in several lanes of a GPU.
 #pragma once
 
 #include "number.h"
@@ -20,7 +21,7 @@ struct LayerNorm {
     for (int64_t k = 0; k < count; ++k) remainder += S[k] - mean;
     remainder /= size;
     for (int64_t k = 0; k < count; ++k) square += centred(S[k]) * centred(S[k]);
-    rstd = (X{} + 1) / Number<X>::sqrt(square / size + eps);
+    rstd = inverse_or_zero(Number<X>::sqrt(square / size + eps));
   }
   FASTCAPS_FORMULA X centred(X s) const { return (s - mean) - remainder; }
   FASTCAPS_FORMULA X normal(X s) const { return centred(s) * rstd; }

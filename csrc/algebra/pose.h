@@ -69,15 +69,16 @@ FASTCAPS_FORMULA void unit(const Pose& pose) {
   pose.each([&](X& x, int64_t) { x /= by; });
 }
 
-// LayerNorm without its affine, to mean 0 and variance 1; returns 1 / sqrt(variance + eps). It centres twice: the
-// backward needs differences that sum to 0 in their own precision, which matters for poses of two values.
+// LayerNorm without its affine, to mean 0 and variance 1; returns 1 / sqrt(variance + eps), or 0 if that is 0. It
+// centres twice: the backward needs differences that sum to 0 in their own precision, which matters for poses of two
+// values.
 template <class Pose, class X = typename Pose::X>
 FASTCAPS_FORMULA X standardise(const Pose& pose, X eps) {
   for (int repeat = 0; repeat < 2; ++repeat) {
     const X mean = pose.mean([](X x, int64_t) { return x; });
     pose.each([&](X& x, int64_t) { x -= mean; });
   }
-  const X rstd = (X{} + 1) / Number<X>::sqrt(pose.mean([](X x, int64_t) { return x * x; }) + eps);
+  const X rstd = inverse_or_zero(Number<X>::sqrt(pose.mean([](X x, int64_t) { return x * x; }) + eps));
   pose.each([&](X& x, int64_t) { x *= rstd; });
   return rstd;
 }

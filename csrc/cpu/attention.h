@@ -150,9 +150,7 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
     gather_parents<T>(in, tile, compute_storage<T>, with.given_sums, in.M, in.C, in.E, sums);
     X *dweight = with.dnorm ? dnorm : nullptr, *part = dnorm + 2 * CE;
     zero(dnorm, 4 * CE);
-    // In a lane without a position sums are 0: with eps = 0 they would divide by 0, and the NaN would enter the sum
-    // over lanes.
-    const X eps = where_alive<T>(tile, X{} + T(with.eps), T(1));
+    const X eps = X{} + T(with.eps);
     for (int64_t m = 0; m < in.M; ++m) {
       layer_norm_backward(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE,
                           dweight ? part : nullptr, dweight ? part + CE : nullptr);

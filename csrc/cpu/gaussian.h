@@ -51,6 +51,15 @@ struct Betas {
   }
 };
 
+// Subtracts the largest log-weight of a row from all, which no coefficient depends on: each holds -sum ln sigma, beside
+// which a distance would lose digits. Infinities stay.
+template <class X>
+FASTCAPS_INLINE void subtract_largest(X* alpha, int64_t many) {
+  X largest = alpha[0];
+  for (int64_t m = 1; m < many; ++m) largest = alpha[m] > largest ? alpha[m] : largest;
+  for (int64_t m = 0; m < many; ++m) alpha[m] -= (largest - largest) == 0 ? largest : X{};
+}
+
 template <class T, class X>
 struct GaussianForward {
   using Operands = Gaussian;
@@ -95,8 +104,9 @@ struct GaussianForward {
       if (with.variance.data) gather_parents<T>(in, tile, compute_storage<T>, with.variance, in.M, in.C, in.E, p);
       for (int64_t k = 0; k < in.parents_size(); ++k) p[k] = with.variance.data ? gaussian::precision(p[k]) : X{} + 1;
     }
-    if (with.log_weight.data)
-      gather_parents<T>(in, tile, compute_storage<T>, with.log_weight, in.M, 1, 1, to.number(0, 0));
+    if (!with.log_weight.data) return;
+    gather_parents<T>(in, tile, compute_storage<T>, with.log_weight, in.M, 1, 1, to.number(0, 0));
+    subtract_largest(to.number(0, 0), in.M);
   }
 
   template <class Each>
@@ -237,6 +247,7 @@ struct GaussianForward {
                                    T(CE) * static_cast<const T*>(with.beta_u)[m], log_sigma, *result.number(0, m));
       *state.number(0, m) = Number<X>::log_sigmoid(score) - log_sigma;
     }
+    subtract_largest(state.number(0, 0), in.M);
   }
 };
 
@@ -296,6 +307,7 @@ struct GaussianBackward {
     if (with.grad_counts.data) numbers(with.grad_counts, to.number(kAlways, 0));
     if (with.grad_evidence.data && betas.use) numbers(with.grad_evidence, to.number(kEvidence, 0));
     if (with.log_weight.data) numbers(with.log_weight, to.number(kAlpha, 0));
+    subtract_largest(to.number(kAlpha, 0), in.M);
     poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
     X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
     if (with.variance.data) poses(with.variance, p);

@@ -188,14 +188,6 @@ FASTCAPS_NOINLINE void gather_parents(const Votes& in, const Tile<T>& tile, Stor
   });
 }
 
-// Returns x in lanes with a position, `other` in empty lanes, which read zeros: their inverse is infinite.
-template <class T, class X>
-FASTCAPS_INLINE X where_alive(const Tile<T>& tile, X x, T other) {
-  if constexpr (!kOnePosition<T, X>)
-    for (int r = tile.count; r < kLanes<T>; ++r) x[r] = other;
-  return x;
-}
-
 // Writes `length` values for each position to contiguous rows.
 template <class T, class S, class X>
 void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {

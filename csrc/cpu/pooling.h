@@ -10,18 +10,26 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+// 2^64: times this, a denormal length has an inverse.
+template <class T>
+inline constexpr T kLift = T(18446744073709551616.0);
+
 // <Q, V> / |V| and 1 / |V| from <Q, V> and |V|^2. If a lane's square leaves the range of T, votes are measured again,
-// in units of their largest value, unless the lane's `counts` is 0.
+// in units of their largest value, unless the lane's `counts` is 0. Where 1 / |V| would overflow, `inverse` is
+// -1 / (kLift |V|), and `lifted` is true.
 template <class T>
 struct UnitKey {
   using V = Vec<T>;
   V cosine, inverse;
+  bool lifted = false;
 
   template <class X, class Each>
   FASTCAPS_INLINE UnitKey(V dot, V square, V counts, const X* q, Each&& each_vote) {
     constexpr bool kDouble = sizeof(T) == 8;
     constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
+    constexpr T kLeastUnit = T(kDouble ? 4 * DBL_MIN : 4 * FLT_MIN);
     V unit = broadcast(T(1));
+    bool rescaled = false;
     const auto within = ((square > kLeast) & (square < kMost)) | (counts == 0);
     if (__builtin_expect(!all(within), false)) {
       V largest{};
@@ -31,6 +39,7 @@ struct UnitKey {
       });
       const auto good = within | (largest == 0) | ((largest - largest) != 0);  // and lanes with NaN or infinity
       if (!all(good)) {  // a lane's values depend on no other lane
+        rescaled = true;
         unit = good ? unit : largest;
         V dots{}, squares{};
         each_vote([&](int k, V v) FASTCAPS_LAMBDA {
@@ -44,8 +53,14 @@ struct UnitKey {
     }
     inverse = pooling::inverse_length(square);
     cosine = dot * inverse;
-    inverse /= unit;
+    if (__builtin_expect(rescaled, false)) {
+      const auto normal = unit >= kLeastUnit;
+      lifted = !all(normal);
+      inverse = normal ? inverse / unit : -inverse / (unit * kLift<T>);
+    }
   }
+  static FASTCAPS_INLINE V lift(V inverse) { return inverse < 0 ? broadcast(kLift<T>) : broadcast(T(1)); }
+  static FASTCAPS_INLINE V magnitude(V inverse) { return inverse < 0 ? -inverse : inverse; }
 };
 
 // Below every logit, and finite: a difference of two such is 0, not NaN.
@@ -166,6 +181,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   using V = Vec<T>;
   // see BackwardItem::scores
   static constexpr int kScores = 4;
+  mutable bool lifts = false;  // whether a vote was so short that its plane 2 is that of UnitKey::lifted
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {
@@ -210,6 +226,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
       const V counts = in.gate.data ? broadcast(T(1)) : gate;  // even a gate of 0 has a gradient
       const UnitKey<T> key(asked, square[0] + square[1], counts, q, each_vote);
       one = key.inverse, asked = key.cosine;
+      lifts |= key.lifted;
     }
     if (!with.query.data) asked = V{};
     const V all = V{} + *from.number(0, m);
@@ -219,7 +236,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
             : exp2_any<T>((asked * T(with.scale) - all) * T(kLog2E));  // a parent that no child reaches has no shares
     row[stride] = gain[0] + gain[1] - *from.number(1, m);
     row[2 * stride] = one;
-    row[3 * stride] = with.normalize ? asked * one : V{};
+    row[3 * stride] = with.normalize ? asked * UnitKey<T>::magnitude(one) : V{};
   }
 
   FASTCAPS_INLINE V dscore(V* row, int64_t stride, V, V gate) const {
@@ -229,7 +246,10 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
       dgate += gain;
       row[m] = gate == 0 ? V{} : row[m] * gate;
       const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * gain * T(with.scale);
-      row[stride + m] = with.detach ? V{} : da * row[2 * stride + m];
+      const V inverse = row[2 * stride + m];
+      row[stride + m] = with.detach ? V{}
+                        : lifts     ? da * UnitKey<T>::lift(inverse) * UnitKey<T>::magnitude(inverse)
+                                    : da * inverse;
       row[3 * stride + m] *= row[stride + m];
     }
     return with.detach ? dgate - dgate : dgate;  // 0, or NaN if not finite: so BackwardItem finds broken children
@@ -241,7 +261,11 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     const V share = row[0], c = row[stride], d = row[3 * stride];
-    if (with.query.data && !with.detach)
+    if (with.query.data && !with.detach && lifts)
+      each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
+        put(at, pooling::dvote(share, ds[k], c, q[k], d, V(vote[k] * UnitKey<T>::lift(row[2 * stride]))));
+      });
+    else if (with.query.data && !with.detach)
       each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
         put(at, pooling::dvote(share, ds[k], c, q[k], d, vote[k]));
       });

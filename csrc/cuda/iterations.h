@@ -2,6 +2,8 @@
 // next query. Values that separate launches would store in the children's type are rounded to it here too.
 #pragma once
 
+#include <cfloat>
+
 #include "../algebra/pooling.h"
 #include "make_votes.h"
 
@@ -37,19 +39,29 @@ struct PoseInLanes {
   }
 };
 
-// 1 / |x| of a pose, or 0 if that overflows. `counts`: whether this lane uses the result. All lanes of a warp call this
-// together; a pose's result does not depend on the other poses, not even in its last bit.
+// <Q, x> / |x| of a pose, and 1 / |x| as a product of `inverse` and `lift`, so that it cannot overflow: `lift` is 1
+// unless x is denormal. The direction of 0 is 0.
+struct Direction {
+  float along, inverse, lift;
+};
+
+// `counts`: whether this lane uses the result. All lanes of a warp call this together; a pose's result does not depend
+// on the other poses, not even in its last bit.
 template <class Pose, int R>
-FASTCAPS_DEVICE float inverse_length(const Lane<Pose, R>& lane, Patch<Pose>& x, bool counts) {
+FASTCAPS_DEVICE Direction direction(const Lane<Pose, R>& lane, const Patch<Pose>& query, Patch<Pose>& x, bool counts) {
   const float squares = dot(lane, x, x);
   const bool within = squares > 1e-30f && squares < 1e30f;
-  float inverse = pooling::inverse_length(squares);
-  if (any_lane(counts && !within)) {
-    const float safe =
-        inverse_of_length(length(PoseInLanes<Pose, R>{lane, x}));  // by all lanes, for those whose squares are lost
-    inverse = within ? inverse : safe;
+  Direction found{dot(lane, query, x), pooling::inverse_length(squares), 1.0f};
+  if (any_lane(counts && !within)) {  // by all lanes, for those whose squares are lost
+    const PoseInLanes<Pose, R> pose{lane, x};
+    const float lift = pose.largest() < 4 * FLT_MIN ? 18446744073709551616.0f : 1.0f;  // 2^64
+    pose.each([&](float& number, int) { number *= lift; });
+    const Direction safe{dot(lane, query, x), inverse_or_zero(length(pose)), lift};
+    pose.each([&](float& number, int) { number *= 1.0f / lift; });
+    if (!within) found = safe;
   }
-  return inverse;
+  found.along *= found.inverse;
+  return found;
 }
 
 // store_parent in the children's type.

@@ -32,20 +32,19 @@ struct PoolingBackward : QueryGradients<Pose, R> {
       for (int p = 0; p < Pose::kEach; ++p) {
         const bool exists = seen.exists != 0.0f && lane.alive(p), counts = exists && seen.gate != 0.0f;
         const float t = dot(lane, dsums[r][p], votes[r][p]) + constant[r][p];
-        float along = 0.0f, inverse = 1.0f;
-        if (asks) {
-          along = dot(lane, query[r][p], votes[r][p]);
-          if (args.normalize) along *= inverse = inverse_length(lane, votes[r][p], exists);
-        }
-        const float free = exists ? exp2_fast(args.scale * kLog2E * along - shift[r][p]) : 0.0f;
+        Direction key{0.0f, 1.0f, 1.0f};
+        if (asks && args.normalize) key = direction(lane, query[r][p], votes[r][p], exists);
+        if (asks && !args.normalize) key.along = dot(lane, query[r][p], votes[r][p]);
+        const float free = exists ? exp2_fast(args.scale * kLog2E * key.along - shift[r][p]) : 0.0f;
         const float coefficient = counts ? seen.gate * free : 0.0f;
         if (exists) dgate += free * t;
-        const float c = counts && asks && !args.detach ? args.scale * coefficient * t * inverse : 0.0f;
-        const float d = args.normalize ? c * along * inverse : 0.0f;
+        const float c = counts && asks && !args.detach ? args.scale * coefficient * t * key.lift * key.inverse : 0.0f;
+        const float d = args.normalize ? c * key.along * key.inverse : 0.0f;
         each_number<Pose>([&](int i, int j) {
           float& vote = votes[r][p][i][j];
           if (counts) dquery[r][p][i][j] += c * vote;
-          vote = counts ? pooling::dvote(coefficient, dsums[r][p][i][j], c, query[r][p][i][j], d, vote) : 0.0f;
+          vote =
+              counts ? pooling::dvote(coefficient, dsums[r][p][i][j], c, query[r][p][i][j], d, vote * key.lift) : 0.0f;
         });
       }
       if (args.dgate) gradients.put_gate(r, dgate);

@@ -42,8 +42,9 @@ struct PoolingForward {
       const bool counts = stage.seen[lane.in_tile(r)].counts();
       float x = 0.0f;
       if (asks) {
-        x = args.scale * kLog2E * dot(lane, query[r][p], votes[r][p]);
-        if (args.normalize) x *= inverse_length(lane, votes[r][p], counts);
+        x = args.normalize ? direction(lane, query[r][p], votes[r][p], counts).along
+                           : dot(lane, query[r][p], votes[r][p]);
+        x *= args.scale * kLog2E;
       }
       logit[r][p] = counts ? x : -INFINITY;
       rises = rises || logit[r][p] > top[r][p] + kSlack;

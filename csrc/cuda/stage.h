@@ -2,7 +2,6 @@
 // positions of the block's tile, and their weights.
 #pragma once
 
-#include <cfloat>
 #include <type_traits>
 
 #include "../algebra/pose.h"
@@ -56,18 +55,15 @@ FASTCAPS_DEVICE void widen_vector(float2 pairs, float (&to)[4]) {
   for (int k = 0; k < 4; ++k) to[k] = widened(uint16_t(bits[k / 2] >> k % 2 * 16), S);
 }
 
-// 1 / |x|, or 0 if that overflows.
-FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
-
 // Applies a rule to a pose of sums, without LayerNorm's affine. With kUnit the last parents are the sums.
 template <class Pose>
 FASTCAPS_DEVICE void between(const ParentArgs& args, const Pose& pose, bool last) {
   if (args.rule == Rule::kLayerNorm) {
     standardise(pose, args.eps);
-  } else if (args.rule == Rule::kSquash || (args.rule == Rule::kUnit && !last)) {
-    const float size = length(pose);
-    const float factor = args.rule == Rule::kSquash ? squash_factor(size) : inverse_of_length(size);
-    pose.each([&](float& x, int) { x *= factor; });
+  } else if (args.rule == Rule::kSquash) {
+    squash(pose);
+  } else if (args.rule == Rule::kUnit && !last) {
+    unit(pose);
   }
 }
 

@@ -107,6 +107,28 @@ class GaussianRouting(Routing):
             state = self.advance(own, (scores, means, narrow + own.eps))
         return reference.gaussian_coefficients(votes, **state)
 
+    def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        heads, votes, rest, needs = self.given_backward(arguments)
+        _, d_means, d_variances, _ = heads
+        bias, mean = self.bit["bias"], self.bit["mean"]
+        if not needs & bias or not _is_shared(votes.bias):
+            return super().run_backward(*arguments)
+        d_means = torch.zeros_like(rest.means) if d_means is None else d_means
+        left, parts = d_means.sum(0), self.parts(rest, len(rest.counts))
+        found = [*super().run_backward(*arguments[:-1], needs & ~bias | (mean if len(parts) == 1 else 0))]
+        at = self.tensors.index("mean")
+        for k, part in enumerate(parts):
+            if part[0] is not None:
+                here = [None if x is None else x[k : k + 1] for x in heads]
+                alone = found if len(parts) == 1 else super().run_backward(*here, *votes, *part, mean)
+                left = left - alone[at]
+        if not needs & mean:
+            found[at] = votes.children.new_empty(0, dtype=left.dtype)
+        history = (rest.counts, rest.means)
+        gradient = _shared_bias_gradient(votes.bias, left, d_means, d_variances, history, rest.eps)
+        found[self.tensors.index("bias")] = gradient
+        return tuple(found)
+
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Gaussian, history: Results) -> None:
         counts, means, narrow, scores = history
         em, kmeans, count = own.rule == Rule.EM, own.rule == Rule.KMEANS, len(own.temperatures)
@@ -117,7 +139,9 @@ class GaussianRouting(Routing):
         mean, variance, log_weight = (_queue(getattr(own, name), left[name]) for name in STATE)
         betas = (None, None) if em else (own.beta_use, own.beta_ignore)
         rest = Backward(mean, variance, log_weight, *betas, counts, means, narrow, own.eps)
-        reverse.summed = reverse.needs - {*STATE, *(("beta_use", "beta_ignore") if em else ())}
+        shared_bias = "bias" in reverse.needs and _is_shared(votes.bias)
+        apart = {*STATE, *(("beta_use", "beta_ignore") if em else ()), *(("bias",) if shared_bias else ())}
+        reverse.summed = reverse.needs - apart
 
         d_variance: Any
         d_score, d_mean, d_variance = grads
@@ -144,6 +168,8 @@ class GaussianRouting(Routing):
             heads.append((d_counts, d_mean, d_variance, None if em else d_score))
             first = k == -count
             wanted = reverse.needs & {*STATE} if first else {*STATE} - ({"variance"} if kmeans else set())
+            if first and shared_bias and own.mean is not None:
+                wanted = wanted | {"mean"}
             found = reverse.ask(k, [x if x is None else x.unsqueeze(0) for x in heads[-1]], rest, wanted)
             if first:
                 reverse.gradients |= {name: found[name] for name in wanted}
@@ -154,14 +180,51 @@ class GaussianRouting(Routing):
                 d_variance = found["variance"]
             elif d_variance is not None:
                 d_variance = torch.zeros_like(d_variance)
+        columns: Any = zip(*reversed(heads), strict=True)
+        every: Any = ()
+        if reverse.together or shared_bias:
+            every = [None if x[-1] is None else torch.stack(x) for x in columns]
         if reverse.together:
-            columns: Any = zip(*reversed(heads), strict=True)
-            reverse.ask(None, [None if x[-1] is None else torch.stack(x) for x in columns], rest)
+            reverse.ask(None, every, rest)
+        if shared_bias:  # an iteration starts from the mean of the one before
+            change = every[1][-1] if own.mean is None else every[1][-1] - reverse.gradients["mean"]
+            reverse.gradients["bias"] = _shared_bias_gradient(votes.bias, change, every[1], every[2], history, own.eps)
         if em:
             heat = torch.stack(heats[::-1])
             for name, factor, part in (("beta_use", numbers, heat * counts), ("beta_ignore", -1, heat)):
                 whole = [*range(part.dim() - 1)]  # vmap over gradients has no flatten
                 reverse.gradients[name] = factor * part.sum(whole)
+
+
+def _is_shared(bias: Tensor | None) -> bool:
+    return bias is not None and bias.shape[0] == 1
+
+
+def _shared_bias_gradient(
+    bias: Any, left: Tensor, d_means: Tensor, d_variances: Tensor | None, history: Results, eps: float
+) -> Tensor:
+    """Return the gradient of a bias that children share, ``[1, M or 1, C, E]``: the sum of dV over the children.
+
+    Added up, large terms cancel and leave their rounding. But such a bias moves all votes of a parent, and with them
+    its mean, but for the part ``eps / (n + eps)``, so that squared distances from a mean hardly change.
+
+    Parameters
+    ----------
+    left
+        The gradients of all iterations' means minus those of the means that they started from, ``[*places, M, C, E]``.
+    d_means, d_variances
+        ``[T, *places, M, C, E]``; the gradients of each iteration's means, and of its variances without eps.
+    history
+        n and the means of each iteration.
+    """
+    counts, means, *_ = history
+    whole = (counts + eps)[..., None, None]
+    still = torch.where(whole == 0, 1.0, eps / whole)
+    moved = left - (still * d_means).sum(0)
+    if d_variances is not None:
+        moved = moved + (2 * still.square() * means * d_variances).sum(0)
+    moved = moved.sum([*range(moved.dim() - 3)])
+    return (moved.sum(0, keepdim=True) if bias.shape[1] == 1 else moved).unsqueeze(0).to(bias.dtype)
 
 
 def _queue(first: Tensor | None, left: Tensor | None) -> Tensor | None:

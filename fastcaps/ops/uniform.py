@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps.checks import is_tracing, widen
+from fastcaps.reference.attention import layer_norm
 from fastcaps.settings import constant_in_graphs
 from fastcaps.votes import SET_WINDOW, VoteInputs, autocast_dtype, hidden, output_size, seen_of
 from fastcaps.watchers import is_sharded
@@ -70,6 +71,8 @@ def uniform_parents(
         sums = sums + _sum_of_bias(children, bias, gate, window)
     if not norm:
         return (sums / parents).to(dtype).contiguous()
+    if eps == 0:
+        return layer_norm(sums, norm_weight, norm_bias, eps).to(dtype).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
     flat = sums.flatten(-2)
     if flat.dtype != dtype:  # as in the reference: for two values the gradient is a small difference

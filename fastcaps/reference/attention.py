@@ -72,12 +72,15 @@ def parents_of(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | Non
 def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:
     """Return LayerNorm over the last two dimensions, ``norm_weight * (S - mean) / sqrt(variance + eps) + norm_bias``.
 
-    S is ``[..., C, E]``, the affine ``[C * E]`` in its dtype. Torch 2.13's layer_norm has wrong third derivatives.
+    S is ``[..., C, E]``, the affine ``[C * E]`` in its dtype. Equal values become 0, with gradient 0, even if eps is 0.
+    Torch 2.13's layer_norm has wrong third derivatives.
     """
     flat = sums.flatten(-2)
     centred = flat - flat.mean(-1, keepdim=True)
     centred = centred - centred.mean(-1, keepdim=True)  # a mean of 0 to the precision of the differences, not of S
-    parents = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    variance = centred.square().mean(-1, keepdim=True) + eps
+    equal = variance == 0  # without eps: all values are equal, as where no child exists
+    parents = centred * variance.masked_fill(equal, 1.0).rsqrt().masked_fill(equal, 0.0)
     if norm_weight is not None:
         parents = parents * norm_weight
     if norm_bias is not None:
