@@ -13,6 +13,7 @@ from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_finite, check_table, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.made import MadeVotes
+from fastcaps.ops import products
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
@@ -117,6 +118,8 @@ def dynamic_routing(
     routing: Any = ops.attention_routing if compete == "parents" else ops.pooling_routing
     if prior is None and eps == 0:
         results = routing(votes, own)
+    elif votes.weight is None and compete == "parents" and not isinstance(votes, MadeVotes):
+        results = products.dynamic(ops.attention_routing, votes, own, prior, eps)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
     routed = votes.from_op(results[0].narrow(-3, 0, many) if leaky else results[0])
