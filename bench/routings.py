@@ -98,6 +98,31 @@ class DynamicRouting(Routing):
 
 
 @dataclass(frozen=True)
+class InterestRouting(DynamicRouting):
+    """Dynamic routing of poses themselves, without matrices, from random logits (Li et al. 2019, MIND)."""
+
+    makes_votes: ClassVar[bool] = False
+    first: ClassVar[int] = 2  # a weighted sum
+
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Draw children from N(0, 1), and the logits of each child and parent."""
+        return {"children": draw.children(work.rows, work.columns_in), "prior": draw.normal(work.types, work.parents)}
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        return super().settings(work) | {"weight": None, "parents": work.parents}
+
+    def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the iterations by two products each, children last in the softmax's tensor, so that it is vectorised."""
+        poses = seen(given["children"], work).flatten(2).transpose(0, 1).contiguous()  # [P, I, C * E]
+        logits, query = given["prior"].mT.unsqueeze(0), torch.zeros_like(poses[:, :1])
+        for _ in range(self.iterations):
+            shares = torch.softmax(logits + query @ poses.mT, 1)
+            parents = squash((shares @ poses).unsqueeze(2), (-2, -1)).squeeze(2)
+            query = query + parents
+        return (parents.unflatten(-1, (work.rows, work.columns_out)),)
+
+
+@dataclass(frozen=True)
 class EMRouting(Routing):
     """EM routing (Hinton et al. 2018): parents' activations say how well they explain the children."""
 

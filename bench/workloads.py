@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
+from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, InterestRouting, RoutingPool
 from bench.workload import PRECISIONS, Case, Workload
 from fastcaps.checks import did_you_mean
 
@@ -45,6 +45,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("heinsen-sst-1", f"{_HEINSEN}, Fig. 5", (32,), 37 * 32, 64, (1, 64, 2), HeinsenRouting(layers=37), {"groups": 1}),
     ("heinsen-sst-2", f"{_HEINSEN}, Fig. 5", (1024,), 64, 5, (1, 2, 2), _HEINSENS, {}),
     ("zhao-pool", "Zhao & Huang 2019, Table 2", (128,), 256, 1, (1, 16, 16), RoutingPool(), {"groups": 0}),
+    ("interests", "Li et al. 2019 (MIND)", (256,), 50, 4, _WIDE, InterestRouting(), {"groups": 0}),
     ("li-capnet-dynamic", f"{_CAPNET} (a)", (2, 128), 2048, 512, _VECTOR, _DYNAMIC, {"groups": 32, "checked": 2}),
     ("li-capnet-em", f"{_CAPNET} (b)", (2,), 2048, 512, _VECTOR, _EM, {"groups": 32, "checked": 2}),
     ("vocabulary", f"{_HEINSEN}, §6", (1,), 1024, 30_000, (1, 16, 16), _HEINSENS, _COPIED),

@@ -144,7 +144,9 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a block in which autocast is off; meta tensors have no autocast."""
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    if device_type == "meta" or (device_type in ("cpu", "cuda") and not torch.is_autocast_enabled(device_type)):
+        return nullcontext()  # it is off: a block of torch's would take several microseconds
+    return torch.autocast(device_type, enabled=False)
 
 
 class VoteInputs(NamedTuple):

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 listener: ContextVar[Any] = ContextVar("fastcaps_listener", default=None)
 """The listener of this thread, set by :func:`fastcaps.explain`: fake kernels call its methods
-``routing(op, votes, own, by_library)``, and ``other(call, described, runs)`` for ops that are not a routing's."""
+``routing(op, votes, own, runs)``, and ``other(call, described, runs)`` for ops that are not a routing's."""
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 

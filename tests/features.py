@@ -36,7 +36,7 @@ class Routing:
     first: bool = True  # whether the first iteration has no query and no state
     moments: int = 1  # the sums over the votes of an iteration
     library: bool = False  # whether the library may run the first iteration
-    ops: int = 1  # the calls of an op
+    ops: int = 1  # the calls of an op; 0: it has none, and no library's first iteration
 
     def __str__(self) -> str:
         return self.name
@@ -116,6 +116,13 @@ ROUTINGS = [
     _dynamic("dynamic-children-detach", compete="children", detach=True),
     _dynamic("dynamic-leaky", leaky=True),
     _dynamic("dynamic-prior", "prior", eps=1e-3),
+    Routing(
+        "dynamic-same-prior",
+        dynamic_routing,
+        ("children", "gate", "prior"),
+        {"iterations": 3, "weight": None, "parents": 3},
+        ops=0,
+    ),
     _dynamic("dynamic-children-prior", "prior", compete="children", eps=1e-3),
     _pool("pool", "children", "gate"),
     _pool("pool-weights", *VOTES),

@@ -94,7 +94,7 @@ def test_nothing_is_computed() -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.ops or row.library], ids=str)
 def test_every_function_in_its_settings(routing: Routing, window: Window | None) -> None:
     """An explanation fits the call: sizes, window, kind; the uniform iteration is the library's."""
     routing_calls: list[Any] = []
@@ -111,6 +111,19 @@ def test_every_function_in_its_settings(routing: Routing, window: Window | None)
         assert "float32 on cpu" in one.call and "batch 3" in one.call
         if one.backend == "cpu":
             assert one.forward and one.backward
+
+
+@native_only
+def test_products_of_votes_without_matrices() -> None:
+    """Where they are faster than the kernels: in the backward, and forward where children are many and poses long."""
+    large, small = torch.randn(64, 1024, 1, 128), torch.randn(256, 50, 1, 64)
+    for options in ({}, {"prior": torch.randn(1, 24)}):
+        explained = explain(functional.dynamic_routing, large, None, parents=24, **options)
+        assert explained.backend == "torch" and "make no votes" in explained.how
+    explained = explain(functional.dynamic_routing, small, None, parents=4)
+    assert explained.backend == "cpu" and explained.backward.startswith("torch: ")
+    with backend("cpu"):
+        assert explain(functional.dynamic_routing, large, None, parents=24).backend == "cpu"
 
 
 @pytest.mark.parametrize("routing", FUNCTIONS.values(), ids=str)

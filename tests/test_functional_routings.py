@@ -160,3 +160,30 @@ def test_a_bias_under_a_padded_window_is_that_of_children_with_a_gate_of_1() -> 
         for gate in gates
     )
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"detach": True}, {"iterations": 1}, {"bias": True}], ids=str)
+def test_a_prior_without_matrices_is_one_with_identities(options: dict[str, Any], rows: int) -> None:
+    """Results, coefficients, and every gradient; a NaN behind a gate of 0 shows nowhere."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"children": (2, 6, 2, 4), "prior": (rows, 3), "gate": (2, 6)}
+    if options.get("bias"):
+        shapes["bias"] = (6, 3, 2, 4)
+    leaves = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+    leaves["gate"] = leaves["gate"].sigmoid().index_fill(1, torch.tensor([2]), 0.0)
+    leaves["children"][:, 2] = torch.nan
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    found = []
+    identities = torch.eye(4, dtype=torch.float64).expand(1, 3, 4, 4)
+    for weight, count in ((None, 3), (identities.clone(), None)):
+        settings = {**options, **{name: leaf for name, leaf in leaves.items() if name != "children"}}
+        routed = functional.dynamic_routing(
+            leaves["children"], weight, parents=count, return_coefficients=True, **settings
+        )
+        gradients = torch.autograd.grad(routed.poses.sin().sum(), list(leaves.values()), materialize_grads=True)
+        present = [r[:, [0, 1, 3, 4, 5]] for r in (routed.coefficients,)]
+        found.append([routed.poses, *present, *gradients])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DENSE, WINDOWS, Case, strides
-from registry import GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, votes_of
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, votes_of
 from suite import (
     cases_named,
     cases_where,
@@ -32,8 +32,10 @@ from torch import Tensor
 
 import fastcaps
 from fastcaps import backends, libraries, ops
+from fastcaps.functional import dynamic_routing
+from fastcaps.ops import products
 from fastcaps.rules import Rule
-from fastcaps.votes import VoteInputs
+from fastcaps.votes import SET_WINDOW, VoteInputs
 from tools.native import LEVELS
 
 
@@ -93,6 +95,38 @@ def test_weights_in_every_order(routing: Routing, order: str) -> None:
         results = relaid.training(by_op)
         routing.bar(case).hold(results)
         assert strides(results["dweight"]) == strides(stored.permute(back))
+
+
+WITHOUT_MATRICES = [
+    replace(case, groups="none", bias=None, pose=(case.pose[0], case.pose[2], case.pose[2]), gate=case.gate or gate)
+    for case in ATTENTION.pairs
+    if case.window == SET_WINDOW
+    for gate in (None, "broken")
+]
+
+
+@pytest.mark.parametrize("case", WITHOUT_MATRICES, ids=str)
+def test_products_of_votes_without_matrices(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of some children, or some samples, and as they are."""
+    for name in ("_SMALL", "_LARGE", "_LONG"):
+        monkeypatch.setattr(products, name, 0)
+    for block in (50, products._BLOCK):
+        monkeypatch.setattr(products, "_BLOCK", block)
+        test_results_and_gradients(ATTENTION, case)
+
+
+@pytest.mark.parametrize("sizes", [(2, 64, 64, 8), (1, 2001, 64, 8), (8, 1024, 16, 24)], ids=str)
+def test_same_bits_of_products_for_any_number_of_threads(sizes: tuple[int, ...], threads_kept: None) -> None:
+    batch, count, columns, parents = sizes
+    children = torch.randn(batch, count, 1, columns, requires_grad=True)
+    for prior in (None, torch.randn(count, parents, requires_grad=True)):
+        found: list[list[Tensor]] = []
+        leaves = [one for one in (children, prior) if one is not None]
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            routed = dynamic_routing(children, None, parents=parents, prior=prior)
+            found.append([routed, *torch.autograd.grad(routed.sum(), leaves)])
+        assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
 
 
 # ---- digits, NaN and infinity ----------------------------------------------------------------------------------------

@@ -49,6 +49,13 @@ def uniform(*sizes: int) -> Step:
     return (children, weight), lambda: [functional.inverted_attention_routing(children, weight, window=window)]
 
 
+def prior(batch: int, types: int, many: int, columns: int) -> Step:
+    """Dynamic routing without matrices."""
+    children = torch.randn(batch, types, 1, columns, requires_grad=True)
+    start = torch.randn(types, many, requires_grad=True)
+    return (children, start), lambda: [functional.dynamic_routing(children, None, parents=many, prior=start)]
+
+
 def heinsen(many: int, parents: int) -> Step:
     children, scores = torch.randn(1, many, 1, 16, requires_grad=True), torch.randn(1, many, requires_grad=True)
     weight = torch.randn(1, parents, 16, 16).mul_(0.25).requires_grad_()
@@ -78,8 +85,13 @@ def growth(step: Callable[..., Step], few: tuple[int, ...], sizes: tuple[int, ..
 @native_only
 @pytest.mark.parametrize(
     ("step", "batch", "sizes", "votes"),
-    [(attention, 8, CONV1, 231), (attention, 1, SHARED, 410), (uniform, 32, CONV1, 925)],
-    ids=["conv1", "many", "uniform"],
+    [
+        (attention, 8, CONV1, 231),
+        (attention, 1, SHARED, 410),
+        (uniform, 32, CONV1, 925),
+        (prior, 16, (20_000, 32, 16), 655),
+    ],
+    ids=["conv1", "many", "uniform", "prior"],
 )
 def test_a_step_stays_within_64_mb(step: Callable[..., Step], batch: int, sizes: tuple[int, ...], votes: int) -> None:
     found = growth(step, (1, *sizes), (batch, *sizes))

@@ -13,6 +13,7 @@ from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_finite, check_table, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
 from fastcaps.made import MadeVotes
+from fastcaps.ops import products
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
@@ -75,7 +76,8 @@ def dynamic_routing(
         Not with ``leaky``.
     eps : float
         Added under the root in squash, as many published implementations do: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
-        eps)``. With a prior or an eps every iteration is a separate op.
+        eps)``. With a prior or an eps every iteration is a separate op; without matrices, some products of torch:
+        in compiled code, under autocast, with a bias or an overlapping window these store a value for each pair.
     return_coefficients : bool
         Also return the r of the last iteration.
 
@@ -117,6 +119,8 @@ def dynamic_routing(
     routing: Any = ops.attention_routing if compete == "parents" else ops.pooling_routing
     if prior is None and eps == 0:
         results = routing(votes, own)
+    elif votes.weight is None and compete == "parents" and not isinstance(votes, MadeVotes):
+        results = products.dynamic(ops.attention_routing, votes, own, prior, eps)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
     routed = votes.from_op(results[0].narrow(-3, 0, many).contiguous())  # without the leak
@@ -133,8 +137,8 @@ def _one_by_one(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None,
     """Return parents and coefficients of a routing whose iterations are separate ops.
 
     A prior becomes one more value in every vote, which the query multiplies by 1. That takes a table
-    ``[I or 1, M, C, E + 1]`` and a copy of the weights in every call, which do not grow with the batch; without
-    matrices it takes a copy of the children.
+    ``[I or 1, M, C, E + 1]`` and a copy of the weights in every call, which do not grow with the batch; where children
+    without matrices compete, it takes a copy of the children.
     """
     rows, _, columns = pose_of(votes)
     own = own._replace(rule=int(Rule.PLAIN if routing is ops.attention_routing else Rule.UNIT))

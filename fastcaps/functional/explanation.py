@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from fastcaps import backends, libraries
 from fastcaps.functional.inverted_attention import inverted_attention_routing
-from fastcaps.ops import Routing, shared
+from fastcaps.ops import Routing
 from fastcaps.votes import VoteInputs
 from fastcaps.watchers import listener
 
@@ -188,21 +188,23 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
 class _Listener(list[Explanation]):
     """The explanations of the calls so far, in one thread."""
 
-    def routing(self, op: Routing, votes: VoteInputs, own: Any, by_library: bool = False) -> None:
-        """Explain a call of a routing's op, which torch's own product may serve."""
+    def routing(self, op: Routing, votes: VoteInputs, own: Any, runs: tuple[str, str] | None = None) -> None:
+        """Explain a call of a routing's op; ``runs`` is what runs it, and why, if it is none of the op's kernels."""
         if len(self) == _MOST_CALLS:
             raise ValueError(
                 f"explain: the module makes more than {_MOST_CALLS} calls of routings; explain fewer iterations"
             )
         call, count = backends.Call.under_autocast(op.stem, votes), op.iterations(own)
         described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
-        self.other(call, described, shared.EVEN if by_library else None)
+        self.other(call, described, runs or op.library(votes, backward=False))
         if self[-1].backend in backends.NAMES:
             copied = sum(table.numel() for table in (votes.bias, *op.tables(own)) if table is not None)
             facts = (count, getattr(own, op.state[0]) is not None)
             forward, backward = (
                 _schedule(self[-1].backend, call, votes, (*facts, half, copied)) for half in (False, True)
             )
+            products = op.library(votes, backward=True)
+            backward = backward if products is None else f"{products[0]}: {products[1]}"
             self[-1] = replace(self[-1], forward=forward, backward=backward)
 
     def other(self, call: backends.Call, described: str, runs: tuple[str, str] | None = None) -> None:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, is_tracing, widen
-from fastcaps.ops import uniform
+from fastcaps.ops import products, uniform
 from fastcaps.ops.query import QueryRouting, check_like
+from fastcaps.ops.reverse import Reverse
+from fastcaps.ops.shared import EVEN, LIBRARY
 from fastcaps.ops.signature import Results
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.verbs import blocks_of
-from fastcaps.rules import Rule
+from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import VoteInputs, autocast_dtype
 from fastcaps.watchers import listener
 
@@ -58,7 +60,7 @@ class AttentionRouting(QueryRouting):
             return self.route(votes, own)
         if not is_tracing():
             if (explainer := listener.get()) is not None:
-                explainer.routing(self, votes, own._replace(iterations=1), by_library=True)
+                explainer.routing(self, votes, own._replace(iterations=1), EVEN)
             elif backends.forced() is not None:  # raises where that backend cannot take the call
                 backends.choose(backends.Call.under_autocast(self.stem, votes))
         parents = self._without_parents(votes, own)
@@ -74,6 +76,37 @@ class AttentionRouting(QueryRouting):
         votes, own = self.given(self.cast((*votes, *own)))
         with torch.autocast(device, enabled=False):
             return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
+
+    def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
+        return LIBRARY if products.serves(votes, backward) else None
+
+    def compute(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
+        """Run a call by the library's products where they serve, else by the chosen backend."""
+        if not products.serves(votes, backward=False):
+            return super().compute(votes, own)
+        return self.joined_by(products.attention_routing, votes, own)
+
+    def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run a backward by the library's products where they serve, else by the chosen backend."""
+        (grad,), votes, rest, needs = self.given_backward(arguments)
+        if not products.serves(votes, backward=True):
+            return super().run_backward(*arguments)
+        assert grad is not None
+        self.check_backward((grad,), votes, rest)
+        given = dict(zip(self.backward_names, arguments, strict=True))
+        names = {name for name in self.tensors if needs & self.bit[name] and self.gradient_shape(name, given)}
+        reverse = products.Reverse(self, self.run_backward, votes, len(grad), names - {"query"}, False)
+        found: dict[str, Tensor] = {}
+        for k in range(-1, -len(grad) - 1, -1):
+            found = reverse.ask(k, (grad[k].unsqueeze(0),), rest, names & {"query"}, bool(needs & DETACH))
+        found |= reverse.gradients
+        empty = votes.children.new_empty
+        return tuple(found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors)
+
+    def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
+        if eager and products.serves(votes, backward=True):
+            return products.Reverse(self, self.run_backward, votes, count, needs, False)
+        return super().reverse(votes, count, needs, eager)
 
     def check(self, votes: VoteInputs, own: Attention) -> None:
         rows, _, columns = votes.pose

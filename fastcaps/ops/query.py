@@ -62,10 +62,13 @@ class QueryRouting(Routing):
         queries = self.queries(own, self.steps_of(own, sums[:-1], dtype).unbind())
         return None if queries is None else queries[-1]
 
-    def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
+    def backward(
+        self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results, eps: float = 0.0
+    ) -> None:
+        """Compute the gradients of a call; ``eps`` is that of squash."""
         (grad,), sums, count = grads, history[0], own.iterations
         dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), own.rule == Rule.SQUASH
-        steps = Steps(sums.to(wide), squashes) if self.adds(own) and (squashes or count > 1) else None
+        steps = Steps(sums.to(wide), squashes, eps) if self.adds(own) and (squashes or count > 1) else None
         before: Sequence[Tensor] = ()
         if count > 1:
             before = (self.steps_of(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
@@ -100,10 +103,11 @@ class Steps:
 
     Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
     ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
-    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0. ``sums`` are S, ``[T, ..., C, E]``.
+    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0. ``sums`` are S, ``[T, ..., C, E]``. With an ``eps`` under
+    the root of squash f is ``sqrt(c)`` times that, and 1 in the first bracket is c, for ``c = n^2 / (n^2 + eps)``.
     """
 
-    def __init__(self, sums: Tensor, squashes: bool) -> None:
+    def __init__(self, sums: Tensor, squashes: bool, eps: float = 0.0) -> None:
         tiny = torch.finfo(sums.dtype).tiny  # the divisor of a zero vector
         largest = sums.abs().amax(POSE, keepdim=True).clamp(min=tiny)
         shrunk = sums / largest  # so that squares neither overflow nor underflow
@@ -113,11 +117,14 @@ class Steps:
         bends: Tensor | float = -1.0
         inverse = size.reciprocal()
         # 1 / f; if it is infinite, the gradient is 0
-        self.divisors = (size + inverse if squashes else size.masked_fill(size == 0, torch.inf)).unbind()
+        divisors = size + inverse if squashes else size.masked_fill(size == 0, torch.inf)
         if squashes:
             length = (1 + inverse.square()).reciprocal()  # n^2 / (1 + n^2), also for infinite n
             bends = torch.rsub(length, 1, alpha=2)
-        self.bent = (bends * self.vectors).unbind()
+        if eps:
+            share = (1 + eps * inverse.square()).reciprocal()  # c
+            bends, length, divisors = bends + (1 - share), length * share.sqrt(), divisors / share.sqrt()
+        self.divisors, self.bent = divisors.unbind(), (bends * self.vectors).unbind()
         if squashes:
             self.vectors = self.vectors * length
 

@@ -74,6 +74,10 @@ class Routing(Signature, ABC):
         """Return the tables, of a value for each child and parent, of which a backward returns gradients."""
         return ()
 
+    def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
+        """Return what runs a call, or its backward, instead of a backend, and why."""
+        return None
+
     @abstractmethod
     def check(self, votes: VoteInputs, own: Any) -> None:
         """Raise if the op's other arguments do not fit the votes, as kernels in Python would broadcast."""
@@ -122,6 +126,14 @@ class Routing(Signature, ABC):
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
+    def joined_by(self, kernel: Callable[[VoteInputs, Any], Results], votes: VoteInputs, own: Any) -> tuple[Any, ...]:
+        """Run a call by a kernel in Python of one iteration."""
+        votes.check()
+        self._check(votes, own)
+        results = self._joined(self.iterate(kernel, votes, own))
+        results = [x.contiguous().detach() for x in results]  # no views: users may write into them
+        return (*results, self._coefficients(votes, own, results))
+
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run the op's kernel; without a request the coefficients are an empty tensor."""
         return _complete(self.compute(*self.given(arguments)), arguments[0])
@@ -141,15 +153,11 @@ class Routing(Signature, ABC):
             begins = getattr(own, self.state[0]) is not None
             whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
-        else:
-            votes.check()
-            self._check(votes, own)
-            kernel: Callable[[VoteInputs, Any], Results] = self._reference
-            if chosen == "triton":
-                kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
-            results = self._joined(self.iterate(kernel, votes, own))
-            results = [x.contiguous().detach() for x in results]  # no views: users may write into them
-        return (*results, self._coefficients(votes, own, results))
+            return (*results, self._coefficients(votes, own, results))
+        if chosen == "triton":
+            kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
+            return self.joined_by(kernel, votes, own)
+        return self.joined_by(self._reference, votes, own)
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the chosen backend. All backends store the same, so it may differ from the forward's."""
@@ -183,11 +191,7 @@ class Routing(Signature, ABC):
 
     def _reference_backward(self, heads: Gradients, votes: VoteInputs, rest: Sequence[Any], needs: int) -> list[Tensor]:
         """Return the sum over iterations of the reference's backwards of one."""
-        votes.check()
-        wide = (accumulation_dtype(votes.children.dtype),)
-        for name, value in zip(self.backward_names, (*heads, *votes, *rest, needs), strict=True):
-            if isinstance(value, Tensor):
-                check_tensor(name, value, votes.children, False, wide)
+        self.check_backward(heads, votes, rest)
         total: list[Tensor] = []
         parts = self.parts(rest, len(next(head for head in heads if head is not None)))
         for k in range(-len(parts), 0):
@@ -197,6 +201,14 @@ class Routing(Signature, ABC):
             found = getattr(reference, f"{self.name}_backward")(*given, *alone, needs)
             total = [a.add_(b) for a, b in zip(total, found, strict=True)] if total else list(found)
         return total
+
+    def check_backward(self, heads: Gradients, votes: VoteInputs, rest: Sequence[Any]) -> None:
+        """Raise if a raw backward's arguments do not fit the votes, as kernels in Python would broadcast."""
+        votes.check()
+        wide = (accumulation_dtype(votes.children.dtype),)
+        for name, value in zip(self.backward_names, (*heads, *votes, *rest), strict=False):
+            if isinstance(value, Tensor):
+                check_tensor(name, value, votes.children, False, wide)
 
     def _check(self, votes: VoteInputs, own: Any) -> None:
         """Raise if the op's arguments do not fit, besides those that :meth:`VoteInputs.check` checks."""
@@ -316,12 +328,17 @@ class Routing(Signature, ABC):
         votes, own = self.given(arguments)
         needs = {name for name, want in zip(self.tensors, needed, strict=True) if want}
         with backends.under(ctx.blocks):
-            on_cpu, run = backends.on_cpu(self.stem, votes.children), self.backward_op
-            if not is_watched() and are_plain(arguments[:1]):
-                run = self.run_backward_on_cpu if on_cpu else self.run_backward
-            reverse = Reverse(self, run, votes, self.iterations(own), needs, on_cpu)
+            eager = not is_watched() and are_plain(arguments[:1])
+            reverse = self.reverse(votes, self.iterations(own), needs, eager)
             self.backward(reverse, finals, votes, own, saved[len(self.tensors) :])
         return [reverse.gradients.get(name) if want else None for name, want in zip(self.tensors, needed, strict=True)]
+
+    def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
+        """Return what computes the backward of ``count`` iterations; unless ``eager``, by the op."""
+        on_cpu, run = backends.on_cpu(self.stem, votes.children), self.backward_op
+        if eager:
+            run = self.run_backward_on_cpu if on_cpu else self.run_backward
+        return Reverse(self, run, votes, count, needs, on_cpu)
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
         wanted = [k for k, want in zip(self.places, needed, strict=True) if want]
