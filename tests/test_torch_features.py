@@ -59,10 +59,9 @@ class Twice(NamedTuple):
     refused: str = ""
 
 
-def of_routing(name: str, around: Callable[[], Any] = nullcontext) -> Twice:
+def of_routing(name: str) -> Twice:
     def call(leaves: Leaves) -> Tensor:
-        with around():
-            return torch.cat([x.flatten() for x in BY_NAME[name].ours(leaves).values()])
+        return torch.cat([x.flatten() for x in BY_NAME[name].ours(leaves).values()])
 
     return Twice(call, BY_NAME[name].tensors(batch=1))
 
@@ -102,9 +101,15 @@ TWICE: dict[str, Callable[[], Twice]] = {
         fastcaps.EquilibriumRouting(4, 3, 4, 4), 2, 4, 4, refused="EquilibriumRouting"
     ),
     **{name: lambda name=name: of_routing(name) for name in ("attention-3", "pool-weights", "em")},
-    **{f"{name}, op": lambda name=name: of_routing(name, Called) for name in ("attention-3", "pool-weights", "em")},
+    **{f"{name}, op": lambda name=name: of_routing(name) for name in ("attention-3", "pool-weights", "em")},
     **{f"{name}, DTensor": lambda name=name: of_shards(name) for name in ("attention-3", "pool-weights", "em")},
     "agreement": lambda: of_verb(Votes.agreement, 2, 3, 2, 2),
+    "agreement, op": lambda: of_verb(Votes.agreement, 2, 3, 2, 2),
+    "sum, op": lambda: of_verb(Votes.sum, 2, 4, 3),
+    "dynamic, products": lambda: Twice(
+        lambda leaves: fastcaps.functional.dynamic_routing(leaves["children"], None, prior=leaves["prior"]),
+        {"children": torch.randn(2, 4, 1, 3).double(), "prior": torch.randn(4, 3).double()},
+    ),
     "distance": lambda: of_verb(Votes.distance, 2, 3, 2, 2),
     "sum": lambda: of_verb(Votes.sum, 2, 4, 3),
     "square_sum": lambda: of_verb(lambda votes, r: votes.square_sum(r, votes.sum(r)), 2, 4, 3),
@@ -141,10 +146,13 @@ def test_second_derivatives_are_right_or_refused_by_name(monkeypatch: pytest.Mon
             torch.manual_seed(0)
             call, given, refused = row()
 
-            def gradients(*tensors: Tensor, call: Any = call, given: Leaves = given) -> Tensor:
-                found = call(dict(zip(given, tensors, strict=True))).sum()
-                reached.update(backwards(found.grad_fn, set()))
-                first = torch.autograd.grad(found, tensors, create_graph=True)
+            around: Any = Called if name.endswith(", op") else nullcontext
+
+            def gradients(*tensors: Tensor, call: Any = call, given: Leaves = given, around: Any = around) -> Tensor:
+                with around():
+                    found = call(dict(zip(given, tensors, strict=True))).sum()
+                    reached.update(backwards(found.grad_fn, set()))
+                    first = torch.autograd.grad(found, tensors, create_graph=True)
                 return torch.cat([x.flatten() for x in first])
 
             leaves = tuple(x.detach().clone().requires_grad_() for x in given.values())

@@ -157,10 +157,10 @@ def _pulled(ctx: Any, votes: VoteInputs, *rest: Any, more: Sequence[bool]) -> tu
     together = needs and not torch.is_grad_enabled()
     found: list[Any] = [None] * 6
     if needs:
-        found = list(ops["vote_pull"](*votes, *rest, needs | asked << 3 if together else needs))
+        found = list(_run("vote_pull", *votes, *rest, needs | asked << 3 if together else needs))
     for k, (name, given) in enumerate(_others(*rest)):
         if more[k] and not together:
-            found[3 + k] = ops[name](*votes, *given)
+            found[3 + k] = _run(name, *votes, *given)
     found = [x if (needs | asked << 3) >> k & 1 else None for k, x in enumerate(found)]
     return found[:3] + [None] * (COUNT - 3), found[3:]
 
@@ -222,15 +222,15 @@ def _pull_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             parts.append((1, votes._replace(weight=dweight, bias=None)))
         for other, part in parts:
             if ctx.needs_input_grad[COUNT]:
-                one = ops["vote_scores"](*part, targets, None, False)
+                one = _run("vote_scores", *part, targets, None, False)
                 dcoefficients = one if dcoefficients is None else dcoefficients + one
             if ctx.needs_input_grad[COUNT + 1]:
-                one = ops["vote_sums"](*part, coefficients, None, 1)
+                one = _run("vote_sums", *part, coefficients, None, 1)
                 dtargets = one if dtargets is None else dtargets + one
             # P' multiplies W, W' multiplies P: the gradient is that of the factor which is no cotangent
             which = 1 - other
             if ctx.needs_input_grad[which] and votes.weight is not None and (which == 0 or dchildren is not None):
-                pulled = ops["vote_pull"](*part, coefficients, targets, None, False, 1 << which)
+                pulled = _run("vote_pull", *part, coefficients, targets, None, False, 1 << which)
                 found[which] = pulled[which]
         return (*found, dcoefficients, dtargets, None, None, None)
 
@@ -321,6 +321,14 @@ _EAGER = {name: (_runner(name), _recorder(name, each)) for name, each in zip(_CA
 """The kernel of each op, and its call with a graph, where nobody must see the op."""
 
 
+def _run(name: str, *arguments: Any) -> Any:
+    """Run an op; without the dispatcher, which takes longer than a small call, where nobody watches."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if is_watched() or not are_plain(tensors):
+        return ops[name](*arguments)
+    return _EAGER[name][torch.is_grad_enabled() and any(x.requires_grad for x in tensors)](*arguments)
+
+
 # ---- what the class Votes calls --------------------------------------------------------------------------------------
 
 
@@ -359,11 +367,7 @@ def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
     if isinstance(votes, MadeVotes) or (is_transformed() and not is_tracing()):  # a compiler must see the op
         backends.refuse_unless_reference(STEM)
         return _plainly(name, getattr(reference, name), votes, *rest)
-    run = ops[name]
-    tensors = [x for x in (*votes[:3], *rest) if isinstance(x, Tensor)]
-    if not is_watched() and are_plain(tensors):
-        run = _EAGER[name][torch.is_grad_enabled() and any(x.requires_grad for x in tensors)]
-    found: Tensor = run(*votes, *rest)
+    found: Tensor = _run(name, *votes, *rest)
     return found
 
 
