@@ -85,7 +85,8 @@ struct Votes {
   int64_t parent_size() const { return C * E; }       // values in a parent's pose
   int64_t parents_size() const { return M * C * E; }  // values in all parents at one position
   MatrixLayout dense_matrices() const { return {M * D * E, D * E, E, 1}; }
-  bool are_matrices_dense() const { return !matrices.transposed() && matrices.row == E; }
+  // Whether each matrix is dense; groups and parents may lie apart.
+  bool has_dense_matrices() const { return !matrices.transposed() && matrices.row == E; }
 };
 
 // A call's sizes from fastcaps.explain: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.

@@ -23,6 +23,11 @@ def are_plain(tensors: Sequence[Any]) -> bool:
     return _PLAIN.issuperset(map(type, tensors))
 
 
+def are_batched(tensors: Sequence[Any]) -> bool:
+    """Return whether a gradient stands for several (``is_grads_batched``): ops take it one by one, Python cannot."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
+
+
 def is_watched() -> bool:
     """Return whether a compiler, a dispatch mode, a trace or autocast must see a call as an op."""
     return bool(

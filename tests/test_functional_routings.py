@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from nn_layers import CLOSE, draw, gradients, layer
+from suite import native_only
 from torch import Tensor
 
-from fastcaps import Votes, Window, backend, functional, vectors
+from fastcaps import Votes, Window, backend, explain, functional, vectors
 from fastcaps._testing.judge import Bar
 
 
@@ -162,6 +163,34 @@ def test_a_bias_under_a_padded_window_is_that_of_children_with_a_gate_of_1() -> 
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["dynamic_routing", "inverted_attention_routing"])
+def test_one_matrix_for_all_parents_is_applied_first(name: str) -> None:
+    routing, children, matrix = getattr(functional, name), torch.randn(3, 50, 1, 16), torch.randn(1, 1, 16, 24)
+    others = {"prior": torch.randn(50, 4)} if name == "dynamic_routing" else {"parents": torch.randn(3, 4, 1, 24)}
+    assert "no weights" in str(explain(routing, children, matrix.expand(1, 4, -1, -1), **others))
+    leaves, found = [children.requires_grad_(), matrix.requires_grad_()], []
+    for weight in (matrix.expand(1, 4, -1, -1), matrix.repeat(1, 4, 1, 1)):
+        poses = routing(children, weight, **others)
+        found.append([poses, *torch.autograd.grad(poses.sin().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@native_only
+def test_one_channel_under_a_window() -> None:
+    """Torch's convolution reads beyond such images, if it takes their strides for those of channels last."""
+    children, weight = torch.randn(64, 1, 2, 3, 1, 1), torch.randn(6, 33, 1, 1)
+    window = Window((2, 3), (1, 2), (1, 0))
+
+    def run(children: Tensor) -> Tensor:
+        given = weight.to(children)
+        return functional.inverted_attention_routing(children, given, window=window, normalize=False)
+
+    with backend("reference"):
+        exact = run(children.double())
+    torch.testing.assert_close(run(children).double(), exact, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"detach": True}, {"iterations": 1}, {"bias": True}], ids=str)
 def test_a_prior_without_matrices_is_one_with_identities(options: dict[str, Any], rows: int) -> None:
@@ -179,11 +208,9 @@ def test_a_prior_without_matrices_is_one_with_identities(options: dict[str, Any]
     identities = torch.eye(4, dtype=torch.float64).expand(1, 3, 4, 4)
     for weight, count in ((None, 3), (identities.clone(), None)):
         settings = {**options, **{name: leaf for name, leaf in leaves.items() if name != "children"}}
-        routed = functional.dynamic_routing(
-            leaves["children"], weight, parents=count, return_coefficients=True, **settings
-        )
-        gradients = torch.autograd.grad(routed.poses.sin().sum(), list(leaves.values()), materialize_grads=True)
-        present = [r[:, [0, 1, 3, 4, 5]] for r in (routed.coefficients,)]
-        found.append([routed.poses, *present, *gradients])
+        call = partial(functional.dynamic_routing, leaves["children"], weight, parents=count, **settings)
+        poses, shown = call(), call(return_coefficients=True)
+        found.append([poses, shown.poses, shown.coefficients[:, [0, 1, 3, 4, 5]]])
+        found[-1] += torch.autograd.grad(poses.sin().sum(), list(leaves.values()), materialize_grads=True)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -56,6 +56,13 @@ def prior(batch: int, types: int, many: int, columns: int) -> Step:
     return (children, start), lambda: [functional.dynamic_routing(children, None, parents=many, prior=start)]
 
 
+def published(batch: int, types: int, many: int, columns: int) -> Step:
+    """The same with matrices as published layers store them."""
+    children = torch.randn(batch, types, 1, columns, requires_grad=True)
+    weight = torch.randn(many, types, columns, columns, requires_grad=True)
+    return (children, weight), lambda: [functional.dynamic_routing(children, weight.permute(1, 0, 3, 2))]
+
+
 def heinsen(many: int, parents: int) -> Step:
     children, scores = torch.randn(1, many, 1, 16, requires_grad=True), torch.randn(1, many, requires_grad=True)
     weight = torch.randn(1, parents, 16, 16).mul_(0.25).requires_grad_()
@@ -90,8 +97,9 @@ def growth(step: Callable[..., Step], few: tuple[int, ...], sizes: tuple[int, ..
         (attention, 1, SHARED, 410),
         (uniform, 32, CONV1, 925),
         (prior, 16, (20_000, 32, 16), 655),
+        (published, 16, (4000, 32, 16), 131),  # and a copy of the matrices as much
     ],
-    ids=["conv1", "many", "uniform", "prior"],
+    ids=["conv1", "many", "uniform", "prior", "published"],
 )
 def test_a_step_stays_within_64_mb(step: Callable[..., Step], batch: int, sizes: tuple[int, ...], votes: int) -> None:
     found = growth(step, (1, *sizes), (batch, *sizes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -167,6 +168,18 @@ def test_second_derivatives_are_right_or_refused_by_name(monkeypatch: pytest.Mon
     finally:
         dist.destroy_process_group()
     assert ours() <= reached
+
+
+@every_routing
+def test_several_gradients_at_once(routing: Routing) -> None:
+    leaves = {name: tensor.requires_grad_() for name, tensor in routing.tensors().items()}
+    found = torch.cat([result.flatten() for result in routing.ours(leaves).values()])
+    grad = partial(torch.autograd.grad, found, [*leaves.values()], retain_graph=True, allow_unused=True)
+    heads = torch.randn(3, *found.shape, dtype=found.dtype)
+    batched = grad(heads, is_grads_batched=True)
+    for k, head in enumerate(heads):
+        for many, single in zip(batched, grad(head), strict=True):
+            torch.testing.assert_close(None if many is None else many[k], single)
 
 
 @every_window

@@ -60,11 +60,11 @@ struct CpuCall : OpCall {
     // If matrices are large and each child has its own, reading bfloat16 is faster than copying them to float.
     votes.narrow_weight = weight && weight->scalar_type() == ScalarType::BFloat16 && weight->is_contiguous() &&
                           votes.G == votes.I && votes.D * votes.E >= kLargeMatrix;
-    const auto own = weight && votes.G == votes.I && weight->scalar_type() == compute
-                         ? layout_of(shape_of(*weight), strides_of(*weight))
-                         : std::nullopt;
-    if (own) votes.matrices = *own;
-    votes.weight = own || votes.narrow_weight ? data_of(*weight) : table(weight);
+    const auto in_place = weight && votes.G == votes.I && weight->scalar_type() == compute
+                              ? layout_of(shape_of(*weight), strides_of(*weight))
+                              : std::nullopt;
+    if (in_place) votes.matrices = *in_place;
+    votes.weight = in_place || votes.narrow_weight ? data_of(*weight) : table(weight);
     votes.bias = table(given.bias);
   }
 
@@ -144,7 +144,7 @@ void run_forward(CpuCall& cpu, ForwardCall<Operands>& call) {
   const int64_t lanes = table.lanes(in);
   call.schedule = schedule_of(call);
   if (in.positions() == 0) return;
-  if (!in.are_matrices_dense() && table.forward_wants_dense(call)) cpu.copy_matrices(call.votes);
+  if (!in.has_dense_matrices() && table.forward_wants_dense(call)) cpu.copy_matrices(call.votes);
   const bool cut = call.schedule.ranges > 1;
   const RowNumbers row = table.forward_row(call);
   const MaybeTensor partial = cpu.rows(cut, call.schedule, call.schedule.ranges, row.results, lanes, call.partial);
@@ -176,15 +176,15 @@ Gradients run_backward(CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs
       cpu.maybe("dgate", needs & kGate && cpu.given.gate, cpu.given.gate_shape(), call.dgate, true);
   const bool dweight = needs & kWeight && cpu.given.weight;
   const Shape shape{in.G, in.M, in.D, in.E}, strides = dweight ? gradient_strides(*cpu.given.weight) : Shape{};
-  const auto own = dweight && in.G == in.I ? layout_of(shape, strides) : std::nullopt;
-  call.dmatrices = own ? *own : in.dense_matrices();
+  const auto in_place = dweight && in.G == in.I ? layout_of(shape, strides) : std::nullopt;
+  call.dmatrices = in_place ? *in_place : in.dense_matrices();
   const Partial weights = cpu.partial("dweight", dweight, call.schedule.weight_parts, shape, empty || in.G != in.I,
-                                      own ? strides : Shape{});
+                                      in_place ? strides : Shape{});
   const Partial biases =
       cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
-    if (!in.are_matrices_dense() && table.backward_wants_dense(call)) cpu.copy_matrices(call.votes);
+    if (!in.has_dense_matrices() && table.backward_wants_dense(call)) cpu.copy_matrices(call.votes);
     const RowNumbers row = table.backward_row(call);
     const MaybeTensor state = cpu.rows(true, call.schedule, int64_t(call.with.size()), row.state, lanes, call.state);
     const MaybeTensor partial =

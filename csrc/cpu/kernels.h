@@ -41,6 +41,8 @@ using P6x6 = StaticPose<6, 6, 6>;
 using P1x8 = StaticPose<1, 8, 16>;
 using P1x16 = StaticPose<1, 16, 16>;
 using OfAttention = OwnPoses<P4x4, P1x16, P1x8, P6x6, StaticPose<8, 8, 8>, StaticPose<1, 64, 64>>;
+// CapsNet-Pytorch's DenseCapsule and its copies (transposed), Bielski's CapsLayer and Tsai et al.'s vectors (rows
+// apart).
 using OfTransposed = OwnPoses<TransposedPose<1, 8, 16>, TransposedPose<1, 16, 16>>;
 using OfRowsApart = OwnPoses<RowsApartPose<1, 8, 16>, RowsApartPose<1, 64, 64>>;
 using OfSharing = OwnPoses<P4x4, P1x16, P1x8, StaticPose<1, 64, 2>>;
@@ -87,9 +89,10 @@ auto with_pose(const Call& call, F&& f) {
       if (!in.weight) return with_one_of(OwnPoses<SameStaticPose<1, 16>>{}, any, lanes, f);
     if constexpr (!std::is_same_v<Operands, Attention> || kLane != Lanes::kSharing) {
       using Own = decltype(own_poses(Operands{}, lanes));
-      const bool dense = in.are_matrices_dense() || kLane == Lanes::kChildren;  // which the gathered ones are
+      // where lanes are children, matrices are gathered, and dense then
+      const bool dense = in.has_dense_matrices() || kLane == Lanes::kChildren;
       if (dense) any.row = any.E;
-      if constexpr (own && std::is_same_v<Operands, Attention> && kLane == Lanes::kPositions) {
+      if constexpr (own && Operands::kReadsTransposed && kLane == Lanes::kPositions) {
         if (layout.transposed()) return with_one_of(OfTransposed{}, TransposedDynamicPose{any}, lanes, f);
         if (!dense) return with_one_of(OfRowsApart{}, any, lanes, f);
       }
@@ -170,8 +173,8 @@ struct Functions {
     if (call.schedule.child_lanes || own_pose(call)) return false;
     Call other = call;
     other.votes.matrices = other.votes.dense_matrices();
-    const bool reads_transposed = std::is_same_v<Operands, Attention> && !call.votes.is_double();
-    return own_pose(other) || (call.votes.matrices.transposed() && !reads_transposed);
+    return own_pose(other) ||
+           (call.votes.matrices.transposed() && !(Operands::kReadsTransposed && !other.votes.is_double()));
   }
 
   static constexpr Kernels<Operands> kTable = {kLanes<float>,

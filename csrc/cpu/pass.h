@@ -45,6 +45,7 @@ struct Parts {
 // The operands and results of one pass, forward and backward: null if there are none or they are not wanted. Results
 // and sums have the compute type, unless a comment names another.
 struct Attention {
+  static constexpr bool kReadsTransposed = true;  // whether lanes of positions have kernels for matrices [E, D]
   double scale = 1, eps = 1e-5;
   Rule rule = Rule::kLayerNorm;
   View query;                                               // [B, Ho, Wo, M, C, E], storage type
@@ -59,6 +60,7 @@ struct Attention {
 };
 
 struct Pooling {
+  static constexpr bool kReadsTransposed = false;
   double scale = 1;
   bool normalize = false;
   Rule rule = Rule::kUnit;
@@ -74,6 +76,7 @@ struct Pooling {
 };
 
 struct Gaussian {
+  static constexpr bool kReadsTransposed = false;
   double eps = 0;
   Rule rule = Rule::kHeinsen;
   const double* temperatures = nullptr;             // [iterations], inverse, of EM
@@ -106,8 +109,8 @@ struct BackwardCall {
   Schedule schedule{};
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
-  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I,
-  MatrixLayout dmatrices{};   // which lie so
+  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
+  MatrixLayout dmatrices{};   // strides of each
   Parts dbias{};              // of every item, zeroed
   void* state = nullptr;      // [rows, iterations, values]: parents and their gradients, made by backward_prepare
   void* partial = nullptr;    // [ranges, rows, values]: the parents' gradients, of a single iteration

@@ -10,7 +10,8 @@ namespace FASTCAPS_NAMESPACE {
 // Poses known at compile time are unrolled into registers, which hold kRows x kCols votes at once.
 template <int C_, int D_, int E_>
 struct StaticPose {
-  static constexpr bool kIdentity = false, kDynamic = false, kGeneral = false;
+  static constexpr bool kIdentity = false, kDynamic = false;
+  static constexpr bool kGeneral = false;                         // whether it serves whatever has no kernel of its own
   static constexpr int C = C_, D = D_, E = E_, kNumbers = C * E;  // values of a vote; 0: known at run time
   static constexpr int at(int d, int e) { return d * E + e; }     // the place of a matrix' value in memory
   static constexpr int kLimit = kManyRegisters ? 18 : 12;         // votes in registers,

@@ -20,16 +20,18 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   static constexpr int64_t kOneMatrixBytes = 1 << 20;
 
   const int64_t DE;
-  const bool shared;      // whether all children of a walk share their matrices,
-  const bool one_matrix;  // and the lanes' sums of dW are kept until its end
+  const MatrixLayout layout;  // of dW
+  const bool shared;          // whether all children of a walk share their matrices,
+  const bool one_matrix;      // and the lanes' sums of dW are kept until its end
   V *dV, *dW_lanes = nullptr;
   V* bias_sums;  // [kTogether, C * E], of a bias that children share: long sums, added one by one, lose digits
   T *P_rows = nullptr, *dV_rows = nullptr;
   T *dW = nullptr, *dB = nullptr;  // of the current item; null if not wanted
-  const MatrixLayout layout;       // of dW
-  T* dW_dense = nullptr;           // a block's dW, [children, M, D, E], where dW is laid out otherwise and
-  int64_t dense_from = 0;          // lanes are positions: from this child of the range on
   const int* places = nullptr;     // of transposed matrices' values, where lanes are children
+  // Where lanes are positions and dW is not dense: that of a block's children, from `dense_from` on, before it is laid
+  // out; [children, M, D, E].
+  T* dW_dense = nullptr;
+  int64_t dense_from = 0;
   struct {
     int64_t first, count, t0, nt;
   } block{};  // units [0, count), the first begins with child `first` of the range; rows [t0, t0 + nt)
@@ -37,10 +39,10 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   WeightGradients(const Call& call, const Pose& pose, Arena& arena)
       : Base(call, pose, arena, call.schedule.rows_per_group),
         DE(in.D * in.E),
+        layout(call.dmatrices),
         shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
         one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes),
         dV(arena.take<V>(Pose::kTogether * slots * CE)),
-        layout(call.dmatrices),
         bias_sums(call.dbias && weights.bias_i == 0 ? arena.take<V>(Pose::kTogether * CE) : nullptr) {
     if (bias_sums) zero(bias_sums, Pose::kTogether * CE);
     if (Pose::kIdentity || !(call.dweight || kAtOnce)) return;
@@ -58,7 +60,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   T* gradient_of(int64_t q, int64_t m) const {
     return dW_dense ? dW_dense + ((q - dense_from) * in.M + m) * DE : dW + layout.at(range.child(q) % in.G, m);
   }
-  bool own() const { return in.G == in.I; }
+  bool each_has_matrices() const { return in.G == in.I; }
   // Where the lanes' sums of unit j and parent m are, and whether they begin with row t.
   V* sums_of(int64_t j, int64_t m) const {
     return dW_lanes + (shared ? (one_matrix ? m : 0) : kChildLanes ? 0 : j * in.M + m) * DE;
@@ -66,12 +68,12 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
   bool sums_begin(int64_t j, int64_t t) const { return shared ? !one_matrix && j == 0 && t == 0 : block.t0 + t == 0; }
 
   // Before and after all rows process children [first, first + count) of the range. A child with own matrices occurs
-  // once in a call: their gradient is cleared here, just before it is used; where lanes are children, it is
-  // stored at once.
+  // once in a call: their gradient is cleared here, just before it is used; where lanes are children, all rows are in
+  // one block, which stores it.
   void begin_children(int64_t first, int64_t count) {
     dense_from = first;
     if (dW_lanes && one_matrix && first == 0) zero(dW_lanes, in.M * DE);
-    if (dW && own() && !kChildLanes)
+    if (dW && each_has_matrices() && !kChildLanes)
       for (int64_t q = first; q < first + count; ++q) zero(gradient_of(q, 0), in.M * DE);
   }
   void end_children(int64_t first, int64_t count) {
@@ -121,7 +123,7 @@ struct WeightGradients : Block<T, Pose, kLane, Call> {
     if (kLane == Lanes::kChildren && dW) {
       T* lane[n];
       for (int r = 0; r < n; ++r) lane[r] = q + r < range.count ? gradient_of(q + r, m0) : nullptr;
-      if (own())
+      if (each_has_matrices())
         scatter<false>(lane);
       else
         scatter<true>(lane);

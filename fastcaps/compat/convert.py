@@ -93,7 +93,7 @@ class ConversionReport:
 
     @property
     def left(self) -> list[str]:
-        """Paths of the candidates that still run the published code."""
+        """Paths of the routing layers that still run the published code."""
         return [layer.path for layer in self.layers if layer.outcome not in (*CONVERTED, *UNCOUNTED)]
 
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ def _replacement(module: nn.Module, kind: type[Twin], added: list[str], check: b
     for options in renamed or kind._versions:
         new = _twin(module, kind, options)
         if isinstance(new, str):
-            return None, "no routing" if new == PRIMARY else "left", new
+            return None, "no routing" if new is PRIMARY else "left", new
         if added:
             return None, "left", f"its class has {', '.join(added)} of its own"
         new._adopt(module)

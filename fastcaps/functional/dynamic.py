@@ -76,8 +76,7 @@ def dynamic_routing(
         Not with ``leaky``.
     eps : float
         Added under the root in squash, as many published implementations do: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
-        eps)``. With a prior or an eps every iteration is a separate op; without matrices, some products of torch:
-        in compiled code, under autocast, with a bias or an overlapping window these store a value for each pair.
+        eps)``. With a prior or an eps every iteration is a separate op, but for plain calls without matrices on a CPU.
     return_coefficients : bool
         Also return the r of the last iteration.
 
@@ -103,8 +102,11 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    votes = inputs_of(children, weight, bias, gate, window, parents, others=(prior,), parents_at=1, check=_check)
+    at = 1 if isinstance(prior, Tensor) and prior.dim() == 2 else None
+    votes = inputs_of(children, weight, bias, gate, window, parents, others=(prior,), parents_at=at, check=_check)
     check_choice("compete", compete, ("parents", "children"))
+    if compete == "parents" and not leaky:
+        votes = products.with_one_vote(votes)
     many, eps = votes.parents, check_finite("eps", eps, 0.0)
     own: Any = ops.Attention if compete == "parents" else ops.Pooling
     own = own(
@@ -119,8 +121,12 @@ def dynamic_routing(
     routing: Any = ops.attention_routing if compete == "parents" else ops.pooling_routing
     if prior is None and eps == 0:
         results = routing(votes, own)
-    elif votes.weight is None and compete == "parents" and not isinstance(votes, MadeVotes):
-        results = products.dynamic(ops.attention_routing, votes, own, prior, eps)
+    elif compete == "parents" and not return_coefficients and products.takes_dynamic(votes, prior):
+
+        def formula(votes: VoteInputs, prior: Tensor | None) -> Tensor:
+            return _one_by_one(routing, votes, own, prior, eps)[0]
+
+        results = (products.dynamic(routing, votes, own, prior, eps, formula),)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
     routed = votes.from_op(results[0].narrow(-3, 0, many).contiguous())  # without the leak

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.checks import check_count, check_finite, check_shape, check_tensor, known_arguments
 from fastcaps.functional.verbs import Votes, inputs_of
+from fastcaps.ops import products
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.votes import VoteInputs, Window, pose_of
@@ -80,6 +81,7 @@ def inverted_attention_routing(
     """
     others = (parents, norm_weight, norm_bias, bool(normalize))
     votes = inputs_of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)
+    votes = products.with_one_vote(votes)
     query = None if parents is None else votes.to_op(parents)
     rows, _, columns = pose_of(votes)
     pose = rows * columns

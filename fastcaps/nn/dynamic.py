@@ -35,7 +35,8 @@ class DynamicRouting(RoutingLayer[Tensor, Routed]):
         (child types, for "all"). A squash almost squares short lengths, so the gradients of a stack of such layers
         vanish. There use ``0.75 * M / (l * sqrt(I * E))`` (with ``compete="children"`` I instead of M), E the columns
         of a parent's pose and l the children's mean length, 0.5 for those of a layer that starts like this: parents'
-        lengths are then from 0.5 to 0.98, and the gradients of all layers similar.
+        lengths are then from 0.5 to 0.98, and the gradients of all layers similar. Before a margin loss use half of it
+        in the last layer: that loss first pushes down classes whose lengths are all near 1, and can stop there.
 
     Calls
     -----

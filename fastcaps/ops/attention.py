@@ -84,7 +84,7 @@ class AttentionRouting(QueryRouting):
         """Run a call by the library's products where they serve, else by the chosen backend."""
         if not products.serves(votes, backward=False):
             return super().compute(votes, own)
-        return self.joined_by(products.attention_routing, votes, own)
+        return self.joined_by(products.attention_routing, products.cleaned(votes), own)
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the library's products where they serve, else by the chosen backend."""

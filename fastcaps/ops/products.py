@@ -11,8 +11,9 @@ has a coefficient of exactly 0, and no NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,22 +22,20 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, is_tracing, widen
-from fastcaps.ops import reverse, shared, verbs
+from fastcaps.made import MadeVotes
+from fastcaps.ops import reverse, shared
 from fastcaps.ops.signature import Gradients
 from fastcaps.reference.attention import parents_of
-from fastcaps.reference.verbs import present
-from fastcaps.vectors import softmax, squash
+from fastcaps.reference.derivatives import inverse_or_zero
+from fastcaps.vectors import squash
 from fastcaps.votes import (
     POSE,
     SET_WINDOW,
     VoteInputs,
-    autocast_dtype,
     hidden,
     positions_of,
-    seen_of,
-    windows,
 )
-from fastcaps.watchers import are_plain, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_transformed, is_watched, listener
 
 _BLOCK = 1 << 19  # values of children, or of coefficients, in a block on the CPU: they stay in the second-level cache
 _BLOCK_ELSEWHERE = 1 << 26  # each block is some launches
@@ -45,13 +44,10 @@ _SMALL = 1 << 15  # multiply-adds of a call below which Python takes longer than
 
 
 def serves(votes: VoteInputs, backward: bool) -> bool:
-    """Return whether products run a call of attention, or its backward, instead of a backend.
-
-    On the CPU they do where they are faster than our kernels. A GPU's kernels take their calls: nobody has measured
-    products against them.
-    """
+    """Return whether products run a call of attention, or its backward, instead of a backend: of the CPU's kernels
+    where products are faster, of the reference (float16 on a CPU, other devices, no native library) always."""
     children = votes[0]
-    if votes[1] is not None or not _takes(votes) or children.is_cuda or backends.forced():
+    if not takes(votes):
         return False
     if not backends.on_cpu("attention", children):
         return True
@@ -60,15 +56,19 @@ def serves(votes: VoteInputs, backward: bool) -> bool:
     return each * prod(children.shape[:-3]) >= _SMALL if backward else each >= _LARGE and rows * columns >= _LONG
 
 
-def _takes(votes: VoteInputs) -> bool:
-    """Return whether no children are copied: a set, or a grid whose positions, one after another, are samples."""
-    children, _, bias = votes[:3]
-    apart = tuple(votes.window) == SET_WINDOW
-    if children.dim() == 6:
-        _, height, width = children.shape[:3]
-        strides = children.stride()
-        apart = apart and strides[1] == width * strides[2] and strides[0] == height * strides[1]
-    return bias is None and apart
+def takes(votes: VoteInputs) -> bool:
+    """Return whether products can run a call, and no kernel must: votes are children's poses, without a bias, and no
+    child is copied (a set, or a grid under a 1 x 1 window whose positions, one after another, are samples).
+
+    A GPU's kernels take their calls: nobody has measured products against them.
+    """
+    children, weight, bias = votes[:3]
+    if weight is not None or bias is not None or children.is_cuda or backends.forced():
+        return False
+    if tuple(votes.window) != SET_WINDOW:
+        return False
+    lead = [(size, step) for size, step in zip(children.shape[:-3], children.stride(), strict=False) if size != 1]
+    return all(step == size * inner for (_, step), (size, inner) in pairwise(lead))
 
 
 # ---- one iteration ---------------------------------------------------------------------------------------------------
@@ -87,8 +87,36 @@ class _Block(NamedTuple):
         return values if self.gate is None else values.mul_(self.gate).masked_fill_(self.gate == 0, 0.0)
 
 
+def cleaned(votes: VoteInputs) -> VoteInputs:
+    """Return votes whose children with a gate of 0 hold neither NaN nor infinity."""
+    children, gate = votes.children, votes.gate
+    if gate is None:
+        return votes
+    # a sum takes a tenth of the time of a look at every value; elsewhere reading it would wait for the device
+    if children.is_cpu and children.sum(dtype=accumulation_dtype(children.dtype)).isfinite():
+        return votes
+    return votes._replace(children=children.masked_fill(hidden(children, gate)[..., None, None], 0.0))
+
+
+def with_one_vote(votes: VoteInputs) -> VoteInputs:
+    """Return votes without their matrix, where one is for all parents: it is applied to the children, once.
+
+    Half precision keeps it, for the sake of its dtype, and so do calls that others must see as ops.
+    """
+    weight = votes[1]
+    if isinstance(votes, MadeVotes) or weight is None or weight.stride(1) != 0:
+        return votes
+    if votes[0].dtype not in (torch.float32, torch.float64) or is_tracing():
+        return votes
+    if listener.get() is not None:  # fake tensors, of a call that nobody watches
+        return shared.without_matrix(votes)
+    if is_watched() or is_transformed() or not are_plain(votes[:2]):
+        return votes
+    return shared.without_matrix(cleaned(votes))  # else the matrix' gradient could be NaN
+
+
 def _blocks(votes: VoteInputs, width: int) -> Iterator[_Block]:
-    """Yield the children in blocks; ``width`` is the number of coefficients of a child."""
+    """Yield cleaned children in blocks; ``width`` is the number of coefficients of a child."""
     children, gate = votes.children.flatten(0, -4), None if votes.gate is None else votes.gate.flatten(0, -2)
     batch, count, rows, columns = children.shape
     wide, room = accumulation_dtype(children.dtype), _BLOCK if children.is_cpu else _BLOCK_ELSEWHERE
@@ -99,10 +127,7 @@ def _blocks(votes: VoteInputs, width: int) -> Iterator[_Block]:
             here = slice(b, min(b + samples, batch)), slice(i, min(i + most, count))
             poses, gates = children[here].to(wide), None
             if gate is not None:
-                gates = gate[here].to(wide)
-                if not gates.is_cpu or not gates.all():  # elsewhere reading a value would wait for the device
-                    poses = poses.masked_fill(hidden(poses, gates)[..., None, None], 0.0)
-                gates = gates.unsqueeze(1)
+                gates = gate[here].to(wide).unsqueeze(1)
             yield _Block(*here, poses.flatten(2), gates)
 
 
@@ -260,6 +285,10 @@ class Reverse(reverse.Reverse):
 
     prior: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.votes = cleaned(self.votes)
+
     def ask(
         self, k: int | None, heads: Gradients, rest: Any, own: Iterable[str] = (), detach: bool = False
     ) -> dict[str, Tensor]:
@@ -285,7 +314,7 @@ def _layer_norm_backward(
     flat, dparents, (wide,) = sums.flatten(-2), grad.flatten(-2), widen(sums.dtype, weight)
     centred = flat - flat.mean(-1, keepdim=True)
     centred -= centred.mean(-1, keepdim=True)
-    inverse = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    inverse = inverse_or_zero((centred.square().mean(-1, keepdim=True) + eps).sqrt())
     unit, dunit = centred * inverse, dparents if wide is None else dparents * wide
     dflat = dunit - dunit.mean(-1, keepdim=True) - unit * (dunit * unit).mean(-1, keepdim=True)
     every = [*range(flat.dim() - 1)]
@@ -295,13 +324,14 @@ def _layer_norm_backward(
 # ---- dynamic routing with a prior or an eps --------------------------------------------------------------------------
 
 
-class _Dynamic(torch.autograd.Function):
-    """Dynamic routing of plain tensors: parents and the last query. Its second derivative goes through a formula."""
+Formula = Callable[[VoteInputs, Tensor | None], Tensor]
 
+
+class _Dynamic(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, routing: Any, own: Any, parents: int, eps: float, *tensors: Any) -> Any:
+    def forward(ctx: Any, routing: Any, formula: Formula, own: Any, parents: int, eps: float, *tensors: Any) -> Tensor:
         children, gate, prior = tensors
-        votes = VoteInputs(children, None, None, gate, parents, SET_WINDOW)
+        votes = cleaned(VoteInputs(children, None, None, gate, parents, SET_WINDOW))
         query: Any = None
         every: list[Tensor] = []
         step: Any = None
@@ -310,88 +340,53 @@ class _Dynamic(torch.autograd.Function):
             every.append(sums(votes, query, prior, 1.0))
             step = squash(every[-1], POSE, eps).to(children.dtype)
         ctx.save_for_backward(*tensors, torch.stack(every))
-        ctx.given = routing, own, parents, eps
-        if query is not None:
-            ctx.mark_non_differentiable(query)
-        return step, query
+        ctx.given = routing, formula, own, parents, eps
+        return step
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        (routing, own, parents, eps), (*tensors, history) = ctx.given, ctx.saved_tensors
-        needed, names = ctx.needs_input_grad[4:], ("children", "gate", "prior")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (routing, formula, own, parents, eps), (*tensors, history) = ctx.given, ctx.saved_tensors
+        needed, names = ctx.needs_input_grad[5:], ("children", "gate", "prior")
         found: dict[str, Any]
-        if torch.is_grad_enabled():  # the derivative stops at the arguments
-            tensors = [x if x is None else x.view_as(x) for x in tensors]
+        graph = torch.is_grad_enabled()
+        if by_formula := graph or are_batched([grad]):
+            with torch.enable_grad():
+                # new nodes, at which the derivative stops
+                tensors = [x.view_as(x) if x is not None and x.requires_grad else x for x in tensors]
         children, gate, prior = tensors
         votes = VoteInputs(children, None, None, gate, parents, SET_WINDOW)
-        if torch.is_grad_enabled():
-            with backends.under((None, False)):
-                made = _formula(routing, votes, own._replace(coefficients=False), prior, eps)[0]
+        if by_formula:
+            with torch.enable_grad():
+                made = formula(votes, prior)
             leaves = {name: x for name, x, want in zip(names, tensors, needed, strict=True) if want}
-            every: Any = torch.autograd.grad(made, [*leaves.values()], grad, create_graph=True, allow_unused=True)
+            every: Any = torch.autograd.grad(made, [*leaves.values()], grad, create_graph=graph, allow_unused=True)
             found = dict(zip(leaves, every, strict=True))
         else:
             needs = {name for name, want in zip(names, needed, strict=True) if want}
             backward = Reverse(routing, routing.run_backward, votes, own.iterations, needs, False, prior=prior)
             routing.backward(backward, (grad,), votes, own, (history,), eps)
             found = backward.gradients
-        return (None,) * 4 + tuple(found.get(name) for name in names)
+        return (None,) * 5 + tuple(found.get(name) for name in names)
 
 
-def dynamic(
-    routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return parents ``[*places, M, C, E]`` and coefficients, or None, of dynamic routing from a prior ``[I or 1, M]``.
+def takes_dynamic(votes: VoteInputs, prior: Tensor | None) -> bool:
+    """Return whether :func:`dynamic` takes a call: no compiler, autocast, transform or subclass must see its ops."""
+    if isinstance(votes, MadeVotes) or not takes(votes):
+        return False
+    if not is_tracing() and listener.get() is not None:  # an explanation is of the call without its listener
+        return True
+    return are_plain((votes[0], votes[3], prior)) and not (is_watched() or is_transformed())
 
-    ``eps`` is that of squash; ``routing`` is the attention op, ``own`` its arguments without a query. Where a compiler
-    or autocast must see every op, with a bias and on a grid, the verbs compute it, and each iteration stores a value
-    for each child and parent.
+
+def dynamic(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps: float, formula: Formula) -> Tensor:
+    """Return the parents ``[*places, M, C, E]`` of dynamic routing from a prior ``[I or 1, M]``.
+
+    ``routing`` is the attention op, ``own`` its arguments without a query, ``eps`` that of squash. Second derivatives
+    go through ``formula(votes, prior)``, which returns the same.
     """
-    tensors, takes = (votes.children, votes.gate, prior), _takes(votes) and not backends.forced()
-    if takes and not is_tracing() and (explainer := listener.get()) is not None:
+    if not is_tracing() and (explainer := listener.get()) is not None:
         explainer.routing(routing, votes, own, shared.LIBRARY)
-        shape, wide = votes.coefficients_shape, accumulation_dtype(votes.children.dtype)
-        shares = votes.children.new_empty(shape, dtype=wide) if own.coefficients else None
-        return routing.fakes(votes, own)[0], shares
-    if not (takes and are_plain(tensors)) or is_watched() or is_transformed():
-        return _formula(routing, votes, own, prior, eps)
-    parents, query = _Dynamic.apply(routing, own, votes.parents, eps, *tensors)
-    with torch.no_grad():
-        return parents, _coefficients_of(votes._replace(gate=None), query, prior) if own.coefficients else None
-
-
-def _coefficients_of(votes: VoteInputs, query: Tensor | None, prior: Tensor | None) -> Tensor:
-    """Return ``r = softmax_m(prior_im + <Q_m, V_im>)`` ``[*places, I, M]`` by the verbs."""
-    shape = (*positions_of(votes), seen_of(votes), votes.parents)
-    if query is None:
-        logits = votes.children.new_zeros(shape, dtype=accumulation_dtype(votes.children.dtype))
-    else:
-        logits = verbs.scores(votes, query.to(accumulation_dtype(query.dtype)))
-    return softmax(logits if prior is None else logits + prior)
-
-
-def _formula(
-    routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return what :func:`dynamic` does, by the verbs, differentiable as often as one likes."""
-    children, gate = votes[0], votes[3]
-    dtype = children.dtype if children.dtype == torch.float64 else autocast_dtype(children.device.type)
-    if gate is not None:
-        votes = votes._replace(children=children.masked_fill(hidden(children, gate)[..., None, None], 0.0), gate=None)
-        gate = (gate if children.dim() == 4 else windows(gate, votes.window)).unsqueeze(-1)
-
-    def run(votes: VoteInputs, one: Any) -> Any:
-        r = _coefficients_of(votes, one.query, prior)
-        shares = r.detach() if one.detach else r
-        if gate is not None:
-            shares = (shares * gate).masked_fill(gate == 0, 0.0)
-        return squash(verbs.sums(votes, shares), POSE, eps).to(dtype or children.dtype), r
-
-    def advance(one: Any, results: Any) -> dict[str, Tensor]:
-        return {"query": results[0] if one.query is None else one.query + results[0]}
-
-    parents, r = routing.iterate(run, votes, own, advance)[-1]
-    if own.coefficients:
-        there = present(votes)
-        return parents, r.detach() if there is None else r.detach() * there.unsqueeze(-1)
-    return parents, None
+        return routing.fakes(votes, own)[0]
+    tensors = votes.children, votes.gate, prior
+    found: Tensor = _Dynamic.apply(routing, formula, own, votes.parents, eps, *tensors)
+    return found

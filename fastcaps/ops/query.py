@@ -121,9 +121,9 @@ class Steps:
         if squashes:
             length = (1 + inverse.square()).reciprocal()  # n^2 / (1 + n^2), also for infinite n
             bends = torch.rsub(length, 1, alpha=2)
-        if eps:
-            share = (1 + eps * inverse.square()).reciprocal()  # c
-            bends, length, divisors = bends + (1 - share), length * share.sqrt(), divisors / share.sqrt()
+            if eps:
+                share = (1 + eps * inverse.square()).reciprocal()  # c
+                bends, length, divisors = bends + (1 - share), length * share.sqrt(), divisors / share.sqrt()
         self.divisors, self.bent = divisors.unbind(), (bends * self.vectors).unbind()
         if squashes:
             self.vectors = self.vectors * length

@@ -22,7 +22,7 @@ from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State, gradient_strides
 from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
-from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched, listener
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -328,7 +328,7 @@ class Routing(Signature, ABC):
         votes, own = self.given(arguments)
         needs = {name for name, want in zip(self.tensors, needed, strict=True) if want}
         with backends.under(ctx.blocks):
-            eager = not is_watched() and are_plain(arguments[:1])
+            eager = not is_watched() and are_plain(arguments[:1]) and not are_batched(finals)
             reverse = self.reverse(votes, self.iterations(own), needs, eager)
             self.backward(reverse, finals, votes, own, saved[len(self.tensors) :])
         return [reverse.gradients.get(name) if want else None for name, want in zip(self.tensors, needed, strict=True)]

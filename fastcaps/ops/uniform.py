@@ -127,6 +127,8 @@ def _sums_by_convolution(children: Tensor, weight: Tensor, window: Sequence[int]
     kernel = weight.view(kh, kw, types, parents, depth, columns).permute(3, 5, 0, 1, 2, 4)
     kernel = kernel.reshape(parents * columns, kh, kw, types * depth).movedim(-1, 1)
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
+    if types * depth == 1:  # torch 2.13's convolution reads beyond one channel that it takes for channels last
+        images, kernel = (x.flatten().view(x.shape) for x in (images, kernel))
     if is_tracing():  # Inductor fails for a convolution of a permuted view of symbolic sizes, but not after arithmetic
         images, kernel = -images, -kernel
     result = F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))

@@ -30,7 +30,7 @@ from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differen
 from fastcaps.ops.signature import COUNT, votes_and_sum
 from fastcaps.reference import verbs as reference
 from fastcaps.votes import VoteInputs, autocast_dtype, without_autocast
-from fastcaps.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched, listener
 
 STEM = "verbs"
 _VOTES = written(VoteInputs.__annotations__)
@@ -324,7 +324,7 @@ _EAGER = {name: (_runner(name), _recorder(name, each)) for name, each in zip(_CA
 def _run(name: str, *arguments: Any) -> Any:
     """Run an op; without the dispatcher, which takes longer than a small call, where nobody watches."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if is_watched() or not are_plain(tensors):
+    if is_watched() or not are_plain(tensors) or are_batched(tensors):
         return ops[name](*arguments)
     return _EAGER[name][torch.is_grad_enabled() and any(x.requires_grad for x in tensors)](*arguments)
 

@@ -46,10 +46,12 @@ class _Loader(yaml.SafeLoader):
             for key, value in node.value:
                 yield f"{path}, a key", key
                 name = "<<" if key.tag.endswith(":merge") else self.construct_object(key, deep=True)
-                if not isinstance(name, Hashable) or name in keys:
-                    problem = (
-                        f"{name} appears twice, want it once" if name in keys else "got a list or mapping as a key"
-                    )
+                problem = ""
+                if not isinstance(name, Hashable):
+                    problem = "got a list or mapping as a key"
+                elif name in keys:
+                    problem = f"{name} appears twice, want it once"
+                if problem:
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
                 keys.add(name)
                 yield f"{path}.{name}".removeprefix("."), value
@@ -59,7 +61,7 @@ class _Loader(yaml.SafeLoader):
                 value = self.construct_object(node)
                 if isinstance(value, int) and value.bit_length() > 64:
                     raise ValueError
-            except ValueError as error:
+            except (ValueError, LookupError, OverflowError) as error:
                 want = "an integer of at most 64 bits" if kind == "int" else f"a valid {kind}"
                 raise wrong(path or "value", node.value, want) from error
 
