@@ -20,7 +20,7 @@ CPU, backward: for each iteration 2 P for attention, 2 P and 2 M for pooling, 5 
 iterations 2 P more, 3 P for Gaussians, and 2 P while these are stacked; 1 P for each range of children; one ``dweight``
 and ``dbias`` for each group of samples into which the call is split; about 1 MiB for each thread.
 
-CPU, by PyTorch's products (attention without matrices): some blocks of 2^19 values, forward and backward, and 2 P.
+CPU, by PyTorch's products (attention without matrices): some blocks of 2^20 values, forward and backward, and 2 P.
 
 CUDA, forward: 1 P for each range of at least 8 children, if there are too few positions to fill the device; if the
 parents do not fit into one block, 2 * B * L * I values for each block of them, in parts of at most 64 MiB; a copy of
