@@ -4,9 +4,9 @@ With X the poses of a sample's children ``[I, K]`` and Q its queries ``[M, K]``,
 logits ``A = Q X^T``, and the sums ``S = R X`` of their softmax R. Its backward is three: logits and gains
 ``[Q; dS] X^T``, the query's gradient ``dQ = dA X``, and the children's ``dX = [dA; R]^T [Q; dS]``.
 
-They read the children in blocks of 4 MB (float32), and the backward computes the coefficients again from the stored queries, so
-that no tensor grows with children times parents. All is computed in the accumulation dtype. A child with a gate of 0
-has a coefficient of exactly 0, and no NaN.
+They read the children in blocks (4 MB in float32), and the backward computes the coefficients again from the stored
+queries, so that no tensor grows with children times parents. All is computed in the accumulation dtype. A child with a
+gate of 0 has a coefficient of exactly 0, and no NaN.
 """
 
 from __future__ import annotations
