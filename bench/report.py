@@ -162,6 +162,12 @@ def _date(row: Row) -> str:
     return row["machine"]["date"]
 
 
+def _dates(rows: Iterable[Row]) -> str:
+    """Return the day on which rows were measured, or the first and the last."""
+    days = sorted({_date(row)[:10] for row in rows})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
+
+
 def _by_device(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each machine, the machine measured last first."""
     found = [[*some] for _, some in itertools.groupby(rows, lambda row: row["machine"]["device"])]  # they are sorted
@@ -224,7 +230,7 @@ def first(rows: Sequence[Row]) -> str:
     """Return the sentences below the README's picture."""
     machine = max(rows, key=_date)["machine"]
     return (
-        f"*{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}: layers of the papers "
+        f"*{machine['device']}, {machine['threads']} threads, float32, {_dates(rows)}: layers of the papers "
         "(inverted attention: one iteration after the first) against the fastest of up to "
         f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included. In "
         f"{len(behind(rows))} of {len(rows)} rows of the whole table an alternative is faster "
@@ -248,7 +254,7 @@ def start(rows: Sequence[Row]) -> str:
         )
     machine = max(rows, key=_date)["machine"]
     key = " ~: doubtful ([why](performance.md#alternatives))." * any("**~" in line for line in lines)
-    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {machine['date'][:10]}.{key}*"])
+    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {_dates(rows)}.{key}*"])
 
 
 def on_gpu(rows: Sequence[Row]) -> str:
@@ -264,7 +270,7 @@ def on_gpu(rows: Sequence[Row]) -> str:
     machine = max(rows, key=_date)["machine"]
     said = "; ".join(f"`{name}` (batch {batch}): {', '.join(parts)}" for (name, batch), parts in layers.items())
     return (
-        f"*{machine['device']}, float32, {machine['date'][:10]}, against the fastest of up to "
+        f"*{machine['device']}, float32, {_dates(rows)}, against the fastest of up to "
         f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included: {said}.*"
     )
 
@@ -289,7 +295,7 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
     text = (
         "A training step (forward and backward) of layers as published → with ours. Peak memory includes gradients. "
         f"Largest difference: of results and gradients, in float64. {machine['device']}, "
-        f"{machine['threads']} threads, {machine['date'][:10]}."
+        f"{machine['threads']} threads, {_dates(rows)}."
     )
     text += full * (
         f" torch {machine['versions']['torch']}, float32, commit {machine['commit']}"
