@@ -307,6 +307,7 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "set twice": (lambda: built(torch.nn.ReLU(), primary={"dim": 3}), "primary cannot set dim"),
     "labels": (lambda: built(torch.nn.ReLU())(torch.randn(1, 2, 5, 5), reconstruct=[1]), "reconstruct, if no tensor"),
     "decoder": (lambda: fastcaps.losses.ReconstructionDecoder(3, 4, 5), "image_shape must be a sequence of ints, got"),
+    "one sample": (lambda: fastcaps.EMRouting(3, 7, 4, 4)(torch.randn(3, 4)), "of one sample pass .*unsqueeze"),
     "flattened": (lambda: fastcaps.EMRouting(3, 7, 4, 4)(torch.randn(2, 12)), r"\[2, 12\]; leave out nn.Flatten"),
     "vectors of 8": (lambda: fastcaps.DynamicRouting(32, 10, 8, 16), r"square number .* got 8 \(pass pose='vector'"),
     "vectors of 9": (lambda: fastcaps.DynamicRouting(32, 10, 9, 16), r"3 rows of a pose, got 16 \(pass pose='vector'"),

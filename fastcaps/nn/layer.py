@@ -442,9 +442,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
-            raise ValueError(
-                f"children must be {wanted}, got {shape_text(children)}{shape_hint(children, self.in_dim)}"
-            )
+            hint = shape_hint(children, self.in_dim)
+            raise ValueError(f"children must be {wanted}, got {shape_text(children)}{hint}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
             also = "" if self.on_grid else " as a set (kernel_size routes grids; another image size needs a new layer)"

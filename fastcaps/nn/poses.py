@@ -83,6 +83,8 @@ def shape_hint(children: Tensor, in_dim: int) -> str:
     """Return what to do with children of a wrong number of dimensions for a layer, as the end of an error."""
     if children.dim() in (4, 6) and children.shape[-2:].numel() == in_dim:
         return f"; layers take flat poses: pass children.flatten({children.dim() - 2})"
+    if children.dim() == 2 and children.shape[1] == in_dim:
+        return "; of one sample pass children.unsqueeze(0)"
     hints = {2: "; leave out nn.Flatten", 4: "; PrimaryCapsules turns a feature map into capsules"}
     return hints.get(children.dim(), "")
 
