@@ -379,7 +379,8 @@ class _Moments(torch.autograd.Function):
 
 def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> list[Tensor | None]:
     with backends.under(ctx.blocks):
-        found = routing.run_backward(*arguments, needs)
+        # not the gaussian's own, whose gradient of a shared bias cancels within one process, not among several
+        found = Routing.run_backward(routing, *arguments, needs)
     return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]
 
 

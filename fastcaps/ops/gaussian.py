@@ -109,7 +109,7 @@ class GaussianRouting(Routing):
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the chosen backend. A bias that children share has its gradient from those of the means, as
-        in :meth:`backward`, which asks for it itself: calls of the op alone, and of shards, come here with one."""
+        in :meth:`backward`, which asks for it itself: only calls of the backward op alone come here with one."""
         heads, votes, rest, needs = self.given_backward(arguments)
         _, d_means, d_variances, _ = heads
         bias, mean = self.bit["bias"], self.bit["mean"]
