@@ -20,7 +20,7 @@ from fastcaps.compat.twin import Draw, Twin
 from fastcaps.vectors import squash
 from fastcaps.votes import autocast_dtype
 
-SLAB = 1 << 20  # values in a slab's votes: 4 MB of float32, which fit into a cache, and keep two threads busy
+SLAB = 1 << 20  # values in a slab's votes: 4 MB of float32, which fit into a cache
 SHORTEST = 1e-8  # the length to which the published code raises shorter vectors
 Size = int | tuple[int, ...]
 

@@ -129,7 +129,8 @@ def dynamic_routing(
         results = (products.dynamic(routing, votes, own, prior, eps, formula),)
     else:
         results = _one_by_one(routing, votes, own, prior, eps)
-    routed = votes.from_op(results[0].narrow(-3, 0, many).contiguous())  # without the leak
+    routed = results[0].narrow(-3, 0, many).contiguous() if leaky else results[0]
+    routed = votes.from_op(routed)
     return Routed(routed, votes.pairs_from_op(results[-1][..., :many].contiguous())) if return_coefficients else routed
 
 
