@@ -1,4 +1,4 @@
-"""Nsight Compute's counters that ``bench/gpu.sh profile`` collects, and a table of them. docs/performance/gpu.md: meaning.
+"""Nsight Compute's counters that ``bench/gpu.sh profile`` collects, and a table of them (docs/performance/gpu.md).
 
 ncu --query-metrics | python -m bench.counters      # those that this ncu knows, for its --metrics
 python -m bench.counters FOLDER                     # a table, a row for every counter, of the CSV files in a folder

@@ -59,11 +59,11 @@ run() {
     echo "left out: the time is used up" | tee -a "$RESULTS/summary.md"
     return 1
   fi
-  timeout --signal=INT --kill-after=5 "$limit" "$@" >>"$RESULTS/$file" 2>&1 || status=$?
+  timeout --kill-after=5 "$limit" "$@" >>"$RESULTS/$file" 2>&1 || status=$?
   case "$status" in
     0) ;;
-    124 | 137) echo "- stopped after $limit s: $*" | tee -a "$RESULTS/summary.md" ;;
-    *) echo "- exit status $status, $file: $*" | tee -a "$RESULTS/summary.md" ;;
+    124 | 137) echo "- $file: stopped after $limit s" | tee -a "$RESULTS/summary.md" ;;
+    *) echo "- $file: exit status $status" | tee -a "$RESULTS/summary.md" ;;
   esac
   save
   return "$status"
@@ -104,18 +104,18 @@ NAMED_TESTS=("tests/test_verbs_triton.py::test_every_verb[products]"
 # Everything at once, on the cores that there are: two cases that were beyond their limit once, sanitizers (without the
 # caching allocator: a read past a tensor's end must leave its allocation), every CUDA case; then Triton's, which compile.
 stage_test() {
-  local worst=0 pids=() pid tool began=$SECONDS options=(-v --no-header -p no:cacheprovider) parallel=(-n 12)
+  local worst=0 pids=() pid tool began=$SECONDS options=(-v --no-header -p no:cacheprovider)
   "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout 60 --timeout-method thread)
   run 90 named.txt "$PYTHON" -m pytest "${options[@]}" "${NAMED_TESTS[@]}" & pids+=($!)
   for tool in memcheck racecheck; do # calls of torch's that fail by design are not the kernels' errors
     run 115 "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --report-api-errors no \
       --error-exitcode 9 --kernel-name kernel_substring=fastcaps "$PYTHON" -m tools.sanitize --backend cuda & pids+=($!)
   done
-  run 80 cuda.txt "$PYTHON" -m pytest "${options[@]}" "${parallel[@]}" "${CUDA_TESTS[@]}" || worst=1
-  run $((118 - SECONDS + began)) triton.txt "$PYTHON" -m pytest "${options[@]}" "${parallel[@]}" "${TRITON_TESTS[@]}" || worst=1
+  run 80 cuda.txt "$PYTHON" -m pytest "${options[@]}" -n 8 "${CUDA_TESTS[@]}" || worst=1
+  run $((118 - SECONDS + began)) triton.txt "$PYTHON" -m pytest "${options[@]}" -n 12 "${TRITON_TESTS[@]}" || worst=1
   for pid in "${pids[@]}"; do wait "$pid" || worst=1; done
   [ "$DRY_RUN" = 1 ] || (cd "$RESULTS" && tail -qn 1 named.txt cuda.txt triton.txt memcheck.txt racecheck.txt &&
-    grep -hE '^(FAILED|ERROR|WRONG)' named.txt cuda.txt triton.txt memcheck.txt racecheck.txt) | tee -a "$RESULTS/summary.md"
+    grep -hoE '((FAILED|ERROR) tests/|^WRONG).*' named.txt cuda.txt triton.txt memcheck.txt racecheck.txt | sort -u) | tee -a "$RESULTS/summary.md"
   return "$worst"
 }
 
@@ -195,17 +195,17 @@ stage_rehearse() {
     printf '#!/bin/sh\necho "%s $*" >>"%s"\nexit 1\n' "$name" "$clean/compiled" >"$clean/bin/$name" && chmod +x "$clean/bin/$name"
   done
   cd "$clean/tree" || return 1
-  export PATH="$clean/bin:$PATH" PYTHONPATH="$clean/tree:$clean/tree/tests" OUT="$clean/out" FASTCAPS_GPU_SECONDS=240
+  export PATH="$clean/bin:$PATH" PYTHONPATH="$clean/tree:$clean/tree/tests" OUT="$clean/out" FASTCAPS_GPU_SECONDS=60
   for name in cpu cuda; do export "FASTCAPS_${name^^}_LIBRARY=$clean/tree/.device/lib/libfastcaps_$name.so"; done
   "$PYTHON" -c 'import fastcaps; fastcaps.backends.show()' || worst=1
   for name in CUDA NAMED TRITON; do
     local -n tests="${name}_TESTS"
-    "$PYTHON" -m pytest -p pretended_gpu --collect-only -qq "${tests[@]}" >"$clean/$name" || worst=1
+    "$PYTHON" -m pytest -p pretended_gpu --collect-only -q "${tests[@]}" >"$clean/$name" || worst=1
     echo "$name: $(grep -c '^tests.*::' "$clean/$name") tests; of the CPU: $(grep -c 'on-cpu' "$clean/$name")"
   done
   "$PYTHON" -m bench.profiled tsai-c10-conv1 --device cpu --batch 1 || worst=1
   for name in map sweep alternatives; do "$PYTHON" -m bench.gpu "$name" --help >/dev/null || worst=1; done
-  bench/gpu.sh test yardstick profile
+  bench/gpu.sh yardstick profile test
   echo "$? of 3 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
   [ ! -e "$clean/compiled" ] || { echo "compiled:" && cat "$clean/compiled" && worst=1; }
   rm -rf "$clean"

@@ -1,6 +1,6 @@
 """A few training steps of one workload, for a profiler to look at; or torch's own profile of them: time by kernel.
 
-ncu --profile-from-start off --kernel-name-base mangled --kernel-name regex:fastcaps python -m bench.profiled tsai-c10-conv1
+ncu --profile-from-start off python -m bench.profiled tsai-c10-conv1
 python -m bench.profiled tsai-c10-conv1 --table
 """
 
