@@ -15,7 +15,7 @@ import torch
 from case_rows import OWN_POSES
 from cases import GPU_DTYPES, Case
 from cuda_on_cpu import build
-from cuda_target import OPTIONS, Target, mixed_order, on_every_target, question
+from cuda_target import ON_DEVICE, OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, POOLING, ROUTINGS, Call, Routing, gpu_cases
@@ -98,7 +98,11 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [Target("cpu", build.ALL_POSES)], ids=lambda target: "all-poses")
+@pytest.mark.parametrize(
+    "target",
+    [Target("cpu", build.ALL_POSES), *([Target("cuda")] if ON_DEVICE else [])],
+    ids=lambda target: "all-poses" if target.device == "cpu" else "on-cuda",
+)
 @pytest.mark.parametrize(("routing", "case", "option"), every_run(), ids=str)
 def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
