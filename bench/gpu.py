@@ -2,6 +2,7 @@
 
 python -m bench.gpu map                     # every row: warm, cold, in a graph; launches, host time, share of the bound
 python -m bench.gpu map --library old=a.so --library new=b.so --workload tsai-c10-conv1    # builds, in turns
+python -m bench.gpu sweep tsai-c10-conv1    # schedules of a row, in a library built with FASTCAPS_EXPERIMENTS=1
 python -m bench.gpu alternatives            # what a PyTorch user would run instead, from the most important rows on
 
 Rows go to one JSON file, in a moment after each. ``alternatives`` leaves out what the records have of this kind of GPU
@@ -101,11 +102,10 @@ class Map:
             self.file = record.write(self.given.results, [{"machine": self.machine, **row} for row in self.rows], KIND)
             self.written = time.monotonic()
 
-    def ask(self, name: str, seconds: float, *what: Any) -> dict[str, Any]:
+    def ask(self, name: str, seconds: float, *what: Any) -> Any:
         """Return a process's answer, or why it ``failed``."""
         try:
-            found: dict[str, Any] = self.remote(name).call(min(seconds, max(1.0, self.left)), *what)
-            return found
+            return self.remote(name).call(min(seconds, max(1.0, self.left)), *what)
         except WorkerError as error:
             return {"failed": str(error)}
 
@@ -113,7 +113,9 @@ class Map:
         """Measure rows by this package; with ``libraries``, builds of the CUDA kernels by name, by each in turns."""
         for name, path in libraries.items():
             os.environ["FASTCAPS_CUDA_LIBRARY"] = path  # which a process that starts now reads
-            self.ask(name, 120.0, "describe")
+            self.remote(name).begin("clean")
+        for name in libraries:
+            self.remote(name).finish(120.0)
         ways = [*libraries] or [TRITON if self.given.triton else OURS]
         for case in cases:
             for name in ways:
@@ -122,6 +124,23 @@ class Map:
                 how = TRITON if name == TRITON else OURS
                 asked = (case.workload.name, case.batch, case.training, case.precision, how)
                 self.add(case, name, self.ask(name, PATIENCE["map"], "row", *asked))
+
+    def schedules(self, cases: Sequence[Case]) -> None:
+        """Time the settings of each case's pass, the default first and again at the end, and print the fastest."""
+        for case in cases:
+            asked = (case.workload.name, case.batch, case.training, case.precision)
+            settings = self.ask(OURS, 60.0, "variants", *asked)
+            if isinstance(settings, dict):
+                self.add(case, "default", settings)
+                continue
+            tried = []
+            for setting in (*settings, ""):
+                if self.left <= 1:
+                    break
+                found = self.ask(OURS, 10.0, "setting", setting)
+                self.add(case, setting or "default", {"complaint": "", **found})
+                tried += [(found["warm"]["median"], setting or "default")] if "warm" in found else []
+            print(f"{case}:", *(f"{1e3 * took:.4f} ms {setting}" for took, setting in sorted(tried)[:8]), sep="\n  ")
 
     def rows_of_others(self, cases: Sequence[Case], names: Sequence[str]) -> None:
         """Measure alternatives: several processes compile side by side, then each times its own alone."""
@@ -197,7 +216,8 @@ def line(row: dict[str, Any]) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Figures of a GPU.")
-    parser.add_argument("what", choices=("map", "alternatives"))
+    parser.add_argument("what", choices=("map", "sweep", "alternatives"))
+    parser.add_argument("row", nargs="?", help="sweep: the workload")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder (default: bench/results)")
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything (240)")
     parser.add_argument("--workload", action="append", default=[], help="only these (repeat)")
@@ -212,11 +232,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if given.what == "alternatives":
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    if (given.what == "sweep") != (given.row is not None):
+        parser.error("sweep wants a workload, map and alternatives take --workload")
     measured = Map(given)
     try:
-        cases = order(given.workload, given.batch, given.precision)
+        if given.row:
+            cases = order([given.row], given.batch or BATCHES[:1], given.precision or ["fp32"])
+        else:
+            cases = order(given.workload, given.batch, given.precision)
         if given.what == "map":
             measured.rows_of_ours(cases, dict(one.split("=", 1) for one in given.library))
+        elif given.what == "sweep":
+            measured.schedules(cases)
         else:
             measured.rows_of_others(cases, given.against or ALTERNATIVES)
     finally:

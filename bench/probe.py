@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench import sweep
 from bench.alternatives import OURS, build, is_compiled, runner
 from bench.floors import Chip, floors
 from bench.gate import SAME, Gate
@@ -30,7 +31,8 @@ Call = Callable[[], dict[str, torch.Tensor]]
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 
 WARM = 0.04  # seconds that a row's timed calls take together; as many again with a cold cache, and in a graph
-CALLS = (5, 60)  # timed calls: at least, at most
+CALLS = (3, 60)  # timed calls: at least, at most
+LONG = 0.02  # seconds of a call to whose time a cold cache adds nothing
 SMALL = 5e-4  # seconds below which a call is also timed in a replayed graph
 IN_GRAPH = 8  # calls of a graph
 FLUSH = 2**28  # bytes that a write between two calls leaves in the second-level cache instead of the call's inputs
@@ -239,15 +241,48 @@ class Probe:
         call = self._call
         estimate = min(self.clock.one(call), self.clock.one(call, 2))
         row: dict[str, Any] = {"warm": quantiles(self.clock.samples(call, estimate))}
-        row["cold"] = quantiles(self.clock.samples(call, estimate, cold=True))
+        if estimate < LONG:
+            row["cold"] = quantiles(self.clock.samples(call, estimate, cold=True))
         if self.clock.on_gpu:
             row |= self._on_gpu(call, estimate, counts=self._how in (OURS, TRITON))
             row["floors"] = floors(self._case, Chip.of(torch.cuda.get_device_name(self.device)))
         return row
 
     def row(self, *what: Any) -> dict[str, Any]:
-        """Prepare and time a row."""
-        return self.prepare(*what) | self.time()
+        """Prepare and time a row; ``took`` are the seconds of both."""
+        start = time.perf_counter()
+        found = self.prepare(*what)
+        prepared = time.perf_counter()
+        found |= self.time()
+        return found | {"took": [prepared - start, time.perf_counter() - prepared]}
+
+    def variants(self, name: str, batch: int, training: bool, precision: str) -> list[str]:
+        """Prepare a row, and return the settings of FASTCAPS_SCHEDULE that its pass can be tried with."""
+        self.prepare(name, batch, training, precision)
+        self._wanted = {result: one.clone() for result, one in self._call().items()}
+        work, dtype = find(name), PRECISIONS[precision].dtype
+        grid, window = work.grid or (1, 1), work.window
+        sizes = (
+            *(batch, *grid, work.types, work.rows, work.columns_in, *(work.output_grid or (1, 1)), work.parents),
+            *(work.columns_out, work.matrices, *(window.spec if window else (1, 1, 1, 1, 0, 0, 1, 1))),
+        )
+        element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(dtype)
+        about = torch.cuda.get_device_properties(self.device)
+        limits = about.multi_processor_count, about.shared_memory_per_block_optin
+        bias = 0 if "bias" not in self._made[3].arguments else 1 if self._made[3].arguments["bias"].shape[0] == 1 else 2
+        options = backends.ALLOW_TF32 if PRECISIONS[precision].tf32 else 0
+        facts = (int(training), element, bias, int("parents" in self._made[3].arguments), 1, options, *limits)
+        return sweep.variants(not training, work.routing.subject, sizes, facts)
+
+    def setting(self, setting: str) -> dict[str, Any]:
+        """Return the quantiles of the prepared call under a setting and how far its results are from the
+        default's, as a share of their largest."""
+        with sweep.scheduled(setting):
+            found = self._call()
+            apart = max(largest_error(one, self._wanted[name]) / max(largest(self._wanted[name]), 1e-30)
+                        for name, one in found.items())  # fmt: skip
+            estimate = min(self.clock.one(self._call), self.clock.one(self._call, 2))
+            return {"warm": quantiles(self.clock.samples(self._call, estimate)), "apart": apart}
 
     def _on_gpu(self, call: Call, estimate: float, counts: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
