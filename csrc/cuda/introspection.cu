@@ -135,7 +135,8 @@ FASTCAPS_ANSWER fastcaps_cuda_instances(const char* op, const int64_t* sizes, co
 }
 #endif
 
-// The names of all kernels that are compiled for an op, as `kernel` has them above, separated by semicolons.
+// The names of all kernels that an op's schedules take by themselves, as `kernel` has them above, separated by
+// semicolons.
 FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
   const Pass* pass = pass_of(op);
   if (!pass) return answer(no_pass(op));
@@ -144,7 +145,7 @@ FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
     const PassKernels kernels = pass->kernels(backward);
     for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
       for (const bool lean : {false, true})
-        if (!lean || kernel->run != kernel->run_lean)
+        if (!kernel->by_name && (!lean || kernel->run != kernel->run_lean))
           names += (names.empty() ? "" : ";") + name_of(*kernel, backward, lean);
   }
   return answer(names);
