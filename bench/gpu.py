@@ -23,12 +23,13 @@ from typing import Any
 from bench import record
 from bench.alternatives import ALTERNATIVES, OURS, is_compiled, suited
 from bench.goals import number
+from bench.gpu_report import KIND, key
 from bench.probe import TRITON, Probe
 from bench.process import Remote, WorkerError
 from bench.workload import PRECISIONS, Case
-from bench.workloads import BATCHES, WORKLOADS, find
+from bench.workloads import WORKLOADS, find
 
-KIND = "gpu"  # of the records
+BATCHES = (128, 1, 32)  # in order of importance: time may not do for all
 PATIENCE = {"map": 30.0, "alternatives": 90.0}  # seconds that a row may take
 TOGETHER = 6  # processes that compile at once
 SHARE = 0.7  # of the device's memory that may be taken by alternatives that are made at once
@@ -60,11 +61,6 @@ def order(names: Sequence[str], batches: Sequence[int], precisions: Sequence[str
             ]
     large = (batches or BATCHES)[0]
     return sorted(found, key=lambda case: case.batch != large and case.workload.copies == 1)  # stable
-
-
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what an entry is known by, within one kind of GPU."""
-    return (row["workload"], row["batch"], row["mode"], row["precision"], row["how"])
 
 
 class Map:
@@ -190,13 +186,9 @@ class Map:
 
 def known(machine: dict[str, Any]) -> set[tuple[Any, ...]]:
     """Return the keys of the figures that the records have of a kind of GPU and a torch."""
-    same = ("device", machine["device"]), ("torch", machine["versions"]["torch"])
+    same = machine["device"], machine["versions"]["torch"]
     rows = record.load(record.RESULTS, kind=KIND)
-    return {
-        key(row)
-        for row in rows
-        if (("device", row["machine"]["device"]), ("torch", row["machine"]["versions"]["torch"])) == same
-    }
+    return {key(row) for row in rows if (row["machine"]["device"], row["machine"]["versions"]["torch"]) == same}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -218,7 +210,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Figures of a GPU.")
     parser.add_argument("what", choices=("map", "sweep", "alternatives"))
     parser.add_argument("row", nargs="?", help="sweep: the workload")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder (default: bench/results)")
+    results = Path(os.environ.get("OUT") or record.RESULTS)
+    parser.add_argument("--results", type=Path, default=results, help="folder (default: $OUT, or bench/results)")
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything (240)")
     parser.add_argument("--workload", action="append", default=[], help="only these (repeat)")
     parser.add_argument("--batch", action="append", default=[], type=int, help="only these (repeat)")

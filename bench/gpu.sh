@@ -5,8 +5,8 @@
 #   bench/gpu.sh [--dry-run] [stage...]     # on the GPU: these stages (test map yardstick profile), or what would run
 #   bench/gpu.sh rehearse                   # before, without a GPU: the same in a clean folder without compilers
 #
-# Stages: test, map, yardstick, profile, "sweep ROW", alternatives. None compiles anything where .device/ is; without it the
-# installed libraries serve. Wants Python with torch (CUDA), Triton, pytest, hypothesis; ncu and compute-sanitizer.
+# Stages: test, map, yardstick, profile, "sweep ROW", alternatives, and compare: the main rows by every build of the CUDA
+# library in .device/builds. None compiles anything where .device/ is; without it the installed libraries serve. Wants Python with torch (CUDA), Triton, pytest, hypothesis; ncu and compute-sanitizer.
 # Results go to bench/results/gpu-<date>; where $OUT is set, also to $OUT/results.tar.gz, after every command. A command
 # that fails or outlasts its limit stops no other; the exit status is the number of stages that failed. The device's
 # settings (clocks, power, persistence, MIG) are left as they are.
@@ -23,11 +23,11 @@ chosen=()
 row=
 while [ $# -gt 0 ]; do
   case "$1" in
-    pack | rehearse | test | map | yardstick | profile | alternatives) chosen+=("$1") ;;
+    pack | rehearse | test | map | yardstick | profile | alternatives | compare) chosen+=("$1") ;;
     sweep) chosen+=(sweep) && row=${2:?"gpu.sh: sweep which row?"} && shift ;;
     --dry-run) DRY_RUN=1 ;;
-    -h | --help) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu.sh: no stage $1; there are: pack rehearse test map yardstick profile sweep alternatives" >&2; exit 64 ;;
+    -h | --help) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu.sh: no stage $1; there are: pack rehearse test map yardstick profile sweep alternatives compare" >&2; exit 64 ;;
   esac
   shift
 done
@@ -81,8 +81,10 @@ save() {
 # The sources of bare kernels travel, too: only where their programs do not start are they compiled on the device.
 stage_pack() {
   local name total
-  FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 "$PYTHON" setup.py -q build_ext --inplace || return 1
-  rm -rf "$DEVICE" && mkdir -p "$DEVICE/lib" && cp fastcaps/lib/*.so "$DEVICE/lib/" && cp bench/variants.h "$DEVICE/" || return 1
+  export FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
+  mkdir -p "$DEVICE/lib" "$DEVICE/builds" && cp bench/variants.h "$DEVICE/" || return 1
+  FASTCAPS_EXPERIMENTS=1 "$PYTHON" setup.py -q build_ext --inplace && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" &&
+    "$PYTHON" setup.py -q build_ext --inplace && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
   for name in yardstick folded; do
     [ -n "${YARDSTICK:-}" ] || { echo "YARDSTICK is not set: no bare kernels" && break; }
     sed -E 's/^static void (forward|backward|none|back|dynamic|vocabulary)\(.*\) \{$/&\n  if (skip_variant()) return;/' \
@@ -120,7 +122,15 @@ stage_test() {
 }
 
 stage_map() { run 240 map.txt "$PYTHON" -m bench.gpu map --seconds "$(left 235)"; }
-stage_sweep() { run 240 "sweep-$row.txt" "$PYTHON" -m bench.gpu sweep "$row" --seconds "$(left 235)"; }
+stage_sweep() {
+  run 90 "sweep-$row.txt" env FASTCAPS_CUDA_LIBRARY="$DEVICE/experiments.so" "$PYTHON" -m bench.gpu sweep "$row" --seconds "$(left 85)"
+}
+stage_compare() {
+  local build builds=()
+  for build in "$DEVICE"/builds/*.so; do builds+=(--library "$(basename "$build" .so)=$build"); done
+  run 120 compare.txt "$PYTHON" -m bench.gpu map --seconds "$(left 115)" --batch 128 --precision fp32 "${builds[@]}" \
+    --workload tsai-c10-conv1 --workload hinton-conv --workload sabour-mnist --workload tsai-c10-fc --workload tsai-c100-conv1
+}
 stage_alternatives() { run 240 alternatives.txt "$PYTHON" -m bench.gpu alternatives --seconds "$(left 235)"; }
 
 # The seconds that are left for a program that keeps to them itself, at most the given ones.

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +21,7 @@ from bench import sweep
 from bench.alternatives import OURS, build, is_compiled, runner
 from bench.floors import Chip, floors
 from bench.gate import SAME, Gate
+from bench.timing import quantiles
 from bench.workload import PRECISIONS, Case, Inputs, Workload, is_batched, size_of
 from bench.workloads import find
 from fastcaps import backends
@@ -33,17 +33,11 @@ TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else i
 WARM = 0.04  # seconds that a row's timed calls take together; as many again with a cold cache, and in a graph
 CALLS = (3, 60)  # timed calls: at least, at most
 LONG = 0.02  # seconds of a call to whose time a cold cache adds nothing
-SMALL = 5e-4  # seconds below which a call is also timed in a replayed graph
+SMALL = 5e-4  # seconds below which a call is always timed in a replayed graph, too
 IN_GRAPH = 8  # calls of a graph
 FLUSH = 2**28  # bytes that a write between two calls leaves in the second-level cache instead of the call's inputs
 DRAWS = 3  # that a gate may make: each takes as long as a reference in float64
 KERNELS = 12  # that a row names, of those that take longest
-
-
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return ``median``, ``p20``, ``p80`` and the count ``calls``."""
-    p20, median, p80 = np.quantile(seconds, [0.2, 0.5, 0.8]).tolist()
-    return {"median": median, "p20": p20, "p80": p80, "calls": len(seconds)}
 
 
 class Clock:
@@ -299,7 +293,7 @@ class Probe:
                 found |= counted(call)
             except Exception as error:  # a profiler that another one keeps out, say: the times stand without
                 found["uncounted"] = f"{type(error).__name__}: {error}"[:200]
-        if estimate < SMALL:
+        if found.get("busy", SMALL) < 0.8 * estimate or estimate < SMALL:  # launches take longer than what they launch
             found["graph"] = self.clock.graph(call)
         return found
 
