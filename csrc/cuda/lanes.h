@@ -138,11 +138,24 @@ struct Lane : LaneCut<Pose> {
   FASTCAPS_DEVICE int padded_rows() const { return Pose::kFixed ? Pose::kC : args.rows * Pose::kPatchRows; }
   FASTCAPS_DEVICE int padded_depth() const { return Pose::kFixed ? Pose::kD : (args.D + 3) / 4 * 4; }
   FASTCAPS_DEVICE int row_stride() const { return Pose::kFixed ? Pose::kRowStride : padded_depth(); }
+  // Of children in shared memory, the unit-th vector of kVector neighbours: whose it is, its row, and its first column.
+  struct ChildVector {
+    int child, c, d;
+  };
+  FASTCAPS_DEVICE ChildVector vector_of_child(int unit) const {
+    constexpr int V = Pose::kVector;
+    if constexpr (Pose::kFixed) {
+      return {unit / (Pose::kD / V) / Pose::kC, unit / (Pose::kD / V) % Pose::kC, unit % (Pose::kD / V) * V};
+    } else {
+      const int row = args.by_depth.quotient(unit), child = args.by_rows.quotient(row);
+      return {child, args.by_rows.remainder(row, child), args.by_depth.remainder(unit, row) * V};
+    }
+  }
   // From one position's child to the next one's, in shared memory.
   FASTCAPS_DEVICE int child_stride() const { return padded_rows() * row_stride() + Pose::kChildPad; }
   // Parents of the block, and its warps that take other positions.
   FASTCAPS_DEVICE int block_parents() const { return args.warps_parents * parents * Pose::kEach; }
-  FASTCAPS_DEVICE int warps_positions() const { return block_threads() / kWarp / args.warps_parents; }
+  FASTCAPS_DEVICE int warps_positions() const { return int(unsigned(args.tile_size) / unsigned(R * positions)); }
 
   // The r-th of the lane's positions: its place within the block's tile, and what the tile has there.
   FASTCAPS_DEVICE int in_tile(int r) const { return (warp_position * R + r) * positions + position; }
