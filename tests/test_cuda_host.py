@@ -107,7 +107,7 @@ def test_a_call_may_be_captured(host: Host, name: str) -> None:
 
 def test_blocks_that_see_all_children_finish_their_parents(host: Host) -> None:
     host.begin()
-    ops_of(host, ATTENTION, LARGE)[0]()
+    ops_of(host, ATTENTION, replace(LARGE, batch=2048))[0]()
     assert len(host.launches()) == 1
 
 
