@@ -44,19 +44,6 @@ FASTCAPS_DEVICE float* gradient_of_weights(const Lane<Pose, R>& lane, int t, int
   return part_of(args, args.dweight, args.dweight_part) + pair * lane.D() * lane.E();
 }
 
-// A block's range in a backward: blocks begin at different stages and walk round, since those that walk in step would
-// add to the same weights' gradient at the same time. Sums of a fixed order begin at the first.
-struct StaggeredRange : ChildRange {
-  int ahead, length;  // children; length: of the range, in whole stages
-
-  FASTCAPS_DEVICE explicit StaggeredRange(const PassArgs& args) : ChildRange(args) {
-    const int stages = (last - first + args.stage - 1) / args.stage;
-    length = stages * args.stage;
-    ahead = args.alone_with_weights ? 0 : group % stages * args.stage;
-  }
-  FASTCAPS_DEVICE int at(int t) const { return t + ahead < first + length ? t + ahead : t + ahead - length; }
-};
-
 // What attention and pooling keep: parents' queries, the gradients of their sums, and the queries' gradients.
 template <class Pose, int R>
 struct QueryGradients {
@@ -411,10 +398,10 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   using State = Policy<Pose, R, LEAN>;
   const Lane<Pose, R> lane(args);
   const StageGradients<Pose, R> gradients(lane);
-  const StaggeredRange range(args);
+  const ChildRange range(args);
   for (int tile = range.group; tile < args.tiles; tile += args.groups) {
     make_tile(args, tile, lane.shared);
-    make_offsets(args, lane.shared, 0, range.at(range.first), range.last);
+    make_offsets(args, lane.shared, 0, range.first, range.last);
     barrier();
     if constexpr (State::kMeasures) {
       if (args.tight && !any_tight(args, lane.tile)) {

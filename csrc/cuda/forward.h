@@ -25,28 +25,25 @@ struct ChildRange {
     first = chunk * args.chunk_children,
     last = first + args.chunk_children < args.I ? first + args.chunk_children : args.I;
   }
-  // Which child begins the stage that is walked where t's turn is.
-  FASTCAPS_DEVICE int at(int t) const { return t; }
 };
 
 // Walks over the children of a tile of positions, stage by stage: calls body(parity, t, count) when `count` of them,
 // from the t-th on, are in stage `parity` of shared memory. body ends with a barrier. Another must lie between making
-// the tile and the first offsets (those of range.at(range.first)) and this call.
-template <bool SILENCES, class Pose, int R, class Range, class Body>
-FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const Range& range, Body&& body) {
+// the tile and the first offsets and this call.
+template <bool SILENCES, class Pose, int R, class Body>
+FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Body&& body) {
   const PassArgs& args = lane.args;
   // The first round only loads the first stage.
-  for (int turn = range.first - args.stage, parity = 1; turn < range.last; turn += args.stage, parity ^= 1) {
-    const int next = turn + args.stage;
-    if (next < range.last) bring(lane, parity ^ 1, range.at(next), range.at(next + args.stage), range.last);
+  for (int t = range.first - args.stage, parity = 1; t < range.last; t += args.stage, parity ^= 1) {
+    bring(lane, parity ^ 1, t + args.stage, range.last);
     copy_commit();
-    if (turn < range.first) {
+    if (t < range.first) {
       barrier();  // before the next offsets are read
       continue;
     }
     copy_wait<1>();
     barrier();
-    const int t = range.at(turn), count = range.last - t < args.stage ? range.last - t : args.stage;
+    const int count = range.last - t < args.stage ? range.last - t : args.stage;
     if constexpr (!Pose::kStored) {
       if (args.storage != Storage::kFloat32) {
         widen(lane, parity, count);

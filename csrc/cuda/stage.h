@@ -207,12 +207,13 @@ struct Stage {
 };
 
 // Starts copying children [first, last), or as many as fit: they are there after copy_wait and a barrier. Their offsets
-// must be there, after a barrier. Makes the offsets of the next stage, from the next-th child on.
+// must be there, after a barrier. Makes the offsets of the next stage.
 template <class Pose, int R>
-FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int next, int last) {
+FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int last) {
   const PassArgs& args = lane.args;
   const int count = last - first < args.stage ? last - first : args.stage;
-  make_offsets(args, lane.shared, parity ^ 1, next, last);
+  if (count <= 0) return;
+  make_offsets(args, lane.shared, parity ^ 1, first + args.stage, last);
   const Offset* offsets = offsets_of(args, lane.shared, parity);
   char* base = lane.shared + parity * args.shared_stage;
   const auto numbers = [&](auto* to) {
