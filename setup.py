@@ -176,6 +176,7 @@ class BuildNative(build_ext):
         print(f"fastcaps: torch at {torch}; {jobs} jobs; build folder {folder}", flush=True)
         configure = [cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         configure += [f"-DFASTCAPS_TORCH_DIR={torch}", f"-DFASTCAPS_LEVELS={levels}"]
+        configure += [f"-DFASTCAPS_EXPERIMENTS={os.environ.get('FASTCAPS_EXPERIMENTS') or '0'}"]
         self.call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         self.call([cmake, "--build", folder, "--parallel", str(jobs)])
         outputs = put_into(package, lambda staged: self.call([cmake, "--install", folder, "--prefix", str(staged)]))

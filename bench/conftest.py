@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
 from bench import record, report
 from bench.alternatives import ALTERNATIVES, OURS, VERBS, is_compiled, suited
 from bench.session import Session
-from bench.workload import PRECISIONS, Case
+from bench.workload import Case
 from bench.workloads import cases
 
 _BEGAN = time.monotonic()
@@ -35,14 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--workload", action="append", default=[], help="only these workloads (repeat, or commas between)")
     group.addoption("--batch", type=int, action="append", default=[], help="these batches instead of a workload's own")
     group.addoption("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
-    group.addoption("--device", default="cpu", help="what to measure on: cpu or cuda (default cpu)")
-    group.addoption("--precision", action="append", default=[], help="cuda: only these")
     text = "budget of the whole run, processes and checks included: what is not finished then is left out of the report"
     group.addoption("--seconds", type=float, default=float("inf"), help=text)
 
 
 def _quick(config: pytest.Config) -> bool:
-    return not config.getoption("full") and config.getoption("device") == "cpu"
+    return not config.getoption("full")
 
 
 def _results(config: pytest.Config) -> Path:
@@ -60,29 +57,27 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.getoption
     if not any(option(f"benchmark_{name}", None) for name in ("verbose", "compare", "histogram", "autosave")):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
-    for name, known in (("against", (*ALTERNATIVES, VERBS)), ("device", ("cpu", "cuda")), ("precision", PRECISIONS)):
-        given = option(name)
-        if unknown := {*([given] if isinstance(given, str) else given)} - {*known}:
-            raise pytest.UsageError(f"--{name}: got {', '.join(sorted(unknown))}, want some of {', '.join(known)}")
+    if unknown := {*option("against")} - (known := {*ALTERNATIVES, VERBS}):
+        raise pytest.UsageError(f"--against: got {', '.join(sorted(unknown))}, want some of {', '.join(sorted(known))}")
     if (page := option("html")) and not page.parent.is_dir():
         raise pytest.UsageError(f"--html: there is no folder {page.parent}")
     names = [name for given in option("workload") for name in given.split(",")]
     try:
-        wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))
+        wanted = cases(names, _quick(config), option("batch"))
     except ValueError as error:
         raise pytest.UsageError(f"--workload: {error}") from error
     if option("resume"):
         complete = _names(config) == [*ALTERNATIVES]
-        done = record.finished(_results(config), option("threads"), _quick(config), complete, option("device"))
+        done = record.finished(_results(config), option("threads"), _quick(config), complete)
         wanted = [one for one in wanted if one.key not in done]
     config.stash[_CASES] = wanted
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
-    names, on_cpu = _names(config), config.getoption("device") == "cpu"
+    names = _names(config)
     wanted = [(case, name) for case in config.stash[_CASES]
-              for name in (OURS, *suited(names, case.workload, case.batch, on_cpu))]  # fmt: skip
+              for name in (OURS, *suited(names, case.workload, case.batch))]  # fmt: skip
     ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
     metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 
@@ -91,10 +86,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """The one session that all rows share: processes, machine, results."""
     config, option = request.config, request.config.getoption
-    device = option("device")
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
-    how = option("threads"), device, option("seconds") - (time.monotonic() - _BEGAN)
+    how = option("threads"), option("seconds") - (time.monotonic() - _BEGAN)
     made = config.stash[_SESSION] = Session(_results(config), _names(config), _quick(config), *how)
     yield made
     made.close()

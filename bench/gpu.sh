@@ -1,141 +1,237 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in under ten minutes: build, test, bench, sanitize, profile.
+# A quarter of an hour on a GPU: correctness, the map of all rows, bare kernels, profiles.
 #
-#   bench/gpu.sh [--dry-run] [stage...]    # all stages, or some of them; or only what would run
+#   bench/gpu.sh pack                       # before, without a GPU: compiles everything for sm_90 into .device/
+#   bench/gpu.sh [--dry-run] [stage...]     # on the GPU: these stages (test map yardstick profile), or what would run
+#   bench/gpu.sh rehearse                   # before, without a GPU: the same in a clean folder without compilers
 #
-# Wants Python with torch (CUDA) and Triton, setuptools, CMake, Ninja, pytest-benchmark, nvcc; no network and
-# no virtual environment. Results go to $OUT (bench/results/gpu-<date>): logs, JSON files, summary.md, to be committed.
-# A stage that fails does not stop those after it; the exit status is the number of stages that failed. The device's
+# Stages: test, map, yardstick, profile, "sweep ROW", alternatives, and compare: the main rows by every build of the CUDA
+# library in .device/builds. None compiles anything where .device/ is; without it the installed libraries serve. Wants Python with torch (CUDA), Triton, pytest, hypothesis; ncu and compute-sanitizer.
+# Results go to bench/results/gpu-<date>; where $OUT is set, also to $OUT/results.tar.gz, after every command. A command
+# that fails or outlasts its limit stops no other; the exit status is the number of stages that failed. The device's
 # settings (clocks, power, persistence, MIG) are left as they are.
 #
 #   PYTHON                  interpreter (python3)
 #   FASTCAPS_GPU_SECONDS    for everything (580): a stage gets the remaining time, at most its own limit
-#   TORCH_CUDA_ARCH_LIST    what to build for (this device's capability)
+#   YARDSTICK               pack: folder of yardstick.cu and folded.cu, bare kernels that are no part of the repository
 set -uo pipefail
 
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0
 chosen=()
-for argument in "$@"; do
-  case "$argument" in
-    build | test | sanitize | bench | profile) chosen+=("$argument") ;;
+row=
+while [ $# -gt 0 ]; do
+  case "$1" in
+    pack | rehearse | test | map | yardstick | profile | alternatives | compare) chosen+=("$1") ;;
+    sweep) chosen+=(sweep) && row=${2:?"gpu.sh: sweep which row?"} && shift ;;
     --dry-run) DRY_RUN=1 ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu.sh: no stage $argument; there are: build test bench sanitize profile" >&2; exit 64 ;;
+    -h | --help) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu.sh: no stage $1; there are: pack rehearse test map yardstick profile sweep alternatives compare" >&2; exit 64 ;;
   esac
+  shift
 done
-[ ${#chosen[@]} -gt 0 ] || chosen=(build test bench sanitize profile)
+[ ${#chosen[@]} -gt 0 ] || chosen=(test map yardstick profile)
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 ROOT=$PWD
-OUT=$(realpath -m "${OUT:-bench/results/gpu-$(date -u +%Y-%m-%d)}")
+DEVICE=$ROOT/.device
+RESULTS=$ROOT/bench/results/gpu-$(date -u +%Y-%m-%d)
+AWAY=${OUT:-}
 
-export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1
+export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" OUT=$RESULTS
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
-export FASTCAPS_CUDA=1 FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null)}"
+export FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null)}"
+for name in cpu cuda; do
+  library=$DEVICE/lib/libfastcaps_$name.so
+  [[ " ${chosen[*]} " == *" pack "* ]] || [ ! -f "$library" ] || export "FASTCAPS_${name^^}_LIBRARY=$library"
+done
 
-# Print a command; run it too, unless this is a dry run, within the given seconds. Output goes to the stage's log.
+# run LIMIT FILE COMMAND...: print a command; run it too, unless this is a dry run, within LIMIT seconds and the time that
+# is left. Its output goes to FILE among the results.
 run() {
-  local limit=$1 status=0 left=$((SECONDS_IN_ALL - SECONDS))
-  shift
+  local limit=$1 file=$2 status=0 left=$((SECONDS_IN_ALL - SECONDS))
+  shift 2
   echo "+ $*"
   [ "$DRY_RUN" = 1 ] && return 0
   [ "$left" -lt "$limit" ] && limit=$left
   if [ "$limit" -lt 5 ]; then
-    echo "left out: the time is used up" | tee -a "$log"
+    echo "left out: the time is used up" | tee -a "$RESULTS/summary.md"
     return 1
   fi
-  echo "+ $*" >>"$log"
-  timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1 || status=$?
+  timeout --kill-after=5 "$limit" "$@" >>"$RESULTS/$file" 2>&1 || status=$?
   case "$status" in
     0) ;;
-    124 | 137) echo "stopped after $limit s" | tee -a "$log" ;;
-    *) echo "exit status $status" | tee -a "$log" ;;
+    124 | 137) echo "- $file: stopped after $limit s" | tee -a "$RESULTS/summary.md" ;;
+    *) echo "- $file: exit status $status" | tee -a "$RESULTS/summary.md" ;;
   esac
+  save
   return "$status"
 }
 
-stage_build() {
-  if [ -z "${TORCH_CUDA_ARCH_LIST:-}" ] && [ "$DRY_RUN" = 0 ]; then
-    TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || return 1
-    export TORCH_CUDA_ARCH_LIST
-  fi
-  # the second where the environment cannot be written to
-  run 240 "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --no-index --editable . ||
-    run 240 "$PYTHON" setup.py --quiet build_ext --inplace || return 1
-  run 60 "$PYTHON" -c 'import fastcaps; fastcaps.backends.show(); assert fastcaps.backends.listing()[0].available' ||
-    return 1
-  ! command -v cuobjdump >/dev/null || run 60 "$PYTHON" -m tools.static_report
+save() {
+  [ -n "$AWAY" ] && [ "$DRY_RUN" = 0 ] && mkdir -p "$AWAY" && (
+    flock 9
+    tar -czf "$RESULTS.tar.gz" -C "$RESULTS" . 2>/dev/null # complains of files that grow
+    mv "$RESULTS.tar.gz" "$AWAY/results.tar.gz"
+  ) 9>"$RESULTS.lock"
+  return 0
 }
 
-# Whether Triton's kernels run here: not with a Triton before 3.6.
-has_triton() {
-  [ "$DRY_RUN" = 1 ] || "$PYTHON" -c 'import fastcaps; raise SystemExit(not fastcaps.backends.listing()[1].available)'
+# The sources of bare kernels travel, too: only where their programs do not start are they compiled on the device.
+stage_pack() {
+  local name total
+  export FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
+  mkdir -p "$DEVICE/lib" "$DEVICE/builds" && cp bench/variants.h "$DEVICE/" || return 1
+  FASTCAPS_EXPERIMENTS=1 "$PYTHON" setup.py -q build_ext --inplace && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" &&
+    "$PYTHON" setup.py -q build_ext --inplace && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
+  for name in yardstick folded; do
+    [ -n "${YARDSTICK:-}" ] || { echo "YARDSTICK is not set: no bare kernels" && break; }
+    sed -E 's/^static void (forward|backward|none|back|dynamic|vocabulary)\(.*\) \{$/&\n  if (skip_variant()) return;/' \
+      "$YARDSTICK/$name.cu" >"$DEVICE/$name.cu" && (cd "$DEVICE" && nvcc $(bare "$name")) || return 1
+  done
+  total=$({ git ls-files -z | xargs -0 du -cb && du -cb "$DEVICE"; } | awk '$2 == "total" {n += $1} END {print int(n / 2^20)}')
+  du -h "$DEVICE"/* && echo "$total MiB travel, the tracked files among them" && [ "$total" -lt 60 ]
 }
 
-# What runs on a device. Triton compiles at first calls: its kernels' own tests take four minutes on sixteen cores.
+bare() { echo "-O3 -std=c++17 -arch=sm_90 -include variants.h -o $1 $1.cu"; }
+
+CUDA_TESTS=(tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/encapnet/test_squash_sum.py tests/test_nn_on_gpu.py
+  -m "slow or not slow" -k "on-cuda or gpu and not triton and not inductor")
+TRITON_TESTS=(tests/test_verbs_triton.py::test_every_verb tests/encapnet/test_squash_sum.py tests/test_triton.py
+  tests/test_nn_on_gpu.py -k "every_verb or on_a_gpu and triton or ways_to_run and (tiny or set) or step and triton and not function")
+NAMED_TESTS=("tests/test_verbs_triton.py::test_every_verb[products]"
+  "tests/test_cuda_kernels.py::test_a_bias_that_800_children_share" -k "not on-cpu")
+
+# Everything at once, on the cores that there are: two cases that were beyond their limit once, sanitizers (without the
+# caching allocator: a read past a tensor's end must leave its allocation), every CUDA case; then Triton's, which compile.
 stage_test() {
-  local parallel=() worst=0
-  "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n auto --maxprocesses 14)
-  run 100 "$PYTHON" -m pytest -q tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/encapnet/test_squash_sum.py \
-    tests/test_nn_on_gpu.py -k "on-cuda or gpu or device" "${parallel[@]}" || worst=1
-  ! has_triton || run 80 "$PYTHON" -m pytest -q tests/test_verbs_triton.py -k "not compiles" "${parallel[@]}" || worst=1
+  local worst=0 pids=() pid tool began=$SECONDS options=(-v --no-header -p no:cacheprovider)
+  "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout 60 --timeout-method thread)
+  run 90 named.txt "$PYTHON" -m pytest "${options[@]}" "${NAMED_TESTS[@]}" & pids+=($!)
+  for tool in memcheck racecheck; do # calls of torch's that fail by design are not the kernels' errors
+    run 115 "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --report-api-errors no \
+      --error-exitcode 9 --kernel-name kernel_substring=fastcaps "$PYTHON" -m tools.sanitize --backend cuda & pids+=($!)
+  done
+  run 80 cuda.txt "$PYTHON" -m pytest "${options[@]}" -n 8 "${CUDA_TESTS[@]}" || worst=1
+  run $((118 - SECONDS + began)) triton.txt "$PYTHON" -m pytest "${options[@]}" -n 12 "${TRITON_TESTS[@]}" || worst=1
+  for pid in "${pids[@]}"; do wait "$pid" || worst=1; done
+  [ "$DRY_RUN" = 1 ] || (cd "$RESULTS" && tail -qn 1 named.txt cuda.txt triton.txt memcheck.txt racecheck.txt &&
+    grep -hoE '((FAILED|ERROR) tests/|^WRONG).*' named.txt cuda.txt triton.txt memcheck.txt racecheck.txt | sort -u) | tee -a "$RESULTS/summary.md"
   return "$worst"
 }
 
-# No caching allocator: a read past a tensor's end must leave its allocation. Without the tool these fail, and only the
-# calls in bfloat16 run.
-stage_sanitize() {
-  local worst=0 tool backend
-  # calls of torch's that fail by design (is there such a symbol? such a pointer?) are not the kernels' errors
-  for tool in "memcheck --report-api-errors no" racecheck; do
-    # shellcheck disable=SC2086
-    run 40 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name \
-      kernel_substring=fastcaps "$PYTHON" -m tools.sanitize --device cuda --backend cuda || worst=1
+stage_map() { run 240 map.txt "$PYTHON" -m bench.gpu map --seconds "$(left 235)"; }
+stage_sweep() {
+  run 90 "sweep-$row.txt" env FASTCAPS_CUDA_LIBRARY="$DEVICE/experiments.so" "$PYTHON" -m bench.gpu sweep "$row" --seconds "$(left 85)"
+}
+stage_compare() {
+  local build builds=()
+  for build in "$DEVICE"/builds/*.so; do builds+=(--library "$(basename "$build" .so)=$build"); done
+  run 120 compare.txt "$PYTHON" -m bench.gpu map --seconds "$(left 115)" --batch 128 --precision fp32 "${builds[@]}" \
+    --workload tsai-c10-conv1 --workload hinton-conv --workload sabour-mnist --workload tsai-c10-fc --workload tsai-c100-conv1
+}
+stage_alternatives() { run 240 alternatives.txt "$PYTHON" -m bench.gpu alternatives --seconds "$(left 235)"; }
+
+# The seconds that are left for a program that keeps to them itself, at most the given ones.
+left() {
+  local seconds=$((SECONDS_IN_ALL - SECONDS - 8))
+  echo $((seconds < $1 ? seconds : $1))
+}
+
+# variants LIMIT FILE PROGRAM...: a run of bare kernels; after one that fails or hangs the next run begins behind it.
+variants() {
+  local limit=$1 file=$2 first=0 try
+  shift 2
+  for try in 1 2 3 4 5; do
+    run "$limit" "$file" env FIRST_VARIANT="$first" "$@" && return 0
+    [ "$DRY_RUN" = 0 ] && first=$(sed -n 's/^variant //p' "$RESULTS/$file" 2>/dev/null | tail -n 1)
+    [ -n "$first" ] || break
+    first=$((first + 1))
   done
-  for backend in cuda $(has_triton && echo triton); do
-    run 20 "$PYTHON" -m tools.sanitize --device cuda --backend "$backend" --dtype bfloat16 || worst=1
+  return 1
+}
+
+# As ncu shows demangled names with casts that no other demangler writes, kernels are named as the linker knows them.
+profiled() {
+  local limit=$1 file=$2 kernels=$3
+  shift 3
+  run "$limit" "$file" ncu --clock-control none --target-processes all --kernel-name-base mangled --kernel-name "regex:$kernels" \
+    --launch-count 24 --metrics "$counters" --csv --page raw "$@"
+}
+
+stage_yardstick() {
+  local worst=0 program batch what
+  local forward='FwdFILi4ELi1ELi8ELi1ELb0ELi8ELi3E|FwdFILi2ELi2ELi8ELi1ELb1E|FwdFILi2ELi1ELi12ELi1ELb0E'
+  forward+='|FwdTILi[01]ELi8ELi1ELb1E|FwdTILi3ELi12ELi1ELb0E'
+  local backward='BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdFILi8ELi1ELi4ELi3ELb0E|BwdTILi0ELi8ELi1ELi4E|BwdHILi8ELi1ELi4E'
+  [ -f "$DEVICE/yardstick" ] || [ "$DRY_RUN" = 1 ] || { echo "no $DEVICE/yardstick: bench/gpu.sh pack" && return 1; }
+  cd "$DEVICE" 2>/dev/null || [ "$DRY_RUN" = 1 ] || return 1
+  for program in "yardstick 1 micro 1" "folded slot 1"; do # shellcheck disable=SC2046,SC2086
+    run 20 yardstick-start.txt ./$program || ! command -v nvidia-smi ||
+      run 100 yardstick-start.txt nvcc $(bare "${program%% *}") || return 1
+  done
+  variants 25 yardstick-micro.txt ./yardstick 128 micro 15 || worst=1
+  for what in fwd bwd; do variants 40 "yardstick-128-$what.txt" ./yardstick 128 "$what" 15 || worst=1; done
+  for what in dynamic none bwd vocabulary slot; do variants 25 "folded-$what.txt" ./folded "$what" 15 || worst=1; done
+  cd "$ROOT" || return 1
+  for what in forward backward; do
+    profiled 45 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what/%orward/wd}" 0 || worst=1
+  done
+  for batch in 32 1; do
+    for what in fwd bwd; do variants 15 "yardstick-$batch-$what.txt" "$DEVICE/yardstick" "$batch" "$what" 15 || worst=1; done
   done
   return "$worst"
 }
 
-# First as many rows as half the time does for, then those that matter most with torch.compile too, which takes long:
-# where a row is in both records, the complete one counts.
-stage_bench() {
-  local worst=0 seconds=$(((SECONDS_IN_ALL - SECONDS - 220) / 2)) # sanitizers and the profiler take the last minutes
-  [ "$seconds" -gt 130 ] || [ "$DRY_RUN" = 1 ] && seconds=130
-  for compile in --no-compile ""; do
-    # shellcheck disable=SC2086
-    run $((seconds + 25)) "$PYTHON" -m pytest bench -q --device cuda --seconds "$seconds" --results "$OUT" $compile ||
-      worst=1
-  done
-  return "$worst"
-}
-
+# One step of each workload, warmed up: its forward's kernels and its backward's.
 stage_profile() {
-  local worst=0 target
-  # workload, and which of its kernels; the first launch of each is warming up
-  for target in "tsai-c10-conv1 forward_kernel" "tsai-c10-conv1 backward_kernel" "hinton-conv forward_kernel"; do
-    run 45 ncu --clock-control none --target-processes all --set detailed --kernel-name "regex:${target#* }" \
-      --launch-skip 1 --launch-count 1 "$PYTHON" -m bench.profiled "${target% *}" || worst=1
+  local worst=0 workload
+  for workload in tsai-c10-conv1 hinton-conv tsai-dmm-vector-conv li-capnet-dynamic sabour-mnist; do
+    profiled 48 "profile-$workload.csv" fastcaps --profile-from-start off "$PYTHON" -m bench.profiled "$workload" || worst=1
   done
-  run 40 "$PYTHON" -m bench.profiled tsai-c10-conv1 --table || worst=1
+  [ "$DRY_RUN" = 1 ] || "$PYTHON" -m bench.counters "$RESULTS" >"$RESULTS/counters.md" || worst=1
+  save
   return "$worst"
 }
 
-log=/dev/stdout
-summary=/dev/null
-if [ "$DRY_RUN" = 0 ]; then
-  mkdir -p "$OUT" || exit 1
-  summary="$OUT/summary.md"
-  [ -f "$summary" ] || {
+# In a clean folder, with compilers that only say that they were called: the device's tests are collected as on a GPU, then
+# the stages run as far as they go without one.
+stage_rehearse() {
+  local clean worst=0 name
+  clean=$(mktemp -d) && mkdir -p "$clean/bin" "$clean/tree" "$clean/out" || return 1
+  git archive HEAD | tar -x -C "$clean/tree" && cp -r "$DEVICE" "$clean/tree/" || return 1
+  for name in nvcc c++ g++ gcc cc clang clang++ cmake ninja; do
+    printf '#!/bin/sh\necho "%s $*" >>"%s"\nexit 1\n' "$name" "$clean/compiled" >"$clean/bin/$name" && chmod +x "$clean/bin/$name"
+  done
+  cd "$clean/tree" || return 1
+  export PATH="$clean/bin:$PATH" PYTHONPATH="$clean/tree:$clean/tree/tests" OUT="$clean/out" FASTCAPS_GPU_SECONDS=60
+  for name in cpu cuda; do export "FASTCAPS_${name^^}_LIBRARY=$clean/tree/.device/lib/libfastcaps_$name.so"; done
+  "$PYTHON" -c 'import fastcaps; fastcaps.backends.show()' || worst=1
+  for name in CUDA NAMED TRITON; do
+    local -n tests="${name}_TESTS"
+    "$PYTHON" -m pytest -p pretended_gpu --collect-only -q "${tests[@]}" >"$clean/$name" || worst=1
+    echo "$name: $(grep -c '^tests.*::' "$clean/$name") tests; of the CPU: $(grep -c 'on-cpu' "$clean/$name")"
+  done
+  "$PYTHON" -m bench.profiled tsai-c10-conv1 --device cpu --batch 1 || worst=1
+  for name in map sweep alternatives; do "$PYTHON" -m bench.gpu "$name" --help >/dev/null || worst=1; done
+  bench/gpu.sh yardstick profile test
+  echo "$? of 3 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
+  [ ! -e "$clean/compiled" ] || { echo "compiled:" && cat "$clean/compiled" && worst=1; }
+  rm -rf "$clean"
+  return "$worst"
+}
+
+counters=
+if [ "$DRY_RUN" = 0 ] && [[ " ${chosen[*]} " != *" pack "* && " ${chosen[*]} " != *" rehearse "* ]]; then
+  mkdir -p "$RESULTS" || exit 1
+  [ -f "$RESULTS/summary.md" ] || {
     printf '# One run of bench/gpu.sh\n\n'
-    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>&1 | sed 's/^/Device: /'
+    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv,noheader 2>&1
     "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])' 2>&1
-    echo "Commit ${FASTCAPS_COMMIT:-unknown}, $(date -u '+%Y-%m-%d %H:%M') UTC"
-    printf '\n| stage | result | seconds |\n| --- | --- | ---: |\n'
-  } >"$summary"
+    printf 'Commit %s, %s UTC\n\n' "${FASTCAPS_COMMIT:-unknown}" "$(date -u '+%Y-%m-%d %H:%M')"
+  } >"$RESULTS/summary.md"
+  : "${counters:=$(ncu --query-metrics 2>/dev/null | "$PYTHON" -m bench.counters)}"
 fi
 
 failed=0
@@ -143,10 +239,9 @@ for stage in "${chosen[@]}"; do
   echo "== $stage"
   start=$SECONDS
   result=passed
-  [ "$DRY_RUN" = 1 ] || { log="$OUT/$stage.log" && : >"$log"; }
   "stage_$stage" || { result=failed && failed=$((failed + 1)); }
-  [ "$DRY_RUN" = 1 ] || tail -n 15 "$log"
-  echo "| $stage | $result | $((SECONDS - start)) |" >>"$summary"
+  [ ! -f "$RESULTS/summary.md" ] || echo "$stage: $result, $((SECONDS - start)) s" >>"$RESULTS/summary.md"
   echo "== $stage: $result, $((SECONDS - start)) s"
+  save
 done
 exit "$failed"

@@ -1,6 +1,6 @@
 """A few training steps of one workload, for a profiler to look at; or torch's own profile of them: time by kernel.
 
-ncu --clock-control none --kernel-name regex:forward_kernel python -m bench.profiled tsai-c10-conv1
+ncu --profile-from-start off python -m bench.profiled tsai-c10-conv1
 python -m bench.profiled tsai-c10-conv1 --table
 """
 
@@ -27,13 +27,18 @@ def main(arguments: Iterable[str] | None = None) -> None:
     inputs = given.workload.inputs(given.batch).to(torch.device(given.device))
     step, on_cuda = runner(build(OURS, given.workload), inputs, training=True), given.device == "cuda"
     wait = torch.cuda.synchronize if on_cuda else int
-    step()
+    for _ in range(3):
+        step()
     wait()
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
     with profile(activities=activities) if given.table else nullcontext() as found:
-        for _ in range(2 + given.table):
+        if on_cuda:  # a profiler that waits for it sees one step, warmed up
+            torch.cuda.profiler.start()
+        for _ in range(3 if given.table else 1):
             step()
         wait()
+        if on_cuda:
+            torch.cuda.profiler.stop()
     if not given.table:
         return
     by = f"self_{'device' if on_cuda else 'cpu'}_time_total"

@@ -77,7 +77,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return (*where, row["workload"], row["batch"], row["mode"], row["precision"])
 
 
-def finished(folder: Path, threads: int, quick: bool, complete: bool, device: str = "cpu") -> set[tuple[Any, ...]]:
+def finished(folder: Path, threads: int, quick: bool, complete: bool) -> set[tuple[Any, ...]]:
     """Return the keys, without their machine, of the rows that a folder's records have of this machine and commit.
 
     With ``complete`` only of those in which all alternatives took part.
@@ -86,8 +86,7 @@ def finished(folder: Path, threads: int, quick: bool, complete: bool, device: st
     found = set()
     for row in load(folder) if folder.is_dir() else []:
         machine = row["machine"]
-        same = all(machine.get(field) == here[field] for field in ("threads", "commit", "modified", "kind"))
-        same &= machine["device"] == here["device"] if device == "cpu" else "rates" in machine  # those of a GPU
+        same = all(machine.get(field) == here[field] for field in ("device", "threads", "commit", "modified", "kind"))
         if same and "fastcaps" in row and (row["complete"] or not complete):
             found.add(key(row)[2:])
     return found

@@ -18,9 +18,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench import charts, record
+from bench import charts, gpu_report, record
 from bench.alternatives import OURS, STORED
-from bench.goals import device_seconds, number, place, shortfalls
+from bench.goals import number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
 from bench.workloads import WORKLOADS
@@ -38,10 +38,6 @@ LEGEND = (
 )
 
 PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
-DEVICE_LEGEND = (
-    " On a GPU a call is timed between two events with a cold second-level cache. Below 0.5 ms it is also timed in a "
-    "replayed graph, and the speed-up uses that time. Of sgemm: relative to a large matrix product on this device."
-)
 SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "extra MB (of votes)")
 
 
@@ -73,9 +69,6 @@ def cells(row: Row) -> dict[str, str]:
         "its ms (p20-p80)": _milliseconds(rival),
         "speed-up": _speedup(row),
     }
-    if "triton" in row:
-        for name, one in (("graph, ms", entry.get("graph")), ("Triton, ms", row["triton"])):
-            found[name] = "" if one is None else number(device_seconds(one) * 1e3) if "median" in one else "failed"
     found |= {"GFLOP/s": number(row["gflops"]), "of sgemm": f"{row['sgemm_share']:.0%}"}
     if "peak_share" in row:
         found["of peak"] = f"{row['peak_share']:.0%}"
@@ -90,20 +83,15 @@ def about(rows: Sequence[Row]) -> str:
     found = max(rows, key=_date)["machine"]
     machines = [row["machine"] for row in sorted(rows, key=_date)]
     commits = Counter(f"{one['commit']}{' (modified)' * one['modified']} of {one['date'][:10]}" for one in machines)
-    if "rates" in found:
-        products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
-        speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
-        speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
-    else:
-        speed = f", {found['threads']} threads on {found['cores']} cores"
-        measured = {"sgemm_gflops": f"sgemm of {found['sgemm_size']}³", "peak_gflops": "multiply-adds alone"}
-        for field, what in measured.items():
-            rates = sorted(row[field] for row in rows if field in row)
-            if rates:  # a wide spread says that something else ran meanwhile
-                middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-                speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
-        loads = sorted(row["load"] for row in rows)
-        speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
+    speed = f", {found['threads']} threads on {found['cores']} cores"
+    measured = {"sgemm_gflops": f"sgemm of {found['sgemm_size']}³", "peak_gflops": "multiply-adds alone"}
+    for field, what in measured.items():
+        rates = sorted(row[field] for row in rows if field in row)
+        if rates:  # a wide spread says that something else ran meanwhile
+            middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
+            speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
+    loads = sorted(row["load"] for row in rows)
+    speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
     counts = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
@@ -128,15 +116,14 @@ def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[lis
 
 
 def _legend(rows: Sequence[Row]) -> str:
-    on_device, peak = "rates" in rows[0]["machine"], any("peak_share" in row for row in rows)
-    return LEGEND + DEVICE_LEGEND * on_device + PEAK_LEGEND * peak
+    return LEGEND + PEAK_LEGEND * any("peak_share" in row for row in rows)
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each way in which an alternative gave no figure, or gave one only after a crash."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        for name, entry in {**row["alternatives"], "fastcaps by Triton": row.get("triton", {})}.items():
+        for name, entry in row["alternatives"].items():
             if what := entry.get("failed") or entry.get("note"):
                 what = re.sub("wrong result: [^;]*", "wrong result", what)  # how wrong, the record says
                 found.setdefault(f"{_short(name)}: {what}", []).append(place(row))
@@ -257,24 +244,6 @@ def start(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {_dates(rows)}.{key}*"])
 
 
-def on_gpu(rows: Sequence[Row]) -> str:
-    """Return what README says of the GPU measured last: a sentence for each layer, of rows with all alternatives."""
-    layers: dict[tuple[str, int], list[str]] = {}
-    rows = _by_device(rows)[0]
-    for row in rows:
-        own, other = (_megabytes(charts.own_bytes(row, name)) for name in (OURS, row["fastest"]))
-        layers.setdefault((row["workload"], row["batch"]), []).append(
-            f"{row['mode']} {number(device_seconds(row['fastcaps']) * 1e3)} ms (**{_speedup(row)}**) and {own} MB of "
-            f"extra memory (the alternative: {other})"
-        )
-    machine = max(rows, key=_date)["machine"]
-    said = "; ".join(f"`{name}` (batch {batch}): {', '.join(parts)}" for (name, batch), parts in layers.items())
-    return (
-        f"*{machine['device']}, float32, {_dates(rows)}, against the fastest of up to "
-        f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included: {said}.*"
-    )
-
-
 def public(rows: Sequence[Row], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
     lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms: theirs → ours",
@@ -307,15 +276,15 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
     return f"{text}\n\n{as_markdown(lines)}"
 
 
-def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
-    """Put the figures and the pictures of all rows, and of the newest record of public programs, into README and docs;
-    return the files that were written."""
+def write(
+    rows: Sequence[Row], programs: Sequence[Row], gpu: Sequence[Row], root: Path = record.ROOT
+) -> list[Path]:  # fmt: skip
+    """Put the figures and the pictures of all rows, of the newest record of public programs and of GPUs into README and
+    docs; return the files that were written."""
     passes = {name for name, work in WORKLOADS.items() if isinstance(work.routing, AttentionPass)}
-    on_cpu = [r for r in rows if "rates" not in r["machine"] and r["batch"] in WORKLOADS[r["workload"]].batches]
+    on_cpu = [row for row in rows if row["batch"] in WORKLOADS[row["workload"]].batches]
     # a page shows one machine: that of the most rows, of two as many the one that was measured last
     on_cpu = max(_by_device(on_cpu), key=lambda part: (len(part), max(map(_date, part))), default=[])
-    device = [row for row in rows if "rates" in row["machine"]]
-    compared = [row for row in device if row["complete"] and row["speedup"] and row["precision"] == "fp32"]
     newest = max(map(_date, programs), default="")
     programs = [row for row in programs if _date(row) == newest]
     wanted: dict[Path, str] = {}
@@ -327,8 +296,8 @@ def write(rows: Sequence[Row], programs: Sequence[Row], root: Path = record.ROOT
         ("docs/performance.md", "summary", on_cpu, summary),
         ("docs/performance/attention.md", "attention", [r for r in on_cpu if r["workload"] in passes], markdown),
         ("docs/performance/routings.md", "routings", [r for r in on_cpu if r["workload"] not in passes], markdown),
-        ("README.md", "device", compared, on_gpu),
-        ("docs/performance/gpu.md", "device", device, markdown),
+        ("README.md", "device", gpu, gpu_report.sentence),
+        ("docs/performance/gpu.md", "device", gpu, gpu_report.markdown),
     ):
         if part:
             page = root / path
@@ -353,7 +322,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if not rows:
             raise ValueError("no results to report")
         if given.write:
-            print("\n".join(f"written: {path}" for path in write(rows, record.load(*given.files, kind="public"))))
+            programs, gpu = (record.load(*given.files, kind=kind) for kind in ("public", gpu_report.KIND))
+            written = write(rows, programs, gpu)
+            print("\n".join(f"written: {path}" for path in written))
         if given.html is not None:
             given.html.write_text(html(rows), encoding="utf-8")
             print(f"written: {given.html}")

@@ -190,8 +190,10 @@ class HeinsenRouting(Routing):
         scores = draw.children()
         if self.layers:
             tokens = work.types // self.layers
-            lengths = torch.randint(tokens // 2, tokens + 1, (draw.batch, 1), generator=draw.generator)
-            scores = scores.masked_fill(torch.arange(work.types) // self.layers >= lengths, -torch.inf)
+            drawn = {"generator": draw.generator, "device": draw.device}
+            lengths = torch.randint(tokens // 2, tokens + 1, (draw.batch, 1), **drawn)
+            token = torch.arange(work.types, device=draw.device) // self.layers
+            scores = scores.masked_fill(token >= lengths, -torch.inf)
         return {
             "children": draw.children(work.rows, work.columns_in),
             "scores": scores,

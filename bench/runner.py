@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-import fastcaps
 from bench.alternatives import BEFORE, OURS, build, is_compiled, runner
 from bench.gate import SAME, Gate
-from bench.timing import describe, measure, multiply_adds, time_calls
+from bench.timing import multiply_adds, time_calls
 from bench.workload import PRECISIONS, Case, size_of
 from fastcaps.measure import give_back, peak_growth, status
 
-TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 _SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
 # Settings of mallopt, as malloc.h numbers them. By default glibc returns every large block to the system, and each call
 # pays for the first touch of its pages: on a virtual machine that took longer than the votes' arithmetic, and differed
@@ -37,38 +35,31 @@ def set_allocator(settings: dict[int, int]) -> None:
 
 
 class Runner:
-    """Runs, checks and times implementations of cases on one device, in this process.
+    """Runs, checks and times implementations of cases in this process.
 
     ``gates`` is a folder through which processes share float64 results.
     """
 
-    def __init__(self, device: str, gates: Path | None = None) -> None:
-        self.device, self._gates = torch.device(device), gates
+    def __init__(self, gates: Path | None = None) -> None:
+        self._gates = gates
         self._ready: Callable[[], Any] = dict
-
-    def describe(self) -> dict[str, Any]:
-        return describe(self.device)
 
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
         Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, and the ``seconds`` of a call.
-        The call is then ready for :meth:`time` or :meth:`measure`.
+        The call is then ready for :meth:`time`.
         """
         precision = PRECISIONS[case.precision]
         if is_compiled(name):
             torch._dynamo.reset()
         precision.use()
         self._ready = dict  # what the last call keeps may be large
-        inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
+        inputs = case.workload.inputs(case.batch).to(precision.dtype)
         shared = self._gates and self._gates / f"{case.workload.name}-{case.batch}-{case.precision}.pt"
-        gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # separate tensors
-        if self.device.type == "cpu":
-            set_allocator(KEEPING)
-        run = build(OURS if name in (TRITON, BEFORE) else name, case.workload, safe, case.batch)
-        call = runner(run, inputs, case.training)
-        if name == TRITON:  # the whole step: the backward pass chooses for itself
-            call = fastcaps.backend("triton")(call)  # type: ignore[operator]
+        gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(precision.dtype)  # other tensors
+        set_allocator(KEEPING)
+        call = runner(build(OURS if name == BEFORE else name, case.workload, safe, case.batch), inputs, case.training)
         start = time.perf_counter()
         found = call()
         seconds = time.perf_counter() - start
@@ -77,8 +68,6 @@ class Runner:
         if is_compiled(name) or seconds < _SHORT:
             seconds = time_calls(call, 1, 0)[0]
         self._ready = call
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what this process need not keep, others need
         return verdict._asdict() | {"seconds": seconds, "complaint": "; ".join(verdict.complaints)}
 
     def time(self, calls: int, warm: int) -> list[float]:
@@ -91,9 +80,6 @@ class Runner:
 
     def time_peak(self, calls: int, warm: int) -> list[float]:
         return time_calls(multiply_adds(torch.get_num_threads()), calls, max(1, warm))
-
-    def measure(self, case: Case) -> dict[str, Any]:
-        return measure(self.device, self._ready, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
         """Return the bytes of one call on the CPU, in a process that ought to be fresh, by the operating system's count

@@ -13,15 +13,15 @@ from typing import Any
 
 from bench import record
 from bench.alternatives import ALTERNATIVES, OURS, STORED, is_compiled, suited
-from bench.goals import device_seconds, goal_of, lost
+from bench.goals import goal_of, lost
 from bench.process import Remote, WorkerError
-from bench.runner import TRITON, Runner
+from bench.runner import Runner
 from bench.timing import FULL, MULTIPLY_ADDS, QUICK, Contender, Plan, doubts, quantiles, take_turns
-from bench.workload import PRECISIONS, Case
+from bench.workload import Case
 
 _FITS, _TOGETHER = 0.6, 0.01
 """Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
-_PATIENCE = 240.0  # seconds after which a process is given up; a quarter of them on a GPU, where time is dear
+_PATIENCE = 240.0  # seconds after which a process is given up
 
 
 class LeftOut(BaseException):  # no Exception, which would be an alternative's failure
@@ -31,16 +31,15 @@ class LeftOut(BaseException):  # no Exception, which would be an alternative's f
 class Session:
     """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
-    ``names`` are the alternatives that take part. On a CPU contenders are timed alternately by the host's clock, else
-    one by one by the device's events. A row that is not finished after ``seconds`` is given up. A quick run measures no
-    memory, and has no goals. ``folders`` are where the processes of some contenders look for this package.
+    ``names`` are the alternatives that take part. A row that is not finished after ``seconds`` is given up. A quick run
+    measures no memory, and has no goals. ``folders`` are where the processes of some contenders look for this package.
     """
 
     def __init__(
         self, results: Path, names: Sequence[str] = ALTERNATIVES, quick: bool = False, threads: int = 1,
-        device: str = "cpu", seconds: float = math.inf, plan: Plan | None = None, folders: Mapping[str, Path] = {},
+        seconds: float = math.inf, plan: Plan | None = None, folders: Mapping[str, Path] = {},
     ) -> None:  # fmt: skip
-        self.results, self.names, self.quick, self._on_cpu = results, names, quick, device == "cpu"
+        self.results, self.names, self.quick = results, names, quick
         self.plan = plan or (QUICK if quick else FULL)
         self.rows: list[dict[str, Any]] = []
         self.file: Path | None = None
@@ -50,14 +49,9 @@ class Session:
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
         self._gates = Path(self._scratch.name)
         self.machine = record.describe(threads) | {"kind": "quick" if quick else "full"}
-        limit = _FITS * self.machine["memory"] if self._on_cpu else None
-        self._remote = partial(Remote, threads, Runner, device, self._gates, memory=limit)
-        present = (OURS, *[TRITON] * (not self._on_cpu), *names)
-        self._remotes = {name: self._remote(folder=folders.get(name)) for name in present}
-        if self._on_cpu:
-            self.machine["sgemm_size"] = self.plan.sgemm
-        else:
-            self.machine |= self._remotes[OURS].call(self._patience, "describe")
+        self._remote = partial(Remote, threads, Runner, self._gates, memory=_FITS * self.machine["memory"])
+        self._remotes = {name: self._remote(folder=folders.get(name)) for name in (OURS, *names)}
+        self.machine["sgemm_size"] = self.plan.sgemm
         self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -83,7 +77,7 @@ class Session:
         left = self._until - time.monotonic()
         if left <= 0:
             raise LeftOut("the time is used up")
-        return min(left, _PATIENCE if self._on_cpu else _PATIENCE / 4)
+        return min(left, _PATIENCE)
 
     def _measure(self, case: Case) -> dict[str, Any]:
         work = case.workload
@@ -93,9 +87,9 @@ class Session:
             "source": work.source,
             "default": case.batch == work.batch,
             "complete": False,
-            "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
+            "votes_bytes": work.votes_bytes(case.batch),
             "operations": work.operations(case.batch, case.training),
-            "goal": {} if self.quick else goal_of(case, self.machine.get("three_launches")),
+            "goal": {} if self.quick else goal_of(case),
             "load": os.getloadavg()[0],
             "alternatives": {},
         }
@@ -104,26 +98,15 @@ class Session:
         if OURS not in ready:
             return row | {"refused": entries[OURS]["failed"]}
         row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
-        yardsticks: dict[str, float] = {}
-        if self._on_cpu:
-            yardsticks = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
-            rate = 2 * self.plan.sgemm**3 / yardsticks["sgemm"]
-            memory = self._memory(case)
-        else:
-            for name in ready:
-                try:
-                    entries[name] |= self._remotes[name].call(self._patience, "measure", case)
-                except WorkerError as error:
-                    entries[name] = {"failed": str(error)}
-            rate = self.machine["rates"][case.precision]
-            memory = {name: entry["memory"] for name, entry in entries.items() if "memory" in entry}
-            row["triton"] = entries[TRITON]
+        yardsticks = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
+        rate = 2 * self.plan.sgemm**3 / yardsticks["sgemm"]
+        memory = self._memory(case)
         if "median" not in entries[OURS]:
             return row | {"refused": entries[OURS]["failed"]}
         row["fastcaps"] = entries[OURS]
         row["alternatives"] = {name: entries[name] for name in self.names if name in entries}
-        timed = {name: device_seconds(one) for name, one in row["alternatives"].items() if "median" in one}
-        own, fastest = device_seconds(row["fastcaps"]), min(timed, key=lambda name: timed[name], default=None)
+        timed = {name: one["median"] for name, one in row["alternatives"].items() if "median" in one}
+        own, fastest = row["fastcaps"]["median"], min(timed, key=lambda name: timed[name], default=None)
         reached = row["operations"] / own
         row |= {"fastest": fastest, "speedup": timed[fastest] / own if fastest else None}
         row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
@@ -138,7 +121,7 @@ class Session:
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
-        others = [*[TRITON] * (not self._on_cpu), *suited(self.names, case.workload, case.batch, self._on_cpu)]
+        others = suited(self.names, case.workload, case.batch)
         together = case.workload.votes_bytes(case.batch) < _TOGETHER * self.machine["memory"]
         ready: dict[str, dict[str, Any]] = {}
         for some in [OURS], *([others] if together else [[name] for name in others]):
@@ -153,7 +136,7 @@ class Session:
 
     def _verdict(self, case: Case, name: str, entry: dict[str, Any]) -> dict[str, Any]:
         """Wait for a process to check a case; return what it says, nothing if that is wrong, and add to ``entry``."""
-        chances = 1 + (is_compiled(name) and self._on_cpu)
+        chances = 1 + is_compiled(name)
         for chance in range(chances):
             try:
                 verdict: dict[str, Any] = self._remotes[name].finish(self._patience)

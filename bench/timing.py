@@ -3,15 +3,11 @@
 Each is called until three calls in succession agree, or a limit is reached; none of these calls counts. Then all
 alternate, in three rounds at least. Within a block, after a call that does not count, a contender finds its own data in
 the caches, as it would in a network's training loop that it has to itself.
-
-A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. Without a GPU
-it uses the host's clock, so that the tests can run it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import math
 import os
 import shlex
@@ -21,15 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-
-from bench.workload import PRECISIONS, size_of
-from fastcaps import backends
 
 Call = Callable[[], Any]
 
@@ -158,83 +150,3 @@ def multiply_adds(threads: int) -> Call:
     rounds = round(MULTIPLY_ADDS / run(1))
     pool = ThreadPoolExecutor(threads)
     return lambda: [*pool.map(run, [rounds] * threads)]
-
-
-_SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}  # bytes of the copied tensor, and the matrices' size
-_SLICE = 0.06  # seconds that the timed calls of one measurement on a GPU ought to take together
-_SMALL = 5e-4  # seconds below which a call on a GPU is also timed by graph replay: without the host
-
-
-def timed(device: torch.device, call: Call, seconds: float = _SLICE) -> dict[str, float]:
-    """Return quantiles of single calls, which ought to take so many seconds together: on a GPU each between two events,
-    behind a write that pushes its inputs out of the second-level cache."""
-    if device.type != "cuda":
-        estimate = time_calls(call, 1, 1)[0]
-        return quantiles(time_calls(call, max(5, min(60, int(seconds / estimate))), 0))
-    from triton.testing import do_bench
-
-    milliseconds = do_bench(call, warmup=max(1, int(250 * seconds)), rep=max(5, int(1e3 * seconds)), return_mode="all")
-    return quantiles([one / 1e3 for one in milliseconds])
-
-
-def latency(device: torch.device, call: Call) -> float:
-    """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    return quantiles(time_calls(lambda: (call(), wait()), 20, 3))["median"]
-
-
-def measure(device: torch.device, call: Call, alone: bool) -> dict[str, Any]:
-    """Return a call's quantiles and, for one sample ``alone``, its ``latency``.
-
-    On a GPU also its ``memory`` beside its inputs, of which ``beyond`` does not count results, and, if it is short, the
-    quantiles ``graph`` of its share of a CUDA graph that holds several, or why that ``failed`` to be captured: what
-    small launches take without the host, with warm caches.
-    """
-    found: dict[str, Any] = dict(timed(device, call))
-    if alone:
-        found["latency"] = latency(device, call)
-    if device.type != "cuda":
-        return found
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    results = size_of(call().values())
-    torch.cuda.synchronize(device)
-    growth = torch.cuda.max_memory_allocated(device) - before
-    found["memory"] = {"peak": growth, "results": results, "beyond": max(0, growth - results)}
-    if found["median"] < _SMALL:
-        from triton.testing import do_bench_cudagraph
-
-        try:
-            milliseconds = do_bench_cudagraph(call, rep=int(100 * _SLICE), return_mode="all")
-            found["graph"] = quantiles([one / 1e3 for one in milliseconds])
-        except RuntimeError as error:
-            found["graph"] = {"failed": str(error).partition("\n")[0][:300]}
-    return found
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """Return the device, its ``rates``, and the latency of ``three_launches`` of the smallest kernels.
-
-    Rates are ``copy`` in bytes a second (read and written), and the operations a second of a product by precision. They
-    are measured with random numbers, never zeros: the device's clock depends on them.
-    """
-    about: dict[str, Any] = {}
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        about = {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-        first = "cuda" if backends.listing()[0].available else "triton"
-        about |= {"backend": backends.forced() or first, "cuda": torch.version.cuda}
-    count, size = _SIZES[device.type]
-    source = torch.randn(count // 4, device=device)
-    target = torch.empty_like(source)
-    rates = {"copy": 2 * count / timed(device, partial(target.copy_, source), 5 * _SLICE)["median"]}
-    del source, target
-    for name, precision in PRECISIONS.items():
-        left, right = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
-        precision.use()
-        took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), 5 * _SLICE)
-        rates[name] = 2 * size**3 / took["median"]
-    x = torch.zeros(32, device=device)
-    return about | {"rates": rates, "three_launches": latency(device, lambda: x.add_(1).add_(1).add_(1))}

@@ -133,9 +133,9 @@ class Workload:
             return None
         return sorted({round(k * (batch - 1) / max(1, self.checked - 1)) for k in range(self.checked)})
 
-    def inputs(self, batch: int) -> Inputs:
-        """Make the inputs of one call, in float32: the same numbers in every process."""
-        draw = Draw(self, batch)
+    def inputs(self, batch: int, device: torch.device | str = "cpu") -> Inputs:
+        """Make the inputs of one call, in float32: the same numbers in every process on a kind of device."""
+        draw = Draw(self, batch, device)
         arguments, grads = self.routing.arguments(self, draw), self.routing.grads(self, draw)
         if (samples := self.samples_checked(batch)) is not None:
             for grad in grads.values():
@@ -218,13 +218,14 @@ class Inputs:
 
 
 class Draw:
-    """Draws a workload's tensors from N(0, 1), the same numbers in every process."""
+    """Draws a workload's tensors from N(0, 1), the same numbers in every process on a kind of device."""
 
-    def __init__(self, work: Workload, batch: int) -> None:
-        self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(0)
+    def __init__(self, work: Workload, batch: int, device: torch.device | str = "cpu") -> None:
+        self.work, self.batch, self.device = work, batch, device
+        self.generator = torch.Generator(device).manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator, device=self.device)
 
     def children(self, *pose: int) -> Tensor:
         """Return a pose, or one number, of every child ``[B, I, *pose]`` or ``[B, N, H, W, *pose]``."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, InterestRouting, RoutingPool
-from bench.workload import PRECISIONS, Case, Workload
+from bench.workload import Case, Workload
 from fastcaps.checks import did_you_mean
 
 _TSAI, _HEINSEN, _CAPNET = "Tsai et al. 2020, Table", "Heinsen 2019", "Li et al. 2018, Table 1"
@@ -75,27 +75,8 @@ def find(name: str) -> Workload:
     return found
 
 
-BATCHES = (128, 1, 32)
-"""The batches of a GPU, in order of importance: time may not do for all."""
-
-
-def cases(
-    names: Sequence[str], quick: bool, device: str = "cpu", batches: Sequence[int] = (), precisions: Sequence[str] = ()
-) -> list[Case]:
-    """Return the rows of some workloads, or, where none are named, of the quick ones or of all.
-
-    On a GPU what matters most comes first. A workload whose children are copies, as it is large in itself, then runs at
-    its own batch instead of the large one.
-    """
+def cases(names: Sequence[str], quick: bool, batches: Sequence[int] = ()) -> list[Case]:
+    """Return the rows of some workloads, or, where none are named, of the quick ones or of all."""
     works, modes = [find(name) for name in names or (QUICK if quick else WORKLOADS)], (False, True)
-    if device == "cuda":
-        return [
-            Case(work, work.batch if work.copies > 1 and not batches else batch, training, precision)
-            for batch in batches or BATCHES
-            for precision in precisions or PRECISIONS
-            for work in works
-            for training in modes
-            if work.copies == 1 or batches or batch == BATCHES[0]
-        ]
     usual = {one.name: (QUICK.get(one.name, 1),) if quick else one.batches for one in works}
     return [Case(one, batch, mode) for one in works for batch in batches or usual[one.name] for mode in modes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     config.addinivalue_line("markers", "unpoisoned: allocations are left as they come, since the test measures them")
     config.addinivalue_line("markers", "before_anything_runs: the call under test must raise before a pass starts")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End a worker whose device a kernel has broken, since all later tests would fail there; xdist starts another."""
+    if hasattr(item.config, "workerinput") and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"the worker ends before {item.nodeid}: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)
 
 
 def built(name: str) -> Path:

@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bench import goals, record, report
+from bench import goals, gpu_report, record, report
 from bench.alternatives import BLOCKED, OURS, STORED, build, runner
 from bench.gate import SAME, Gate
 from bench.process import WorkerError
 from bench.record import ROOT
 from bench.routings import AttentionPass
-from bench.runner import TRITON
 from bench.session import LeftOut, Session
 from bench.timing import MULTIPLY_ADDS, doubts
 from bench.workload import Case, Workload
-from bench.workloads import WORKLOADS, cases, find
+from bench.workloads import WORKLOADS, find
 
 CONV1 = find("tsai-c10-conv1")
 COMPILED = f"{STORED}-compiled"
@@ -50,9 +49,6 @@ class _Served:
         return self.call(seconds, *self._asked)
 
     def call(self, seconds: float, method: str, *arguments: Any) -> Any:
-        if method == "describe":
-            rates = {"copy": 4e12, "fp32": 5e13, "tf32": 3e14, "bf16": 7e14}
-            return {"device": "Test Device", "memory": 8e10, "rates": rates, "three_launches": 3e-5}
         if method == "check":
             self._name = arguments[1]
             complaint = "parents errs by 1" if self._name == self.wrong and len(arguments) == 2 else ""
@@ -64,11 +60,7 @@ class _Served:
         if name not in self.seconds:
             raise WorkerError("out of memory")
         median = self.seconds[name]
-        if method != "measure":
-            return [median] * arguments[-2]
-        memory = {"peak": 3_000_000, "results": 1_000_000, "beyond": 2_000_000}
-        entry = {"median": median, "p20": median, "p80": median, "calls": 5, "memory": memory, "latency": 5e-5}
-        return entry | ({"graph": {**entry, "median": 8e-5}} if name == OURS else {})
+        return [median] * arguments[-2]
 
     def close(self) -> None:
         pass
@@ -82,8 +74,7 @@ def _session(
     patch.setattr(_Served, "seconds", took)
     patch.setattr(_Served, "wrong", wrong)
     made = Session(folder, **changes)
-    if changes.get("device") != "cuda":
-        made.machine |= MACHINE
+    made.machine |= MACHINE
     return made
 
 
@@ -163,18 +154,6 @@ def test_the_budget_of_seconds_is_kept_and_what_was_measured_stays(
         assert session.file is None if not finished else len(record.load(session.file)) == 1
 
 
-def test_a_ratio_on_a_device_is_that_of_graphs_where_launches_are_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, *_ = cases(["tsai-c10-conv1"], False, "cuda", [128], ["fp32"])
-    took = {OURS: 1e-4, TRITON: 2e-4, STORED: 3e-3, "einsum-compiled": 2e-3}
-    made = _session(tmp_path, monkeypatch, took, STORED, device="cuda").run(case)
-    assert made["fastest"] == "einsum-compiled" and made["speedup"] == pytest.approx(2e-3 / 8e-5)
-    assert made["alternatives"][STORED] == {"failed": "wrong result: parents errs by 1"}
-    assert made["sgemm_share"] == pytest.approx(made["operations"] / 8e-5 / 5e13)
-    assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | einsum, compiled | 2.00" in report.markdown([made])
-
-
 def test_votes_and_operations_are_those_worked_out_by_hand_and_recorded() -> None:
     conv1 = find("tsai-c10-conv1")
     assert (conv1.output_grid, conv1.positions, conv1.children) == ((7, 7), 49, 288)
@@ -250,7 +229,7 @@ def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> Non
     (tmp_path / "docs" / "performance").mkdir(parents=True)
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/performance").glob("*")):
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    written = report.write(rows, programs, tmp_path)
+    written = report.write(rows, programs, record.load(record.RESULTS, kind=gpu_report.KIND), tmp_path)
     assert {tmp_path / "README.md", tmp_path / "docs/relation.md"} <= {*written} and len(written) >= 7
     for path in written:
         made, kept = path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text()
@@ -258,13 +237,6 @@ def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> Non
             made, kept = (re.findall(r">([^<>]+)</text>", each) for each in (made, kept))
         assert made == kept, path.name
     assert {row["workload"] for row in rows} == set(WORKLOADS)
-
-
-def test_the_readme_speaks_of_the_gpu_that_was_measured_last(row: dict[str, Any]) -> None:
-    last, before = (row | {"machine": row["machine"] | {"device": name, "date": date}}
-                    for name, date in (("A", "2026-02-01"), ("B", "2026-01-01")))  # fmt: skip
-    text = report.on_gpu([last, before])
-    assert text.startswith("*A, float32, 2026-02-01") and text.count("forward 5.00 ms (**30.0×**) and 1.00 MB") == 1
 
 
 def test_the_figures_of_a_speed_up_are_typed_nowhere() -> None:

@@ -89,7 +89,7 @@ def test_tab_completion_by_a_script_alone(capsys: pytest.CaptureFixture[str], tm
         "train --network digi": "digits",
         "explain sabour-mn": "sabour-mnist",
         "reproduce --col": "--collect",
-        "bench --device ": "cpu cuda",
+        "info --device ": "cpu cuda",
         "compare HEAD --ro": "--rounds",
         "train --out ": "",
     }.items():

@@ -62,6 +62,12 @@ def both(host: Host, name: str, **options: Any) -> tuple[Op, Op]:
     return ops_of(host, routing_of(name), routing_of(name).case("conv"), **options)
 
 
+def in_new_thread(body: Callable[..., None], *arguments: Any) -> None:
+    """Run in a thread that has asked a device for nothing yet."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(body, *arguments).result()
+
+
 every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTINGS), "squash_sum"])
 
 
@@ -138,22 +144,38 @@ def test_a_thread_asks_once_for_shared_memory(host: Host) -> None:
             forward()
         assert [asked(), asked()] == [1, 0]
 
-    with ThreadPoolExecutor(1) as threads:  # one that has asked for nothing yet
-        threads.submit(body).result()
+    in_new_thread(body)
 
 
 @every_op
 @pytest.mark.parametrize("function", ["cudaSetDevice", "cudaDeviceGetAttribute", "cudaLaunchKernelExC"])
 def test_what_fails_is_an_error_and_leaves_nothing_behind(host: Host, name: str, function: str) -> None:
-    for op in both(host, name):
+    def body(op: Op) -> None:
         host.begin(1)
         host.fail(function, 46)
         if name == "squash_sum" and function == "cudaDeviceGetAttribute":
             op()  # it asks for none
-            continue
+            return
         with pytest.raises(RuntimeError, match=r"fastcaps: .*: error 46"):
             op()
         assert host.context == 1 and host.launches() == []
         host.fail("", 0)
         op()
         assert host.launches()
+
+    for op in both(host, name):
+        in_new_thread(body, op)  # a thread asks for attributes once
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_thread_asks_once_for_attributes_and_a_call_for_its_stream(host: Host, routing: Routing) -> None:
+    def body(ops: list[tuple[Op, Op]]) -> None:
+        for device, both_of_device in enumerate(ops):
+            for k, op in enumerate(both_of_device * 2):
+                host.begin()
+                op()
+                assert host.calls("cudaDeviceGetAttribute") == (2 if k == 0 else 0)  # of each device
+                assert host.calls("aoti_torch_get_current_cuda_stream") == 1 <= len(host.launches())
+                assert {launch.stream for launch in host.launches()} == {STREAMS[device]}
+
+    in_new_thread(body, [both(host, routing.stem, device=device) for device in (0, 1)])

@@ -7,6 +7,7 @@ are cut, over the tables of all kernels: ``native/test_cuda_schedule``.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ import torch
 from case_rows import OWN_POSES
 from cases import GPU_DTYPES, Case
 from cuda_on_cpu import build
-from cuda_target import OPTIONS, Target, mixed_order, on_every_target, question
+from cuda_target import ON_DEVICE, OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, POOLING, ROUTINGS, Call, Routing, gpu_cases
 from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
+from bench import sweep
 from fastcaps.rules import Rule
 
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
@@ -96,7 +98,11 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [Target("cpu", build.ALL_POSES)], ids=lambda target: "all-poses")
+@pytest.mark.parametrize(
+    "target",
+    [Target("cpu", build.ALL_POSES), *([Target("cuda")] if ON_DEVICE else [])],
+    ids=lambda target: "all-poses" if target.device == "cpu" else "on-cuda",
+)
 @pytest.mark.parametrize(("routing", "case", "option"), every_run(), ids=str)
 def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
@@ -237,3 +243,25 @@ def test_every_kernel_has_a_case(routing: Routing, target: Target) -> None:
     for key in ("parent_warps", "position_warps", "ranges", "sweeps", "stage", "blocks"):
         few = key == "stage" and not any("1x16" in kernel for kernel in met["kernel"])
         assert met[key] >= {"several", *([] if few else ["one"])}, key
+
+
+@pytest.mark.parametrize("target", [Target("cpu")], ids=["on-cpu"])
+@pytest.mark.parametrize("parents", [18, 33])
+def test_every_variant_of_a_sweep_is_taken_and_right(target: Target, parents: int) -> None:
+    """Over the few kernels that are built for the CPU, with their switch for experiments; the default comes first."""
+    case = Case("sweep", Rule.LAYER_NORM, batch=11, types=31, parents=parents, pose=(4, 4, 4))
+
+    def ask(name: str, *arguments: Any) -> str:
+        return target.ask(name.removeprefix("fastcaps_cuda_"), *arguments)
+
+    both = [sweep.variants(forward, *question(ATTENTION, case), ask) for forward in (True, False)]
+    for settings in both:
+        assert settings[0] == "" and len({*settings}) == len(settings) <= sweep.MOST
+        kernels = {setting.partition("kernel=")[2].partition(",")[0] for setting in settings[1:]}
+        assert {"16x1x1-256x2", "32x1x2-384x1", "4x2x1-256x1"} <= kernels
+        assert all({f"chunks={chunks}" in setting for setting in settings} == {True, False} for chunks in (1, 2, 4))
+    for settings in zip_longest(*(each[::3] for each in both), fillvalue=""):
+        with sweep.scheduled(" ".join(settings)):
+            target.check(ATTENTION, case)
+    with sweep.scheduled("forward:warps_positions=99"), pytest.raises(RuntimeError, match="FASTCAPS_SCHEDULE: it has"):
+        target.check(ATTENTION, case)

@@ -36,6 +36,12 @@ def step(layer: nn.Module, children: Tensor) -> dict[str, Tensor]:
     return {"parents": results[0].detach(), **gradients}
 
 
+def parents_of(found: Any) -> Tensor:
+    """Return the first result of a layer."""
+    parents: Tensor = found[0] if isinstance(found, tuple) else found
+    return parents
+
+
 def hold(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     for name, value in found.items():
         apart = (value.double().cpu() - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12)
@@ -73,10 +79,29 @@ def test_a_cuda_graph(row: Row, options: dict[str, Any], backend: str) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = layer(children)
-        parents = found[0] if isinstance(found, tuple) else found
+        parents = parents_of(found)
         parents.zero_()
         graph.replay()
     hold({"parents": parents}, wanted)
+
+
+@every_layer
+@pytest.mark.parametrize("backend", KERNELS)
+def test_two_streams_at_once(row: Row, options: dict[str, Any], backend: str) -> None:
+    """Calls that run at the same time share no memory."""
+    layer, children, _ = drawn(row, options)
+    streams = [(torch.cuda.Stream(), one) for one in (children, -2 * children)]
+    with torch.no_grad(), fastcaps.backend(backend):
+        alone = [parents_of(layer(one)).double().cpu() for _, one in streams]
+        found: list[list[Tensor]] = [[], []]
+        for _ in range(4):
+            for (stream, one), kept in zip(streams, found, strict=True):
+                with torch.cuda.stream(stream):
+                    kept.append(parents_of(layer(one)))
+    torch.cuda.synchronize()
+    for results, wanted in zip(found, alone, strict=True):
+        for parents in results:
+            hold({"parents": parents}, {"parents": wanted})
 
 
 @pytest.mark.slow

@@ -79,9 +79,10 @@ void Call::take_state(const MaybeTensor& mean, const MaybeTensor& variance, cons
 }
 
 Schedule Call::cut(const Task& task, const Bias& bias) const {
-  const Schedule c = make_schedule(task, votes, bias, machine());
+  std::string why_not;
+  const Schedule c = make_schedule(task, votes, bias, machine(), &why_not);
   if (c.kernel) return c;
-  const std::string why_not = refusal(pass, votes.C, votes.D, votes.E, task.identity);
+  if (why_not.empty()) why_not = refusal(pass, votes.C, votes.D, votes.E, task.identity);
   STD_TORCH_CHECK(false, "fastcaps: the CUDA kernels cannot take this call: ",
                   why_not.empty() ? "this device's shared memory does not hold these poses" : why_not);
   return c;

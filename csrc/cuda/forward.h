@@ -116,6 +116,16 @@ struct Built {
   }
 };
 
+// One that a schedule takes only where it is named (see PassKernel).
+template <class Pose, int R = 1, int THREADS = 256, int BLOCKS = 1>
+struct Named : Built<Pose, R, THREADS, BLOCKS> {
+  static PassKernel kernel(void (*run)(const PassArgs), void (*run_lean)(const PassArgs)) {
+    PassKernel k = Built<Pose, R, THREADS, BLOCKS>::kernel(run, run_lean);
+    k.by_name = true;
+    return k;
+  }
+};
+
 // HAS_LEAN: there are lean kernels.
 template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>
 PassKernels forward_kernels() {

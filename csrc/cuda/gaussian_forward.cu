@@ -151,9 +151,12 @@ struct GaussianForward {
 };
 
 PassKernels gaussian_forward_kernels() {
-  return forward_kernels<GaussianForward, false, Built<Pose4x4x8One, 1, 256, 2>, Built<Pose4x4x16One, 1, 256, 2>,
-                         Built<Pose4x4x32Back>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<PoseMatrix>,
-                         Built<PoseVector>>();
+  return forward_kernels<GaussianForward, false,
+#ifdef FASTCAPS_EXPERIMENTS
+                         Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x16One, 1, 384>,
+#endif
+                         Built<Pose4x4x8One, 1, 256, 2>, Built<Pose4x4x16One, 1, 256, 2>, Built<Pose4x4x32Back>,
+                         Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

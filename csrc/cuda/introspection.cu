@@ -97,10 +97,10 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   const std::string why_not = pass ? refusal(*pass, v.C, v.D, v.E, question.task.identity) : no_pass(op);
   if (!why_not.empty()) return answer("text=" + why_not);
   question.task.whole = question.iterations > 1 && !question.task.backward && question.routing_refusal().empty();
-  const Schedule c = make_schedule(question.task, v, question.bias, question.machine);
-  if (!c.kernel)
-    return answer(fits_30_bits(v) ? "text=this device's shared memory does not hold these poses"
-                                  : "text=the kernels count children and parents in 30 bits");
+  std::string reason = fits_30_bits(v) ? "this device's shared memory does not hold these poses"
+                                       : "the kernels count children and parents in 30 bits";
+  const Schedule c = make_schedule(question.task, v, question.bias, question.machine, &reason);
+  if (!c.kernel) return answer("text=" + reason);
   const auto& w = v.window;
   const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
                     w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
@@ -111,13 +111,32 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
                      n(c.stage) + " children at a time, " + blocks + " blocks";
   if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
   if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " blocks";
-  return answer("kernel=" + kernel + ";iterations=" + (question.task.whole ? "fused" : "one") +
-                ";parent_warps=" + n(c.warps_parents) + ";position_warps=" + n(c.warps_positions) +
-                ";positions=" + n(c.tile_size) + ";threads=" + n(c.threads()) + ";ranges=" + n(c.chunks) +
-                ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) + ";blocks=" + blocks + ";text=" + text);
+  return answer("kernel=" + kernel + ";instance=" + name_of_instance(*c.kernel) +
+                ";iterations=" + (question.task.whole ? "fused" : "one") + ";parent_warps=" + n(c.warps_parents) +
+                ";position_warps=" + n(c.warps_positions) + ";positions=" + n(c.tile_size) +
+                ";threads=" + n(c.threads()) + ";ranges=" + n(c.chunks) + ";sweeps=" + n(c.parent_blocks) +
+                ";stage=" + n(c.stage) + ";blocks=" + blocks + ";groups=" + n(c.groups) + ";tiles=" + n(c.tiles) +
+                ";shared_bytes=" + n(c.shared_bytes) + ";cost=" + n(int64_t(c.cost)) + ";text=" + text);
 }
 
-// The names of all kernels that are compiled for an op, as `kernel` has them above, separated by semicolons.
+#ifdef FASTCAPS_EXPERIMENTS
+// The kernels that can take a call, whatever its schedule, separated by semicolons: name_of_instance, parents of a
+// warp, positions of a warp, warps of a block at most, separated by spaces.
+FASTCAPS_ANSWER fastcaps_cuda_instances(const char* op, const int64_t* sizes, const int64_t* facts) {
+  const Question question(op, sizes, facts);
+  if (!question.task.pass) return answer("");
+  const PassKernels kernels = question.task.pass->kernels(question.task.backward);
+  std::string all;
+  for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
+    if (kernel->C && takes(*kernel, question.v, question.task))
+      all += (all.empty() ? "" : ";") + name_of_instance(*kernel) + " " + n(kernel->parents * kernel->each) + " " +
+             n(kernel->positions * 32 / (kernel->columns * kernel->parents)) + " " + n(kernel->threads / 32);
+  return answer(all);
+}
+#endif
+
+// The names of all kernels that an op's schedules take by themselves, as `kernel` has them above, separated by
+// semicolons.
 FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
   const Pass* pass = pass_of(op);
   if (!pass) return answer(no_pass(op));
@@ -126,7 +145,7 @@ FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
     const PassKernels kernels = pass->kernels(backward);
     for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
       for (const bool lean : {false, true})
-        if (!lean || kernel->run != kernel->run_lean)
+        if (!kernel->by_name && (!lean || kernel->run != kernel->run_lean))
           names += (names.empty() ? "" : ";") + name_of(*kernel, backward, lean);
   }
   return answer(names);

@@ -8,6 +8,8 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -38,17 +40,20 @@ Function loaded_function(const char* library, const char* name) {
   return reinterpret_cast<Function>(dlsym(handle ? handle : RTLD_DEFAULT, name));
 }
 
-// While this lives, launches go to its device; afterwards it restores the thread's context, if the driver reports that.
-// It restores the context, not the device: in a thread that never used GPU 0, cudaSetDevice would create a context
-// there. Each launch sets the device itself, since torch may change it when it is asked for memory.
+// While this lives, launches go to its device and to torch's current stream there; afterwards it restores the thread's
+// context, if the driver reports that. It restores the context, not the device: in a thread that never used GPU 0,
+// cudaSetDevice would create a context there. Each launch sets the device itself, since torch may change it when it is
+// asked for memory.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Tensor& x) : DeviceGuard(int(x.get_device_index())) {}
   explicit DeviceGuard(int index) : device_before_(device()), found_(get() != nullptr && get()(&context_before_) == 0) {
     device() = index;
+    stream().reset();
   }
   ~DeviceGuard() {
     device() = device_before_;
+    stream().reset();
     if (found_ && set() != nullptr) set()(context_before_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
@@ -56,6 +61,10 @@ class DeviceGuard {
   static int& device() {
     static thread_local int index = 0;
     return index;
+  }
+  static std::optional<cudaStream_t>& stream() {  // once it is known
+    static thread_local std::optional<cudaStream_t> known;
+    return known;
   }
 
  private:
@@ -75,21 +84,28 @@ class DeviceGuard {
   bool found_;
 };
 
-// torch's current stream on the guarded device. A machine that only builds need not have libtorch_cuda: the symbol is
-// looked up when first used.
+// torch's current stream on the guarded device, asked for once a call. A machine that only builds need not have
+// libtorch_cuda: the symbol is looked up when first used.
 inline cudaStream_t current_stream() {
+  std::optional<cudaStream_t>& known = DeviceGuard::stream();
+  if (known) return *known;
   using Lookup = int32_t (*)(int32_t device, void** stream);
   static const Lookup lookup = loaded_function<Lookup>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
   STD_TORCH_CHECK(lookup != nullptr, "fastcaps: torch is loaded without its CUDA library");
   void* stream = nullptr;
   STD_TORCH_CHECK(lookup(DeviceGuard::device(), &stream) == 0, "fastcaps: torch has no current CUDA stream");
-  return static_cast<cudaStream_t>(stream);
+  known = static_cast<cudaStream_t>(stream);
+  return *known;
 }
 
+// An attribute of the guarded device; each thread asks for it once.
 inline int attribute(cudaDeviceAttr which) {
+  static thread_local std::map<std::pair<int, cudaDeviceAttr>, int> known;
+  const std::pair key{DeviceGuard::device(), which};
+  if (const auto found = known.find(key); found != known.end()) return found->second;
   int value = 0;
   check(cudaDeviceGetAttribute(&value, which, DeviceGuard::device()), "cudaDeviceGetAttribute");
-  return value;
+  return known[key] = value;
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 inline int64_t shared_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // most bytes of a block

@@ -1,6 +1,13 @@
 #include "schedule.h"
 
 #include <algorithm>
+#include <array>
+#include <map>
+
+#include "tuned.h"
+#ifdef FASTCAPS_EXPERIMENTS
+#include "experiments.h"
+#endif
 
 namespace fastcaps::gpu {
 
@@ -42,6 +49,15 @@ Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_
   return {int(columns), int(rows), int(parents), rows * kernel.patch_rows * columns * kernel.patch_columns};
 }
 
+std::string n(int64_t number) { return std::to_string(number); }
+
+// The kernel of a name that can take the call; null if there is none.
+const PassKernel* named(const PassKernels& kernels, std::string_view name, const Votes& v, const Task& task) {
+  for (int k = 0; k < kernels.count; ++k)
+    if (name_of_instance(kernels.begin[k]) == name && takes(kernels.begin[k], v, task)) return &kernels.begin[k];
+  return nullptr;
+}
+
 // A kernel for just this pose beats a free one; then few parents should take few lanes, and a free kernel's tile should
 // have little padding.
 const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
@@ -50,7 +66,7 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
   for (int k = 0; k < kernels.count; ++k) {
     const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
-    if (!lanes.columns || (kernel.products && (kernel.products != task.products || task.identity))) continue;
+    if (kernel.by_name || !takes(kernel, v, task)) continue;
     const bool better = !best || kernel.products > best->products ||
                         (kernel.products == best->products &&
                          (kernel.C ? best_lanes.parents < v.M : !best->C && lanes.padded < best_lanes.padded));
@@ -143,39 +159,62 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 }
 
 // Chooses the fastest number of warps on positions; among equals the largest, since they share the weights. Returns
-// false if not even one warp fits into shared memory.
-bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine) {
+// false if not even one warp fits into shared memory, or if what was chosen cannot be: then `why_not` says what.
+bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine,
+            const Choice& choice, std::string& why_not) {
   const PassKernel& kernel = *c.kernel;
   const int positions_of_warp = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));
   double best = -1;
+  if (choice.warps_positions > most) why_not = "it has at most " + n(most) + " warps on positions";
   for (int warps = most; warps >= 1; --warps) {
+    if (choice.warps_positions && warps != choice.warps_positions) continue;
     Schedule trial = c;
     trial.warps_positions = warps;
     trial.tile_size = warps * positions_of_warp;
     trial.tiles = ceil_div(std::max<int64_t>(v.positions(), 1), trial.tile_size);
-    if (warps > 1 && (warps - 1) * positions_of_warp >= v.positions()) continue;  // a warp would have nothing to do
+    if (warps > 1 && (warps - 1) * positions_of_warp >= v.positions()) {
+      why_not = "of " + n(warps) + " warps on positions one would have nothing to do";
+      continue;
+    }
     const Shared shared(trial, v, task);
-    if (shared.bytes(1) > machine.shared_limit) continue;
+    if (shared.bytes(std::max(1, choice.stage)) > machine.shared_limit) {
+      why_not = "it takes " + n(shared.bytes(std::max(1, choice.stage))) + " bytes of shared memory";
+      continue;
+    }
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
-    int64_t stage = kMostChildren;
-    while (stage > 1 && (shared.bytes(stage) + kReserved) * resident > machine.shared_limit * 3 / 4)
+    int64_t stage = choice.stage ? choice.stage : kMostChildren;
+    while (!choice.stage && stage > 1 && (shared.bytes(stage) + kReserved) * resident > machine.shared_limit * 3 / 4)
       stage /= 2;  // the remaining quarter is a cache
     const int64_t fitting = std::min(
         resident, std::max<int64_t>(1, (machine.shared_limit + kReserved) / (shared.bytes(stage) + kReserved)));
     trial.stage = int(stage);
     trial.carveout = int(ceil_div(100 * fitting * (shared.bytes(stage) + kReserved), machine.shared_limit + kReserved));
-    trial.groups = trial.tiles;
+    trial.groups = choice.groups ? choice.groups : trial.tiles;
+    if (trial.groups > trial.tiles) {
+      why_not = "it has " + n(trial.tiles) + " tiles, fewer than groups";
+      continue;
+    }
     // One range of children, or several where that fills the last round better or positions are few.
     const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
     const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
-    const int64_t most = std::max<int64_t>(1, v.I / least);
-    for (const int64_t chunks : {int64_t(1), int64_t(2), int64_t(3), int64_t(4), wanted / blocks}) {
+    const int64_t most = choice.chunks ? choice.chunks : std::max<int64_t>(1, v.I / least);
+    const int64_t last = choice.chunks ? choice.chunks : wanted / blocks;
+    for (const int64_t chunks : {int64_t(1), int64_t(2), int64_t(3), int64_t(4), last}) {
+      if (choice.chunks && chunks != choice.chunks) continue;
       trial.chunk_children = int(ceil_div(ceil_div(v.I, std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
       trial.chunks = int(ceil_div(v.I, trial.chunk_children));
       const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
       const double parts = 1 + 0.02 * std::min(trial.chunks - 1, 4);  // what adding them up costs, about
       const double cost = time(each, fitting, trial.threads() / 32) * trial.chunk_children * parts;
-      if ((best >= 0 && cost >= best) || (task.whole && trial.chunks > 1)) continue;
+      if (choice.chunks && trial.chunks != chunks) {
+        why_not = "its " + n(v.I) + " children make no " + n(chunks) + " ranges of whole stages";
+        continue;
+      }
+      if (task.whole && trial.chunks > 1) {
+        why_not = "one block sees all children where one launch makes all iterations";
+        continue;
+      }
+      if (best >= 0 && cost >= best) continue;
       best = trial.cost = cost;
       c = trial;
       if (task.backward && task.ordered) keep_parts_small(c, v, bias, wanted, least);
@@ -188,6 +227,46 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
 // Shared memory of a block on the smallest of the GPUs that the kernels are built for.
 constexpr int64_t kLeastShared = 99 * 1024;
 
+// The fastest schedule, by estimate, that has what was chosen; without a kernel if there is none.
+Schedule compute(const Task& task, const Votes& v, const Bias& bias, const Machine& machine, const Choice& choice,
+                 std::string& why_not) {
+  Schedule c{};
+  if (!fits_30_bits(v)) return c;
+  const PassKernels kernels = task.pass->kernels(task.backward);
+  c.kernel = choice.kernel.empty() ? choose(kernels, v, task) : named(kernels, choice.kernel, v, task);
+  if (!c.kernel && !choice.kernel.empty()) why_not = "no kernel " + std::string(choice.kernel) + " takes this call";
+  if (!c.kernel) return c;
+  const PassKernel& kernel = *c.kernel;
+  const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
+  c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
+  const int most_warps = kernel.threads / 32;
+  // Large weights are read from memory for every tile: better many positions than many parents, though the softmax then
+  // takes separate launches.
+  const bool large = kernel.C && kernel.weight_stride == 0 && v.positions() > 32;
+  // If the order of sums is fixed, only one warp may add to memory by itself.
+  const bool ordered = task.backward && task.ordered, single = ordered && (!kernel.C || bias.numbers > 0);
+  if (ordered && (choice.chunks || choice.groups))
+    why_not = "ranges of children and groups of tiles follow from the order of sums";
+  else if (choice.warps_parents > most_warps || choice.warps_parents > ceil_div(v.M, c.parents))
+    why_not = "it has at most " + n(std::min<int64_t>(most_warps, ceil_div(v.M, c.parents))) + " warps on parents";
+  else if (choice.stage > kMostChildren || choice.stage != (choice.stage & -choice.stage))
+    why_not = "a stage has 1, 2, 4 or 8 children";
+  else
+    for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
+      // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
+      if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
+      const int64_t warps = ceil_div(v.M, c.parents);
+      c.warps_parents = choice.warps_parents ? choice.warps_parents : int(ceil_div(warps, ceil_div(warps, together)));
+      c.parent_blocks = int(ceil_div(warps, c.warps_parents));
+      const int barriers = c.warps_parents > 1 ? 15 : most_warps;  // warps that share parents meet at one
+      const int most = single ? 1 : std::min(most_warps / c.warps_parents, barriers);
+      if (spread(c, v, task, bias, most, machine, choice, why_not)) return c;
+      if (choice.warps_parents) break;
+    }
+  c.kernel = nullptr;
+  return c;
+}
+
 }  // namespace
 
 const Pass* pass_of(const std::string& op) {
@@ -197,14 +276,13 @@ const Pass* pass_of(const std::string& op) {
 }
 
 std::string refusal(const Pass& pass, int64_t C, int64_t D, int64_t E, bool identity) {
-  const auto pose = [&] {
-    const auto n = [](int64_t x) { return std::to_string(x); };
-    return n(C) + " x " + n(D) + " children and " + n(C) + " x " + n(E) + " parents";
-  };
+  const auto pose = [&] { return n(C) + " x " + n(D) + " children and " + n(C) + " x " + n(E) + " parents"; };
   const Votes one{1, 1, 1, 1, C, D, 1, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
   if (!choose(pass.forward(), one, {.pass = &pass, .identity = identity}))
     return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose();
-  if (!make_schedule({.pass = &pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
+  std::string ignored;
+  const Task backward{.pass = &pass, .backward = true, .identity = identity};
+  if (!compute(backward, one, {}, {1, kLeastShared}, {}, ignored).kernel)
     return "its shared memory does not hold so large a pose, got " + pose();
   return "";
 }
@@ -215,40 +293,82 @@ bool fits_30_bits(const Votes& v) {
   return v.I < most && v.M < most && v.H * v.W < most && v.C * v.D * v.M < most && v.Ho * v.Wo < most;
 }
 
-Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
+std::string name_of_instance(const PassKernel& kernel) {
+  const std::string free = kernel.C ? "" : "any" + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + "-";
+  const std::string lanes = kernel.C ? n(kernel.parents) + "x" + n(kernel.each) + "x" : "";
+  return free + lanes + n(kernel.positions) + "-" + n(kernel.threads) + "x" + n(kernel.blocks) +
+         (kernel.products == 3 ? "-3xtf32"
+          : kernel.products    ? "-tf32"
+                               : "");
+}
+
+bool takes(const PassKernel& kernel, const Votes& v, const Task& task) {
+  return lanes_of(kernel, v.C, v.D, v.E, v.M).columns &&
+         (!kernel.products || (kernel.products == task.products && !task.identity));
+}
+
+Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine,
+                       std::string* why_not) {
+  // All that a schedule depends on.
+  using Key = std::array<int64_t, 25>;
+  const Key key{reinterpret_cast<intptr_t>(task.pass),
+                task.backward,
+                task.products,
+                task.ordered,
+                task.identity,
+                task.whole,
+                v.B,
+                v.H,
+                v.W,
+                v.N,
+                v.C,
+                v.D,
+                v.Ho,
+                v.Wo,
+                v.I,
+                v.M,
+                v.E,
+                v.G,
+                int64_t(v.storage),
+                v.window.kh,
+                v.window.kw,
+                bias.numbers,
+                bias.shared,
+                machine.multiprocessors,
+                machine.shared_limit};
+  constexpr size_t kMost = 256;
+  static thread_local std::map<Key, Schedule> kept;
+#ifdef FASTCAPS_EXPERIMENTS
+  const Forced& forced = Forced::now();
+  static thread_local std::string kept_with;
+  if (kept_with != forced.text) kept.clear(), kept_with = forced.text;
+#endif
+  if (const auto found = kept.find(key); found != kept.end()) return found->second;
+  std::string reason;
+  const Choice* choice = tuned(kTuned, task, v, machine);
+  bool must = false;
+#ifdef FASTCAPS_EXPERIMENTS
+  must = !forced.text.empty();
+  if (must) choice = task.backward ? &forced.backward : &forced.forward;
+  reason = forced.error;
+#endif
   Schedule c{};
-  if (!fits_30_bits(v)) return c;
-  c.kernel = choose(task.pass->kernels(task.backward), v, task);
+  if (choice && reason.empty()) c = compute(task, v, bias, machine, *choice, reason);
+  if (!c.kernel && !must) c = compute(task, v, bias, machine, {}, reason);
+  if (must && !c.kernel && why_not) *why_not = "FASTCAPS_SCHEDULE: " + reason;
   if (!c.kernel) return c;
-  const PassKernel& kernel = *c.kernel;
-  const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
-  c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
-  const int most_warps = kernel.threads / 32;
-  // Large weights are read from memory for every tile: better many positions than many parents, though the softmax then
-  // takes separate launches.
-  const bool large = kernel.C && kernel.weight_stride == 0 && v.positions() > 32;
-  // If the order of sums is fixed, only one warp may add to memory by itself.
-  const bool single = task.backward && task.ordered && (!kernel.C || bias.numbers > 0);
-  for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
-    // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
-    if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
-    const int64_t warps = ceil_div(v.M, c.parents);
-    c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
-    c.parent_blocks = int(ceil_div(warps, c.warps_parents));
-    const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // there are 15 barriers
-    if (spread(c, v, task, bias, most, machine)) return c;
-  }
-  c.kernel = nullptr;
-  return c;
+  if (kept.size() >= kMost) kept.clear();
+  return kept[key] = c;
 }
 
 std::string routing_refusal(Task task, const Votes& v, const Machine& machine) {
   const std::string why_not = refusal(*task.pass, v.C, v.D, v.E, task.identity);
   if (!why_not.empty()) return why_not;
-  const Schedule split = make_schedule(task, v, {}, machine);
+  std::string reason = "its poses do not fit into shared memory";
+  const Schedule split = make_schedule(task, v, {}, machine, &reason);
   task.whole = true;
-  const Schedule whole = make_schedule(task, v, {}, machine);
-  if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
+  const Schedule whole = make_schedule(task, v, {}, machine, &reason);
+  if (!whole.kernel || !split.kernel) return reason;
   if (task.pass->parents_compete && whole.parent_blocks > 1)
     return "its " + std::to_string(v.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
   // The time between two launches is about that of 300 children.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "pass.h"
 
@@ -51,9 +52,25 @@ struct Task {
   bool whole = false;     // children must not be split over blocks
 };
 
-// Without a kernel if the poses do not fit (see refusal), or if `fits_30_bits` is false. `bias`: the bias gradient;
-// empty if it is not wanted.
-Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine);
+// What a schedule is told (by tuned.h or an experiment); an empty name and 0 leave it its own choice.
+struct Choice {
+  std::string_view kernel{};  // see name_of_instance
+  int warps_parents = 0, warps_positions = 0, stage = 0, chunks = 0, groups = 0;
+};
+
+// What a kernel is compiled for, beside the pose: lanes that take other parents x parents of a lane x its positions -
+// threads of a block x blocks of a multiprocessor, as "8x4x1-256x1". A free pose has "any" and its patch in front; and
+// kernels with tensor cores end with "-tf32" or "-3xtf32".
+std::string name_of_instance(const PassKernel& kernel);
+
+// Whether a kernel can take a call, with whatever schedule.
+bool takes(const PassKernel& kernel, const Votes& v, const Task& task);
+
+// Without a kernel if the poses do not fit (see refusal), or if `fits_30_bits` is false; or, in builds for experiments,
+// if it cannot be as the environment wants it, of which `why_not` then tells. `bias`: the bias gradient; empty if it is
+// not wanted. A thread keeps its latest schedules.
+Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine,
+                       std::string* why_not = nullptr);
 
 // Why not all iterations of a routing should run in one launch; empty if they should. A block then holds all parents of
 // its positions (where they compete) and sees all their children.

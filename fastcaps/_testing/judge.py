@@ -56,6 +56,20 @@ def allowed_error(exact: Tensor, dtype: torch.dtype, eager: float, condition: fl
     return 2 * eager + condition + torch.finfo(dtype).eps * largest(exact)
 
 
+class Draws:
+    """Random numbers, the same in every run on a kind of device."""
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Return numbers from [0, 1) in float64, as many as ``like`` has, where it lies."""
+        if like.device not in self.generators:
+            self.generators[like.device] = torch.Generator(like.device).manual_seed(2)
+        generator = self.generators[like.device]
+        return torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
+
+
 class Rounding(TorchDispatchMode):
     """Changes the result of every arithmetic operation by one unit in the last place, randomly up or down."""
 
@@ -64,13 +78,12 @@ class Rounding(TorchDispatchMode):
     def __init__(self, epsilon: float) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.generator = torch.Generator().manual_seed(2)
+        self.draws = Draws()
 
     def move(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        signs = torch.randint(0, 2, value.shape, generator=self.generator).double() * 2 - 1
-        return value * (1 + self.epsilon * signs.to(value.device))
+        return value * (1 + self.epsilon * (2 * self.draws.uniform(value).round() - 1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -90,7 +103,7 @@ class _Tf32(TorchDispatchMode):
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "einsum", "convolution")
 
-    def __init__(self, draws: torch.Generator | None = None) -> None:
+    def __init__(self, draws: Draws | None = None) -> None:
         super().__init__()
         self.draws = draws
 
@@ -98,8 +111,7 @@ class _Tf32(TorchDispatchMode):
         if not isinstance(value, Tensor):
             return value
         if self.draws is not None:
-            share = torch.rand(value.shape, generator=self.draws, dtype=torch.float64) * 2 - 1
-            return value * (1 + TF32_ROUNDING * share.to(value.device))
+            return value * (1 + TF32_ROUNDING * (2 * self.draws.uniform(value) - 1))
         bits = value.contiguous().view(torch.int32)  # to nearest, ties away from zero, as the sign is a separate bit
         return torch.where(value.isfinite(), ((bits + 0x1000) & -0x2000).view(torch.float32), value)
 
@@ -169,7 +181,7 @@ class Bar:
     def draw(self) -> None:
         """Add one random draw to the estimate of the condition."""
         moved = [self.rounding.move(tensor) for tensor in self.doubles]
-        with _Tf32(self.rounding.generator) if self.tf32 else nullcontext(), self.rounding:
+        with _Tf32(self.rounding.draws) if self.tf32 else nullcontext(), self.rounding:
             other = self.run(moved)
         for name, value in self.exact.items():
             moved_far = torch.where(value.isfinite(), other[name], value)  # ignore infinities

@@ -49,11 +49,12 @@ def bench(
 ) -> int:
     """Measure routings against what a PyTorch user would run instead: a few rows in a minute, or --full.
 
-    ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--batch N]... [--threads N] [--device cpu|cuda]
-    [--precision NAME]... [--seconds S] [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: this runs
-    ``python -m pytest bench`` in the checkout, with its options. S is the budget of the whole run, checks and
-    compilation included: a row that is not finished then is left out of the report. The exit status is 1 if a result is
-    wrong (its row has no time), if a goal that was met before is missed, or if S was too short for any row.
+    ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--batch N]... [--threads N] [--seconds S]
+    [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: this runs ``python -m pytest bench`` in the
+    checkout, with its options, on the CPU; a GPU is measured by ``bench/gpu.sh``. S is the budget of the
+    whole run, checks and compilation included: a row that is not finished then is left out of the report. The exit
+    status is 1 if a result is wrong (its row has no time), if a goal that was met before is missed, or if S was too
+    short for any row.
     """
     if listed:
         return _start("bench.alternatives", *["--json"] * as_json).returncode

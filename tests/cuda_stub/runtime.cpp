@@ -139,6 +139,7 @@ VISIBLE int cuCtxSetCurrent(void* context) {
   return 0;
 }
 VISIBLE int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
+  ++calls["aoti_torch_get_current_cuda_stream"];
   *stream = reinterpret_cast<void*>(streams[device]);
   return 0;
 }

@@ -1,6 +1,7 @@
 // The CUDA schedule over the true tables of kernels, but with none of the kernels: their lists are compiled here with
 // another function in the place of those that would instantiate them.
 #define FASTCAPS_CUDA_ON_CPU
+#define FASTCAPS_EXPERIMENTS
 #include "cuda/schedule.h"
 
 #include "cuda/backward.h"
@@ -110,6 +111,7 @@ std::vector<Fields> cuda_kernels(const std::string& op, bool backward) {
                    {"positions", one.positions},
                    {"threads", one.threads},
                    {"blocks", one.blocks},
+                   {"by_name", one.by_name},
                    {"lean", one.run != one.run_lean}});
   }
   return all;
@@ -122,6 +124,32 @@ std::string cuda_refusal(const std::string& op, int64_t C, int64_t D, int64_t E,
 std::string cuda_routing_refusal(const std::string& op, const Numbers& sizes, const Fields& facts) {
   const Asked asked(op, sizes, facts);
   return gpu::routing_refusal(asked.task, asked.votes, asked.machine);
+}
+
+// Why a schedule cannot be as FASTCAPS_SCHEDULE wants it; empty if it can.
+std::string cuda_experiment_refusal(const std::string& op, const Numbers& sizes, const Fields& facts) {
+  const Asked asked(op, sizes, facts);
+  std::string why_not;
+  gpu::make_schedule(asked.task, asked.votes, asked.bias, asked.machine, &why_not);
+  return why_not;
+}
+
+std::vector<std::string> cuda_instances(const std::string& op, bool backward) {
+  const gpu::PassKernels table = gpu::pass_of(op)->kernels(backward);
+  std::vector<std::string> names;
+  for (int k = 0; k < table.count; ++k) names.push_back(gpu::name_of_instance(table.begin[k]));
+  return names;
+}
+
+// The chunks that a table of two rows chooses for a call; 0 if none is for it.
+int64_t cuda_tuned(const std::string& op, const Numbers& sizes, const Fields& facts) {
+  const Asked asked(op, sizes, facts);
+  const gpu::Tuned row{227 << 10, {100, 132},        "attention", true,        4,      4,
+                       4,         Storage::kFloat32, 0,           {100, 1000}, {8, 8}, {}};
+  gpu::Tuned rows[] = {row, row};
+  rows[0].choice.chunks = 2, rows[0].parents = {32, 32}, rows[1].choice.chunks = 3;
+  const gpu::Choice* choice = gpu::tuned(rows, asked.task, asked.votes, asked.machine);
+  return choice ? choice->chunks : 0;
 }
 
 bool cuda_countable(const Numbers& sizes) { return gpu::fits_30_bits(votes_of(sizes.data(), Storage::kFloat32)); }

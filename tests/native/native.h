@@ -20,6 +20,9 @@ Fields cuda_schedule(const std::string& op, const Numbers& sizes, const Fields& 
 std::vector<Fields> cuda_kernels(const std::string& op, bool backward);
 std::string cuda_refusal(const std::string& op, int64_t C, int64_t D, int64_t E, bool identity);
 std::string cuda_routing_refusal(const std::string& op, const Numbers& sizes, const Fields& facts);
+std::string cuda_experiment_refusal(const std::string& op, const Numbers& sizes, const Fields& facts);
+std::vector<std::string> cuda_instances(const std::string& op, bool backward);
+int64_t cuda_tuned(const std::string& op, const Numbers& sizes, const Fields& facts);
 bool cuda_countable(const Numbers& sizes);
 Numbers divided(int64_t number, int64_t divisor);
 

@@ -1,0 +1,250 @@
+"""The map of a GPU: every workload's rows by this package alone, in four minutes; and alternatives, once per GPU.
+
+python -m bench.gpu map                     # every row: warm, cold, in a graph; launches, host time, share of the bound
+python -m bench.gpu map --library old=a.so --library new=b.so --workload tsai-c10-conv1    # builds, in turns
+python -m bench.gpu sweep tsai-c10-conv1    # schedules of a row, in a library built with FASTCAPS_EXPERIMENTS=1
+python -m bench.gpu alternatives            # what a PyTorch user would run instead, from the most important rows on
+
+Rows go to one JSON file, in a moment after each. ``alternatives`` leaves out what the records have of this kind of GPU
+and this torch. A row whose process dies or hangs says so, and the next one has a new process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.alternatives import ALTERNATIVES, OURS, is_compiled, suited
+from bench.goals import number
+from bench.gpu_report import KIND, key
+from bench.probe import TRITON, Probe
+from bench.process import Remote, WorkerError
+from bench.workload import PRECISIONS, Case
+from bench.workloads import WORKLOADS, find
+
+BATCHES = (128, 1, 32)  # in order of importance: time may not do for all
+PATIENCE = {"map": 30.0, "alternatives": 90.0}  # seconds that a row may take
+TOGETHER = 6  # processes that compile at once
+SHARE = 0.7  # of the device's memory that may be taken by alternatives that are made at once
+COPIES = 8  # of its votes that an alternative may hold at a time
+IMPORTANT = (
+    "tsai-c10-conv1", "hinton-conv", "sabour-mnist", "tsai-c10-fc", "li-capnet-dynamic", "tsai-dmm-vector-conv",
+    "tsai-c100-conv1", "tsai-c10-conv2", "tsai-dr-c100", "heinsen-norb-1", "tsai-dmm-matrix-conv", "million",
+)  # fmt: skip
+"""What the goals are about: first in every order."""
+
+
+def order(names: Sequence[str], batches: Sequence[int], precisions: Sequence[str]) -> list[Case]:
+    """Return the rows, the most important first: float32 at the largest batch, its other precisions, smaller batches.
+
+    A workload whose children are copies, as it is large in itself, runs only at its own batch."""
+    works = [find(name) for name in sorted(names or WORKLOADS, key=lambda n: n not in IMPORTANT and 1)]
+    works.sort(key=lambda work: IMPORTANT.index(work.name) if work.name in IMPORTANT else len(IMPORTANT))
+    first, *others = precisions or PRECISIONS
+    found = []
+    for some in ((first,), others):
+        for part in ((batches or BATCHES)[:1], (batches or BATCHES)[1:]):
+            found += [
+                Case(work, work.batch if work.copies > 1 else batch, training, precision)
+                for work in works
+                for precision in some
+                for batch in part
+                for training in (True, False)
+                if work.copies == 1 or part == (batches or BATCHES)[:1]
+            ]
+    large = (batches or BATCHES)[0]
+    return sorted(found, key=lambda case: case.batch != large and case.workload.copies == 1)  # stable
+
+
+class Map:
+    """One run: its processes, its rows and the file that they go to."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.until = given, time.monotonic() + given.seconds
+        self.rows: list[dict[str, Any]] = []
+        self.written = 0.0
+        self.remotes: dict[str, Remote] = {}
+        about = self.remote(OURS).call(120.0, "describe")
+        self.machine = record.describe(given.threads) | {"kind": "full"} | about
+        print(f"{self.machine['device']}, torch {self.machine['versions']['torch']}, {self.machine['backend']}:",
+              *(f"{name} {rate:.3g}" for name, rate in self.machine["rates"].items()), flush=True)  # fmt: skip
+
+    def remote(self, name: str) -> Remote:
+        if name not in self.remotes:
+            self.remotes[name] = Remote(self.given.threads, Probe, self.given.device, (self.given.batch or BATCHES)[0])
+        return self.remotes[name]
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def add(self, case: Case, how: str, found: dict[str, Any]) -> None:
+        """Keep an entry, say what it says, and write all of them if the last time was a second ago."""
+        row = dict(zip(("workload", "batch", "mode", "precision"), case.key, strict=True)) | {"how": how, **found}
+        self.rows.append(row)
+        print(line(row), flush=True)
+        if time.monotonic() - self.written > 1.0:
+            self.write()
+
+    def write(self) -> None:
+        if self.rows:
+            self.file = record.write(self.given.results, [{"machine": self.machine, **row} for row in self.rows], KIND)
+            self.written = time.monotonic()
+
+    def ask(self, name: str, seconds: float, *what: Any) -> Any:
+        """Return a process's answer, or why it ``failed``."""
+        try:
+            return self.remote(name).call(min(seconds, max(1.0, self.left)), *what)
+        except WorkerError as error:
+            return {"failed": str(error)}
+
+    def rows_of_ours(self, cases: Sequence[Case], libraries: dict[str, str]) -> None:
+        """Measure rows by this package; with ``libraries``, builds of the CUDA kernels by name, by each in turns."""
+        for name, path in libraries.items():
+            os.environ["FASTCAPS_CUDA_LIBRARY"] = path  # which a process that starts now reads
+            self.remote(name).begin("clean")
+        for name in libraries:
+            self.remote(name).finish(120.0)
+        ways = [*libraries] or [TRITON if self.given.triton else OURS]
+        for case in cases:
+            for name in ways:
+                if self.left <= 1:
+                    return
+                how = TRITON if name == TRITON else OURS
+                asked = (case.workload.name, case.batch, case.training, case.precision, how)
+                self.add(case, name, self.ask(name, PATIENCE["map"], "row", *asked))
+
+    def schedules(self, cases: Sequence[Case]) -> None:
+        """Time the settings of each case's pass, the default first and again at the end, and print the fastest."""
+        for case in cases:
+            asked = (case.workload.name, case.batch, case.training, case.precision)
+            settings = self.ask(OURS, 60.0, "variants", *asked)
+            if isinstance(settings, dict):
+                self.add(case, "default", settings)
+                continue
+            tried = []
+            for setting in (*settings, ""):
+                if self.left <= 1:
+                    break
+                found = self.ask(OURS, 10.0, "setting", setting)
+                self.add(case, setting or "default", {"complaint": "", **found})
+                tried += [(found["warm"]["median"], setting or "default")] if "warm" in found else []
+            print(f"{case}:", *(f"{1e3 * took:.4f} ms {setting}" for took, setting in sorted(tried)[:8]), sep="\n  ")
+
+    def rows_of_others(self, cases: Sequence[Case], names: Sequence[str]) -> None:
+        """Measure alternatives: several processes compile side by side, then each times its own alone."""
+        have = {key(row) for row in self.rows} | known(self.machine)
+        wanted = [(case, name) for case in cases for name in suited(names, case.workload, case.batch, False)]
+        wanted = [one for one in wanted if (*one[0].key, one[1]) not in have]
+        for group in self._groups(wanted):
+            if self.left <= 5:
+                return
+            for slot, (case, name) in enumerate(group):
+                asked = (case.workload.name, case.batch, case.training, case.precision, name)
+                self.remote(f"slot {slot}").begin("prepare", *asked)
+            ready = []
+            for slot, (case, name) in enumerate(group):
+                try:
+                    patience = min(PATIENCE["alternatives"], max(1.0, self.left))
+                    ready.append((slot, case, name, self.remote(f"slot {slot}").finish(patience)))
+                except WorkerError as error:
+                    if self.left > 1:  # else it is not the alternative's fault
+                        self.add(case, name, {"failed": str(error)})
+            for slot, case, name, verdict in ready:
+                if self.left > 1:
+                    self.add(case, name, verdict | self.ask(f"slot {slot}", PATIENCE["map"], "time"))
+
+    def _groups(self, wanted: list[tuple[Case, str]]) -> Iterator[list[tuple[Case, str]]]:
+        """Yield some at a time, as many as may run together: those that need no compiler one by one."""
+        group: list[tuple[Case, str]] = []
+        bytes_taken, most = 0, SHARE * self.machine["memory"]
+        for case, name in wanted:
+            size = COPIES * case.workload.votes_bytes(case.batch)
+            if group and (len(group) == TOGETHER or bytes_taken + size > most or not is_compiled(name)):
+                yield group
+                group, bytes_taken = [], 0
+            group.append((case, name))
+            bytes_taken += size
+            if not is_compiled(name):
+                yield group
+                group, bytes_taken = [], 0
+        if group:
+            yield group
+
+    def close(self) -> None:
+        self.write()
+        for remote in self.remotes.values():
+            remote.close()
+
+
+def known(machine: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """Return the keys of the figures that the records have of a kind of GPU and a torch."""
+    same = machine["device"], machine["versions"]["torch"]
+    rows = record.load(record.RESULTS, kind=KIND)
+    return {key(row) for row in rows if (row["machine"]["device"], row["machine"]["versions"]["torch"]) == same}
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return an entry in one line."""
+    place = f"{row['workload']:<21} {row['batch']:>4} {row['mode'][:7]:<8}{row['precision']:<5}{row['how']:<22}"
+    if "failed" in row:
+        return f"{place} failed: {row['failed']}"
+    times = {name: row[name].get("median") for name in ("warm", "cold", "graph") if name in row}
+    said = " ".join(f"{name} {number(1e3 * one)}" if one else f"{name} failed" for name, one in times.items())
+    if "floors" in row:
+        best = min(one for one in times.values() if one)
+        said += f" ms, {row['floors']['bound'] / best:.0%} of the bound"
+    if "launches" in row:
+        said += f", {row['launches']} launches, host {1e6 * row['host']:.0f} us"
+    return f"{place} {said}{', WRONG: ' * bool(row['complaint'])}{row['complaint']}"
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Figures of a GPU.")
+    parser.add_argument("what", choices=("map", "sweep", "alternatives"))
+    parser.add_argument("row", nargs="?", help="sweep: the workload")
+    results = Path(os.environ.get("OUT") or record.RESULTS)
+    parser.add_argument("--results", type=Path, default=results, help="folder (default: $OUT, or bench/results)")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for everything (240)")
+    parser.add_argument("--workload", action="append", default=[], help="only these (repeat)")
+    parser.add_argument("--batch", action="append", default=[], type=int, help="only these (repeat)")
+    parser.add_argument("--precision", action="append", default=[], choices=[*PRECISIONS], help="only these (repeat)")
+    parser.add_argument("--library", action="append", default=[], metavar="NAME=PATH", help="compare builds (repeat)")
+    parser.add_argument("--against", action="append", default=[], choices=ALTERNATIVES, help="only these alternatives")
+    parser.add_argument("--triton", action="store_true", help="measure the Triton kernels instead")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it out")
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if given.what == "alternatives":
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    if (given.what == "sweep") != (given.row is not None):
+        parser.error("sweep wants a workload, map and alternatives take --workload")
+    measured = Map(given)
+    try:
+        if given.row:
+            cases = order([given.row], given.batch or BATCHES[:1], given.precision or ["fp32"])
+        else:
+            cases = order(given.workload, given.batch, given.precision)
+        if given.what == "map":
+            measured.rows_of_ours(cases, dict(one.split("=", 1) for one in given.library))
+        elif given.what == "sweep":
+            measured.schedules(cases)
+        else:
+            measured.rows_of_others(cases, given.against or ALTERNATIVES)
+    finally:
+        measured.close()
+    wrong = [row for row in measured.rows if row.get("complaint") or "failed" in row]
+    print(f"{len(measured.rows)} of {len(cases)} rows, {len(wrong)} failed or wrong: {measured.file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
