@@ -251,11 +251,10 @@ struct StageGradients {
   // Adds all warps' dP of a stage to the gradients of the children.
   FASTCAPS_DEVICE void flush_children(int first, int count) const {
     constexpr int V = Pose::kVector;
-    const int rows = lane.padded_rows(), depth = lane.padded_depth(), vectors = depth / V;
-    const int units = count * args.tile_size * rows * vectors;
+    const int units = count * args.tile_size * lane.padded_rows() * (lane.padded_depth() / V);
     for (int unit = thread_index(); unit < units; unit += block_threads()) {
-      const int pose = unit / (rows * vectors), c = unit / vectors % rows, d = unit % vectors * V;
-      const int k = args.by_tile.quotient(pose), at = args.by_tile.remainder(pose, k);
+      const auto [child_of_stage, c, d] = lane.vector_of_child(unit);
+      const int k = args.by_tile.quotient(child_of_stage), at = args.by_tile.remainder(child_of_stage, k);
       const Child one(args, first + k);
       if (!one.exists(args, lane.tile[at]) || c >= lane.C()) continue;
       const float* from = child(at, k * args.warps_parents) + c * lane.row_stride() + d;

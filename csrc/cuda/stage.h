@@ -117,16 +117,7 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
   const PassArgs& args = lane.args;
   const int rows = lane.padded_rows(), vectors = lane.padded_depth() / V;
   for (int unit = thread_index(); unit < args.tile_size * rows * vectors; unit += block_threads()) {
-    int row, d;
-    if constexpr (Pose::kFixed) {
-      row = unit / (Pose::kD / V);
-      d = unit % (Pose::kD / V) * V;
-    } else {
-      row = args.by_depth.quotient(unit);
-      d = args.by_depth.remainder(unit, row) * V;
-    }
-    const int in_tile = Pose::kFixed ? row / (Pose::kFixed ? Pose::kC : 1) : args.by_rows.quotient(row);
-    const int c = row - in_tile * rows;
+    const auto [in_tile, c, d] = lane.vector_of_child(unit);
     const Position& position = lane.tile[in_tile];
     const int inside = Pose::kFixed ? V : c >= args.C ? 0 : args.D - d < V ? args.D - d : V;
     const int64_t at = position.children + c * args.children.stride[4] + d * args.children.stride[5];
