@@ -111,6 +111,12 @@ def test_a_call_may_be_captured(host: Host, name: str) -> None:
         assert host.launches() == first
 
 
+def test_blocks_that_see_all_children_finish_their_parents(host: Host) -> None:
+    host.begin()
+    ops_of(host, ATTENTION, replace(LARGE, batch=2048))[0]()
+    assert len(host.launches()) == 1
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: str) -> None:

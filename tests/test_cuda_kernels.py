@@ -109,6 +109,17 @@ def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -
 
 
 @on_every_target
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_blocks_that_begin_at_different_children(routing: Routing, target: Target) -> None:
+    """In a backward they walk round, through a last stage that is not full."""
+    case = replace(routing.case("pose-4x4"), batch=40, types=11)
+    facts = dict(one.split("=") for one in target.ask("schedule", *question(routing, case, backward=True)).split(";"))
+    stage = int(facts["stage"])
+    assert int(facts["blocks"]) > int(facts["ranges"]) and stage < 11 and 11 % stage
+    target.check(routing, case)
+
+
+@on_every_target
 def test_three_products_err_as_little_as_float32(target: Target) -> None:
     """Forward and backward they keep the rule that the plain kernels keep, and one product does not."""
     case = Case("three", Rule.LAYER_NORM, batch=5, types=9, parents=5, pose=(4, 4, 4), gate="some", bias="IM")

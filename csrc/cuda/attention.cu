@@ -21,17 +21,16 @@ std::vector<Tensor> attention_routing(Stack stack) {
   call.take(c);
   args.norm_weight = call.as_given(op.norm_weight), args.norm_bias = call.as_given(op.norm_bias);
   const Tensor statistics = op.query ? call.collect(c, 2) : Tensor();
-  if (op.iterations > 1) {
+  if (c.chunks == 1) {
     args.iterations = int(op.iterations), args.sums = floats(sums), args.result = data_of(result);
     call.launch(c, 0, c.parent_blocks);
     return {result, sums};
   }
-  const Tensor parts = c.chunks == 1 ? sums : call.empty(call.parts(c, true));
+  const Tensor parts = call.empty(call.parts(c, true));
   args.sums = floats(parts);
   call.launch(c, 0, c.parent_blocks);
   EndArgs end = end_args(call);
-  end.parts = floats(parts), end.chunks = c.chunks, end.sums = c.chunks == 1 ? nullptr : floats(sums);
-  end.parents = data_of(result);
+  end.parts = floats(parts), end.chunks = c.chunks, end.sums = floats(sums), end.parents = data_of(result);
   finish(end);
   return {result, sums};
 }

@@ -44,6 +44,19 @@ FASTCAPS_DEVICE float* gradient_of_weights(const Lane<Pose, R>& lane, int t, int
   return part_of(args, args.dweight, args.dweight_part) + pair * lane.D() * lane.E();
 }
 
+// A block's range in a backward: blocks begin at different stages and walk round, since those that walk in step would
+// add to the same weights' gradient at the same time. Sums of a fixed order begin at the first.
+struct StaggeredRange : ChildRange {
+  int ahead, length;  // children; length: of the range, in whole stages
+
+  FASTCAPS_DEVICE explicit StaggeredRange(const PassArgs& args) : ChildRange(args) {
+    const int stages = (last - first + args.stage - 1) / args.stage;
+    length = stages * args.stage;
+    ahead = args.alone_with_weights ? 0 : group % stages * args.stage;
+  }
+  FASTCAPS_DEVICE int at(int t) const { return t + ahead < first + length ? t + ahead : t + ahead - length; }
+};
+
 // What attention and pooling keep: parents' queries, the gradients of their sums, and the queries' gradients.
 template <class Pose, int R>
 struct QueryGradients {
@@ -251,11 +264,10 @@ struct StageGradients {
   // Adds all warps' dP of a stage to the gradients of the children.
   FASTCAPS_DEVICE void flush_children(int first, int count) const {
     constexpr int V = Pose::kVector;
-    const int rows = lane.padded_rows(), depth = lane.padded_depth(), vectors = depth / V;
-    const int units = count * args.tile_size * rows * vectors;
+    const int units = count * args.tile_size * lane.padded_rows() * (lane.padded_depth() / V);
     for (int unit = thread_index(); unit < units; unit += block_threads()) {
-      const int pose = unit / (rows * vectors), c = unit / vectors % rows, d = unit % vectors * V;
-      const int k = args.by_tile.quotient(pose), at = args.by_tile.remainder(pose, k);
+      const auto [child_of_stage, c, d] = lane.vector_of_child(unit);
+      const int k = args.by_tile.quotient(child_of_stage), at = args.by_tile.remainder(child_of_stage, k);
       const Child one(args, first + k);
       if (!one.exists(args, lane.tile[at]) || c >= lane.C()) continue;
       const float* from = child(at, k * args.warps_parents) + c * lane.row_stride() + d;
@@ -399,10 +411,10 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   using State = Policy<Pose, R, LEAN>;
   const Lane<Pose, R> lane(args);
   const StageGradients<Pose, R> gradients(lane);
-  const ChildRange range(args);
+  const StaggeredRange range(args);
   for (int tile = range.group; tile < args.tiles; tile += args.groups) {
     make_tile(args, tile, lane.shared);
-    make_offsets(args, lane.shared, 0, range.first, range.last);
+    make_offsets(args, lane.shared, 0, range.at(range.first), range.last);
     barrier();
     if constexpr (State::kMeasures) {
       if (args.tight && !any_tight(args, lane.tile)) {

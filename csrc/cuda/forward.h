@@ -25,25 +25,28 @@ struct ChildRange {
     first = chunk * args.chunk_children,
     last = first + args.chunk_children < args.I ? first + args.chunk_children : args.I;
   }
+  // Which child begins the stage that is walked where t's turn is.
+  FASTCAPS_DEVICE int at(int t) const { return t; }
 };
 
 // Walks over the children of a tile of positions, stage by stage: calls body(parity, t, count) when `count` of them,
 // from the t-th on, are in stage `parity` of shared memory. body ends with a barrier. Another must lie between making
-// the tile and the first offsets and this call.
-template <bool SILENCES, class Pose, int R, class Body>
-FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Body&& body) {
+// the tile and the first offsets (those of range.at(range.first)) and this call.
+template <bool SILENCES, class Pose, int R, class Range, class Body>
+FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const Range& range, Body&& body) {
   const PassArgs& args = lane.args;
   // The first round only loads the first stage.
-  for (int t = range.first - args.stage, parity = 1; t < range.last; t += args.stage, parity ^= 1) {
-    bring(lane, parity ^ 1, t + args.stage, range.last);
+  for (int turn = range.first - args.stage, parity = 1; turn < range.last; turn += args.stage, parity ^= 1) {
+    const int next = turn + args.stage;
+    if (next < range.last) bring(lane, parity ^ 1, range.at(next), range.at(next + args.stage), range.last);
     copy_commit();
-    if (t < range.first) {
+    if (turn < range.first) {
       barrier();  // before the next offsets are read
       continue;
     }
     copy_wait<1>();
     barrier();
-    const int count = range.last - t < args.stage ? range.last - t : args.stage;
+    const int t = range.at(turn), count = range.last - t < args.stage ? range.last - t : args.stage;
     if constexpr (!Pose::kStored) {
       if (args.storage != Storage::kFloat32) {
         widen(lane, parity, count);
@@ -84,14 +87,14 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
         }
         barrier();
       });
-      if (LEAN || args.iterations == 0) break;
-      if constexpr (!LEAN) state.finish(iteration);
-      if (iteration + 1 == args.iterations) break;
+      if (args.iterations == 0) break;
+      state.finish(iteration);
+      if (LEAN || iteration + 1 == args.iterations) break;
       make_offsets(args, lane.shared, 0, range.first, range.last);
       barrier();
     }
     if (!LEAN && args.collect) continue;
-    if (LEAN || args.iterations == 0) state.store(range.chunk);
+    if (args.iterations == 0) state.store(range.chunk);
     barrier();  // the tile is read to the end
   }
 }

@@ -38,7 +38,8 @@ struct FreePose {
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kPatchRows = TC, kPatchColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
-  static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0, kProducts = 0;
+  static constexpr int kColumns = 0, kParents = 0, kPositions = 0, kEach = 1, kRowStride = 0, kChildPad = 0,
+                       kProducts = 0;
 };
 
 // A lane's part of one pose; all parts that it holds at R positions; and a value for each of these.
@@ -74,16 +75,29 @@ FASTCAPS_DEVICE void each_patch(Body&& body) {
   }
 }
 
-// Sums over `count` lanes that lie `first` apart; every lane ends with the result.
-FASTCAPS_DEVICE float sum_lanes(float x, int first, int count) {
-  FASTCAPS_UNROLL
-  for (int mask = first; mask < first * count; mask *= 2) x += shuffle_xor(x, mask);
-  return x;
-}
-FASTCAPS_DEVICE float max_lanes(float x, int first, int count) {
-  FASTCAPS_UNROLL
-  for (int mask = first; mask < first * count; mask *= 2) x = fmaxf(x, shuffle_xor(x, mask));
-  return x;
+// How a warp's lanes are cut: those that share a pose's columns, its rows, ... Known when compiled for a fixed pose.
+template <class Pose, bool FIXED = Pose::kFixed>
+struct LaneCut {
+  static constexpr int columns = Pose::kColumns, rows = 1, parents = Pose::kParents, positions = Pose::kPositions;
+
+  FASTCAPS_DEVICE explicit LaneCut(const PassArgs&) {}
+};
+template <class Pose>
+struct LaneCut<Pose, false> {
+  int columns, rows, parents, positions;
+
+  FASTCAPS_DEVICE explicit LaneCut(const PassArgs& args)
+      : columns(args.columns), rows(args.rows), parents(args.parents), positions(kWarp / (columns * parents * rows)) {}
+};
+
+// Joins x of COUNT lanes that lie FIRST apart; every lane ends with the result. By recursion: a compiler does not
+// unroll a loop over masks that double.
+template <int FIRST, int COUNT, class Join>
+FASTCAPS_DEVICE float join_lanes(float x, Join&& join) {
+  if constexpr (COUNT > 1)
+    return join_lanes<FIRST * 2, COUNT / 2>(join(x, shuffle_xor(x, FIRST)), join);
+  else
+    return x;
 }
 
 // Weights too large for shared memory: they are read in place, and their gradient is made by the whole block.
@@ -93,21 +107,20 @@ constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
 // What a lane knows of its call, and its place in the warp and in the block. It holds patches of kEach parents at R
 // positions; the letters are r: which of its positions, p: which of its parents, i, j: row and column within the patch.
 template <class Pose, int R>
-struct Lane {
+struct Lane : LaneCut<Pose> {
+  using LaneCut<Pose>::columns, LaneCut<Pose>::rows, LaneCut<Pose>::parents, LaneCut<Pose>::positions;
   const PassArgs& args;
   char* shared;
   const Position* tile;                     // [tile_size]
-  int columns, rows, parents, positions;    // of a warp's lanes: those that share a pose's columns, its rows, ...
   int lane, column, row, parent, position;  // the last four count within the warp
   int warp_parent, warp_position;           // of the block's warps
   int first_parent;                         // of the block
 
   FASTCAPS_DEVICE explicit Lane(const PassArgs& args_)
-      : args(args_), shared(shared_memory()), tile(reinterpret_cast<const Position*>(shared + args.shared_tile)) {
-    columns = Pose::kFixed ? Pose::kColumns : args.columns;
-    rows = Pose::kFixed ? 1 : args.rows;
-    parents = Pose::kFixed ? Pose::kParents : args.parents;
-    positions = kWarp / (columns * parents * rows);
+      : LaneCut<Pose>(args_),
+        args(args_),
+        shared(shared_memory()),
+        tile(reinterpret_cast<const Position*>(shared + args.shared_tile)) {
     const int warp = thread_index() / kWarp;
     lane = thread_index() % kWarp;
     column = lane % columns;
@@ -125,11 +138,24 @@ struct Lane {
   FASTCAPS_DEVICE int padded_rows() const { return Pose::kFixed ? Pose::kC : args.rows * Pose::kPatchRows; }
   FASTCAPS_DEVICE int padded_depth() const { return Pose::kFixed ? Pose::kD : (args.D + 3) / 4 * 4; }
   FASTCAPS_DEVICE int row_stride() const { return Pose::kFixed ? Pose::kRowStride : padded_depth(); }
+  // Of children in shared memory, the unit-th vector of kVector neighbours: whose it is, its row, and its first column.
+  struct ChildVector {
+    int child, c, d;
+  };
+  FASTCAPS_DEVICE ChildVector vector_of_child(int unit) const {
+    constexpr int V = Pose::kVector;
+    if constexpr (Pose::kFixed) {
+      return {unit / (Pose::kD / V) / Pose::kC, unit / (Pose::kD / V) % Pose::kC, unit % (Pose::kD / V) * V};
+    } else {
+      const int row = args.by_depth.quotient(unit), child = args.by_rows.quotient(row);
+      return {child, args.by_rows.remainder(row, child), args.by_depth.remainder(unit, row) * V};
+    }
+  }
   // From one position's child to the next one's, in shared memory.
   FASTCAPS_DEVICE int child_stride() const { return padded_rows() * row_stride() + Pose::kChildPad; }
   // Parents of the block, and its warps that take other positions.
   FASTCAPS_DEVICE int block_parents() const { return args.warps_parents * parents * Pose::kEach; }
-  FASTCAPS_DEVICE int warps_positions() const { return block_threads() / kWarp / args.warps_parents; }
+  FASTCAPS_DEVICE int warps_positions() const { return int(unsigned(args.tile_size) / unsigned(R * positions)); }
 
   // The r-th of the lane's positions: its place within the block's tile, and what the tile has there.
   FASTCAPS_DEVICE int in_tile(int r) const { return (warp_position * R + r) * positions + position; }
@@ -153,13 +179,46 @@ struct Lane {
   FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
 
   // ---- sums over lanes; every lane ends with the result; a pose's: over all lanes that hold the same one ----
-  FASTCAPS_DEVICE float sum_columns(float x) const { return sum_lanes(x, 1, columns); }
-  FASTCAPS_DEVICE float sum_positions(float x) const { return sum_lanes(x, columns, positions); }
-  FASTCAPS_DEVICE float sum_rows(float x) const { return sum_lanes(x, kWarp / rows, rows); }
+  FASTCAPS_DEVICE float sum_columns(float x) const { return over_columns(x, Sum()); }
+  FASTCAPS_DEVICE float sum_rows(float x) const { return over_rows(x, Sum()); }
   FASTCAPS_DEVICE float sum_pose(float x) const { return sum_rows(sum_columns(x)); }
-  FASTCAPS_DEVICE float max_pose(float x) const { return max_lanes(max_lanes(x, 1, columns), kWarp / rows, rows); }
-  FASTCAPS_DEVICE float sum_parents(float x) const { return sum_lanes(x, columns * positions, parents); }
-  FASTCAPS_DEVICE float max_parents(float x) const { return max_lanes(x, columns * positions, parents); }
+  FASTCAPS_DEVICE float max_pose(float x) const { return over_rows(over_columns(x, Max()), Max()); }
+  FASTCAPS_DEVICE float sum_parents(float x) const { return over_parents(x, Sum()); }
+  FASTCAPS_DEVICE float max_parents(float x) const { return over_parents(x, Max()); }
+  FASTCAPS_DEVICE float sum_positions(float x) const {
+    return over<Pose::kColumns, Pose::kPositions>(x, columns, positions, Sum());
+  }
+
+ private:
+  struct Sum {
+    FASTCAPS_DEVICE float operator()(float x, float y) const { return x + y; }
+  };
+  struct Max {
+    FASTCAPS_DEVICE float operator()(float x, float y) const { return fmaxf(x, y); }
+  };
+  // FIRST and COUNT are those of a fixed pose; the arguments, of any.
+  template <int FIRST, int COUNT, class Join>
+  static FASTCAPS_DEVICE float over(float x, int first, int count, Join join) {
+    if constexpr (Pose::kFixed) {
+      return join_lanes<FIRST, COUNT>(x, join);
+    } else {
+      FASTCAPS_UNROLL
+      for (int mask = first; mask < first * count; mask *= 2) x = join(x, shuffle_xor(x, mask));
+      return x;
+    }
+  }
+  template <class Join>
+  FASTCAPS_DEVICE float over_columns(float x, Join join) const {
+    return over<1, Pose::kColumns>(x, 1, columns, join);
+  }
+  template <class Join>
+  FASTCAPS_DEVICE float over_rows(float x, Join join) const {
+    return over<0, 1>(x, kWarp / rows, rows, join);
+  }
+  template <class Join>
+  FASTCAPS_DEVICE float over_parents(float x, Join join) const {
+    return over<Pose::kColumns * Pose::kPositions, Pose::kParents>(x, columns * positions, parents, join);
+  }
 };
 
 // How many neighbouring lanes end with the same sums if N sums are scattered over `span` lanes.

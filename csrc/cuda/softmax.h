@@ -28,13 +28,14 @@ struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at o
 };
 
 // Joins the parts of all warps of a position. Two places alternate, so that no warp overwrites what another still
-// reads: before it returns to a place, it has passed the other one's barrier.
+// reads: before it returns to a place, it has passed the other one's barrier. The places of a position's warps are
+// neighbours.
 template <class Pose, int R, int N>
 FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, SoftmaxPart<N> (&part)[R]) {
   const PassArgs& args = lane.args;
   const int in_tile = lane.positions * R;
   SoftmaxPart<N>* all = reinterpret_cast<SoftmaxPart<N>*>(lane.shared + args.shared_exchange) +
-                        (parity * lane.warps_positions() + lane.warp_position) * args.warps_parents * in_tile;
+                        (lane.warp_position * 2 + parity) * args.warps_parents * in_tile;
   if (lane.speaks_for_position()) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) all[lane.warp_parent * in_tile + r * lane.positions + lane.position] = part[r];

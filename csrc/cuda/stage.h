@@ -117,16 +117,7 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
   const PassArgs& args = lane.args;
   const int rows = lane.padded_rows(), vectors = lane.padded_depth() / V;
   for (int unit = thread_index(); unit < args.tile_size * rows * vectors; unit += block_threads()) {
-    int row, d;
-    if constexpr (Pose::kFixed) {
-      row = unit / (Pose::kD / V);
-      d = unit % (Pose::kD / V) * V;
-    } else {
-      row = args.by_depth.quotient(unit);
-      d = args.by_depth.remainder(unit, row) * V;
-    }
-    const int in_tile = Pose::kFixed ? row / (Pose::kFixed ? Pose::kC : 1) : args.by_rows.quotient(row);
-    const int c = row - in_tile * rows;
+    const auto [in_tile, c, d] = lane.vector_of_child(unit);
     const Position& position = lane.tile[in_tile];
     const int inside = Pose::kFixed ? V : c >= args.C ? 0 : args.D - d < V ? args.D - d : V;
     const int64_t at = position.children + c * args.children.stride[4] + d * args.children.stride[5];
@@ -216,13 +207,12 @@ struct Stage {
 };
 
 // Starts copying children [first, last), or as many as fit: they are there after copy_wait and a barrier. Their offsets
-// must be there, after a barrier. Makes the offsets of the next stage.
+// must be there, after a barrier. Makes the offsets of the next stage, from the next-th child on.
 template <class Pose, int R>
-FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int last) {
+FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int next, int last) {
   const PassArgs& args = lane.args;
   const int count = last - first < args.stage ? last - first : args.stage;
-  if (count <= 0) return;
-  make_offsets(args, lane.shared, parity ^ 1, first + args.stage, last);
+  make_offsets(args, lane.shared, parity ^ 1, next, last);
   const Offset* offsets = offsets_of(args, lane.shared, parity);
   char* base = lane.shared + parity * args.shared_stage;
   const auto numbers = [&](auto* to) {
