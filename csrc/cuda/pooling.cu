@@ -30,8 +30,8 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   const Tensor parts = call.empty(call.parts(c, true)), logsumexps = call.empty(call.parts(c, false));
   args.sums = floats(parts), args.logsumexp = floats(logsumexps);
   call.launch(c, 0, c.parent_blocks);
-  EndArgs end = end_args(call);
-  end.parts = floats(parts), end.logsumexps = floats(logsumexps), end.chunks = c.chunks;
+  EndArgs end = end_args(call, c.chunks);
+  end.parts = floats(parts), end.logsumexps = floats(logsumexps);
   end.stored = data_of(sums), end.logsumexp = floats(logsumexp), end.parents = data_of(result);
   finish(end);
   return results;
