@@ -120,7 +120,7 @@ def test_blocks_that_see_all_children_finish_their_parents(host: Host) -> None:
 def test_sums_are_set_to_zero_by_few_blocks(host: Host) -> None:
     """Four for each of the 132 multiprocessors and each gradient that is wanted: here of children and weight."""
     host.begin()
-    ops_of(host, ATTENTION, LARGE)[1]()
+    ops_of(host, ATTENTION, replace(LARGE, batch=4096))[1]()
     (zero,) = (launch for launch in host.launches() if "zero_kernel" in launch.kernel)
     assert (zero.x, zero.y) == (4 * 132, 2)
 

@@ -56,7 +56,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   for (int64_t k = 0; k < iterations.count && !empty; ++k) {
     const MaybeTensor given = iterations.at(op.sums, k);
     args.query = iterations.view(op.query, k);
-    end.grad = iterations.view(op.grad, k);
+    end.grad = PosesView(iterations.view(op.grad, k), args.C, args.E);
     end.given_sums = call.table(given);
     end.dnorm = wants_norm ? floats(dnorms) + k * blocks * 2 * numbers : nullptr;
     prepare(end);

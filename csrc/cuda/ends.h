@@ -11,7 +11,7 @@ namespace fastcaps::gpu {
 // The lanes of a warp that work on one parent. `lanes` of them hold its pose, four neighbours at a time; `shares` such
 // groups take turns with the parts that ranges of children have left of it. Both are powers of two.
 struct Sharing {
-  static constexpr int kParts = 8;  // of a lane, before more lanes share the rest
+  static constexpr int kParts = 4;  // that a lane has on their way at a time; if there are more, more lanes share them
   int lanes = 1, shares = 1;
 
   Sharing() = default;
@@ -58,6 +58,29 @@ FASTCAPS_DEVICE void store_four(void* to, int64_t at, int inside, bool vector, c
     if (v < inside) store_number(to, at + v, x[v], storage);
 }
 
+// The gradient of parents, [B, Ho, Wo, M, C, E]; no data stands for 0. `vector`: poses are dense, of a multiple of 4
+// values, and begin at multiples of 16 bytes.
+struct PosesView : View {
+  int E;
+  bool vector;
+
+  PosesView() = default;
+  PosesView(const View& view, int C, int E_) : View(view), E(E_), vector(view.data && C * E % 4 == 0) {
+    vector = vector && stride[5] == 1 && (C == 1 || stride[4] == E) && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (int k = 0; k < 4; ++k) vector = vector && stride[k] % 4 == 0;
+  }
+  // Four neighbours of the pose that begins at `from`, `inside` of which exist; the others are 0.
+  FASTCAPS_DEVICE void load(int64_t from, int number, int inside, float* to) const {
+    const float* pose = static_cast<const float*>(data) + from;
+    if (vector) return load_four(pose + number, inside, true, to);
+    FASTCAPS_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      const int c = (number + v) / E, e = number + v - c * E;
+      to[v] = data && v < inside ? pose[c * stride[4] + e * stride[5]] : 0.0f;
+    }
+  }
+};
+
 struct EndArgs : ParentArgs {
   Sharing by;
   int64_t count;  // parents in all: B * Ho * Wo * M
@@ -72,7 +95,7 @@ struct EndArgs : ParentArgs {
   void* parents;     // [count, C * E]
 
   // backward
-  View grad;                // [B, Ho, Wo, M, C, E]
+  PosesView grad;
   const float* given_sums;  // [count, C * E] where there was a LayerNorm, or null
   float* dsums;             // [count, C * E]
   float* dnorm;             // [blocks, 2, C * E] or null
@@ -140,7 +163,7 @@ struct HeldPose {
 template <bool WEIGHED, int PER>
 FASTCAPS_DEVICE float add_parts(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, bool exists,
                                 float top) {
-  constexpr int kParts = Sharing::kParts * 4 / PER;
+  constexpr int kParts = PER == 4 ? Sharing::kParts : 2;
   const int shares = args.by.shares;
   float total = 0.0f;
   FASTCAPS_NO_UNROLL
@@ -208,15 +231,11 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
   const HeldPose<PER> grad(args, ds), standard(args, s);
   each_parent(args.count, args.by.lanes, [&](int64_t parent, bool exists) {
     const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
-    const auto offset = [&](int number) {
-      const int c = number / args.E;
-      return from + c * args.grad.stride[4] + (number - c * args.E) * args.grad.stride[5];
-    };
-    grad.each([&](float& number, int k) {
-      number = exists ? static_cast<const float*>(args.grad.data)[offset(grad.index(k))] : 0.0f;
-      s[k] = exists && args.given_sums ? args.given_sums[parent * grad.numbers + grad.index(k)] : 0.0f;
-    });
+    FASTCAPS_UNROLL
+    for (int k = 0; k < PER; k += 4)
+      args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
     if (args.given_sums) {
+      standard.load(args.given_sums, parent, exists, s);
       const float inverse = standardise(standard, args.eps);
       grad.each([&](float& number, int k) {
         if (!exists) return;
@@ -233,9 +252,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       });
       if (exists && args.by.first() == 0) args.dconstant[parent] = -along;
     }
-    grad.each([&](float number, int k) {
-      if (exists) args.dsums[parent * grad.numbers + grad.index(k)] = number;
-    });
+    if (exists) grad.store(args.dsums, parent, Storage::kFloat32);
   });
   if (!args.dnorm) return;
   // Adds up, in shared memory and pairwise, the threads that hold the same values of different parents.

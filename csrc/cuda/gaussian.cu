@@ -22,7 +22,7 @@ struct Moments {
 // add(moments) for each of the lane's ranges; those of some are on their way at a time.
 template <class Add>
 FASTCAPS_DEVICE void each_part(const JoinArgs& join, int64_t parent, int number, int inside, Add&& add) {
-  constexpr int kParts = Sharing::kParts / 2;
+  constexpr int kParts = Sharing::kParts;
   const PassArgs& args = join.pass;
   const bool vector = join.numbers % 4 == 0;
   FASTCAPS_NO_UNROLL
@@ -46,7 +46,7 @@ FASTCAPS_DEVICE void each_part(const JoinArgs& join, int64_t parent, int number,
 }
 
 // In double: differences from the base may be small beside it. First the mean of all, then the squares about it.
-FASTCAPS_KERNEL(256, 1)
+FASTCAPS_KERNEL(256, 2)
 gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
   const PassArgs& args = join.pass;
   const Sharing& by = join.by;
@@ -104,9 +104,10 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
 // ---- before the backward kernel: what a vote's weight gains, as a parabola in the vote ------------------------------
 struct PrepareArgs {
   PassArgs pass;  // of the next launch, for which this one makes u, s and the constant
+  Sharing by;
   int64_t count;
-  const float* dcounts;     // [count] or null
-  View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
+  const float* dcounts;  // [count] or null
+  PosesView dmeans, dvariances;
   const float* variances;
   float *u, *s, *constant;
   float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
@@ -115,29 +116,37 @@ struct PrepareArgs {
 FASTCAPS_KERNEL(256, 1)
 gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
   const PassArgs& args = prepare.pass;
-  for (int64_t parent = block_x() * block_threads() + thread_index(); parent < prepare.count;
-       parent += blocks_x() * block_threads()) {
-    const int64_t from_means = offset_of_parent(prepare.dmeans, parent, args.M, args.Ho, args.Wo);
-    const int64_t from_variances = offset_of_parent(prepare.dvariances, parent, args.M, args.Ho, args.Wo);
-    const float inverse = inverse_or_zero(args.counts[parent] + args.eps);
-    const auto number = [&](const View& view, int64_t from, int c, int e) {
-      return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
-    };
-    float constant = prepare.dcounts ? prepare.dcounts[parent] : 0.0f;
-    bool tight = false;
-    for (int c = 0; c < args.C; ++c)
-      for (int e = 0; e < args.E; ++e) {
-        const int64_t at = (parent * args.C + c) * args.E + e;
-        const float mean = args.means[at], variance = prepare.variances[at];
-        const float s = number(prepare.dvariances, from_variances, c, e) * inverse;
-        prepare.s[at] = s;
-        prepare.u[at] = number(prepare.dmeans, from_means, c, e) * inverse - 2.0f * (args.eps * inverse) * mean * s;
-        constant -= s * variance;
-        tight = tight || 64.0f * variance < mean * mean;
+  const Sharing& by = prepare.by;
+  const int numbers = args.C * args.E;
+  const bool vector = numbers % 4 == 0;
+  each_parent(prepare.count, by.lanes, [&](int64_t parent, bool exists) {
+    const int64_t from_means = offset_of_parent(prepare.dmeans, exists ? parent : 0, args.M, args.Ho, args.Wo);
+    const int64_t from_variances = offset_of_parent(prepare.dvariances, exists ? parent : 0, args.M, args.Ho, args.Wo);
+    const float inverse = exists ? inverse_or_zero(args.counts[parent] + args.eps) : 0.0f;
+    float constant = 0.0f, tight = 0.0f;
+    for (int number = by.first(); exists && number < numbers; number += by.lanes * 4) {
+      const int inside = numbers - number;
+      const int64_t at = parent * numbers + number;
+      float mean[4], variance[4], u[4], s[4];
+      load_four(args.means + at, inside, vector, mean);
+      load_four(prepare.variances + at, inside, vector, variance);
+      prepare.dmeans.load(from_means, number, inside, u);
+      prepare.dvariances.load(from_variances, number, inside, s);
+      FASTCAPS_UNROLL
+      for (int v = 0; v < 4; ++v) {
+        s[v] *= inverse;
+        u[v] = u[v] * inverse - 2.0f * (args.eps * inverse) * mean[v] * s[v];
+        constant -= s[v] * variance[v];
+        if (64.0f * variance[v] < mean[v] * mean[v]) tight = 1.0f;
       }
-    prepare.constant[parent] = constant;
-    if (tight && prepare.tight) atomic_add(prepare.tight + parent / args.M, 1.0f);
-  }
+      store_four(prepare.s, at, inside, vector, s, Storage::kFloat32);
+      store_four(prepare.u, at, inside, vector, u, Storage::kFloat32);
+    }
+    by.add_lanes(constant), by.add_lanes(tight);
+    if (!exists || by.first() != 0) return;
+    prepare.constant[parent] = constant + (prepare.dcounts ? prepare.dcounts[parent] : 0.0f);
+    if (tight != 0.0f && prepare.tight) atomic_add(prepare.tight + parent / args.M, 1.0f);
+  });
 }
 
 std::vector<Tensor> gaussian_routing(Stack stack) {
@@ -226,9 +235,11 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
     args.means = call.table(of(op.means)), args.counts = call.table(of(op.counts));
     const float *spread = call.table(of(op.variances)), *dcounts = call.table(of(op.grad_counts));
-    launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{args, count, dcounts, all.view(op.grad_means, k), all.view(op.grad_variances, k), spread,
-                       floats(u), floats(s), floats(constant), tight});
+    const auto poses = [&](const MaybeTensor& x) { return PosesView(all.view(x, k), args.C, args.E); };
+    const Sharing by(v.parent_size());
+    launch(&gaussian_prepare_kernel, by.grid(count),
+           PrepareArgs{args, by, count, dcounts, poses(op.grad_means), poses(op.grad_variances), spread, floats(u),
+                       floats(s), floats(constant), tight});
     if (listens) args.devidence = call.table(of(op.grad_evidence));
     if (wants_use && !args.betas.use_stride_i) args.duse = floats(shared_use) + k * slots;
     if (wants_ignore && !args.betas.ignore_stride_i) args.dignore = floats(shared_ignore) + k * slots;

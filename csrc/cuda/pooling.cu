@@ -59,7 +59,7 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
     const Tensor stored = as_dense(*iterations.at(op.sums, k)), shift = as_dense(*iterations.at(op.logsumexp, k));
     args.query = iterations.view(query, k);
     args.logsumexp = floats(shift);
-    end.grad = iterations.view(grad, k), end.stored = data_of(stored);
+    end.grad = PosesView(iterations.view(grad, k), args.C, args.E), end.stored = data_of(stored);
     prepare(end);
     gradients.run(0);
   }
