@@ -190,14 +190,14 @@ FASTCAPS_DEVICE float add_parts(const EndArgs& args, const HeldPose<PER>& pose, 
   return total;
 }
 
-// The largest log-sum-exp of a parent's parts, by which exponentials cannot overflow.
+// The largest log-sum-exp of a parent's parts, by which exponentials cannot overflow: all its lanes look for it.
 FASTCAPS_DEVICE float top_of(const EndArgs& args, int64_t parent, bool exists) {
-  const Sharing& by = args.by;
+  const int lanes = args.by.lanes * args.by.shares;
   float top = -INFINITY;
-  for (int chunk = by.share(); exists && chunk < args.chunks; chunk += by.shares)
+  for (int chunk = thread_index() & (lanes - 1); exists && chunk < args.chunks; chunk += lanes)
     top = fmaxf(top, args.logsumexps[chunk * args.count + parent]);
   FASTCAPS_NO_UNROLL
-  for (int mask = by.lanes; mask < by.lanes * by.shares; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+  for (int mask = 1; mask < lanes; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
   return top == -INFINITY ? 0.0f : top;
 }
 
