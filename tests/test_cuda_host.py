@@ -111,6 +111,14 @@ def test_a_call_may_be_captured(host: Host, name: str) -> None:
         assert host.launches() == first
 
 
+def test_sums_are_set_to_zero_by_few_blocks(host: Host) -> None:
+    """Four for each of the 132 multiprocessors and each gradient that is wanted: here of children and weight."""
+    host.begin()
+    ops_of(host, ATTENTION, replace(LARGE, batch=4096))[1]()
+    (zero,) = (launch for launch in host.launches() if "zero_kernel" in launch.kernel)
+    assert (zero.x, zero.y) == (4 * 132, 2)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: str) -> None:

@@ -109,6 +109,17 @@ def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -
 
 
 @on_every_target
+@pytest.mark.parametrize("pose", [(3, 5, 3), (2, 4, 70)], ids=["9-values", "140-values"])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_poses_of_any_size_from_several_ranges(routing: Routing, pose: tuple[int, int, int], target: Target) -> None:
+    """Of a number of values that is no multiple of 4, and of so many that each lane holds several vectors."""
+    case = replace(routing.case("one-position"), types=40, parents=3, pose=pose)
+    facts = dict(one.split("=") for one in target.ask("schedule", *question(routing, case, backward=False)).split(";"))
+    assert int(facts["ranges"]) > 1
+    target.check(routing, case)
+
+
+@on_every_target
 def test_three_products_err_as_little_as_float32(target: Target) -> None:
     """Forward and backward they keep the rule that the plain kernels keep, and one product does not."""
     case = Case("three", Rule.LAYER_NORM, batch=5, types=9, parents=5, pose=(4, 4, 4), gate="some", bias="IM")

@@ -29,9 +29,8 @@ std::vector<Tensor> attention_routing(Stack stack) {
   const Tensor parts = c.chunks == 1 ? sums : call.empty(call.parts(c, true));
   args.sums = floats(parts);
   call.launch(c, 0, c.parent_blocks);
-  EndArgs end = end_args(call);
-  end.parts = floats(parts), end.chunks = c.chunks, end.sums = c.chunks == 1 ? nullptr : floats(sums);
-  end.parents = data_of(result);
+  EndArgs end = end_args(call, c.chunks);
+  end.parts = floats(parts), end.sums = c.chunks == 1 ? nullptr : floats(sums), end.parents = data_of(result);
   finish(end);
   return {result, sums};
 }
@@ -49,17 +48,16 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   VoteGradients gradients(call, op.needs);
   EndArgs end = end_args(call);
   end.norm_weight = call.as_given(op.norm_weight);
-  const int64_t blocks = end_blocks(end, 1024), numbers = wants_norm ? v.parent_size() : 0;
+  const int64_t blocks = prepare_blocks(end), numbers = wants_norm ? v.parent_size() : 0;
   const Tensor dnorms = empty ? call.zeros({1, 2, numbers}) : call.empty({iterations.count * blocks, 2, numbers});
   const Tensor dquery = !wants_query ? gradients.none() : call.empty(call.parts(gradients.schedule, true));
   const Tensor dsums = call.empty({v.positions() * v.parents_size()});
   args.dsums = end.dsums = floats(dsums), args.dquery = floats(dquery);
   for (int64_t k = 0; k < iterations.count && !empty; ++k) {
     const MaybeTensor given = iterations.at(op.sums, k);
-    const Tensor kept = given ? as_dense(*given) : Tensor();
     args.query = iterations.view(op.query, k);
-    end.grad = iterations.view(op.grad, k);
-    end.given_sums = given ? floats(kept) : nullptr;
+    end.grad = PosesView(iterations.view(op.grad, k), args.C, args.E);
+    end.given_sums = call.table(given);
     end.dnorm = wants_norm ? floats(dnorms) + k * blocks * 2 * numbers : nullptr;
     prepare(end);
     if (gradients.any() || wants_query) gradients.run(3);  // else the LayerNorm is all there is to differentiate

@@ -20,7 +20,7 @@ round_kernel(const FASTCAPS_CONSTANT RoundArgs round) {
     round.to[k] = bits_float(to_tf32(round.from[k]));
 }
 
-// Sums that kernels will add to, set to 0 by one launch: block y takes the y-th.
+// Sums that kernels will add to, set to 0 by one launch: block y takes the y-th. They begin at multiples of 16 bytes.
 struct ZeroArgs {
   float* sums[6];
   int64_t count[6];
@@ -30,7 +30,9 @@ FASTCAPS_KERNEL(256, 1)
 zero_kernel(const FASTCAPS_CONSTANT ZeroArgs zero) {
   float* sums = zero.sums[block_y()];
   const int64_t count = zero.count[block_y()], step = blocks_x() * block_threads();
-  for (int64_t k = block_x() * block_threads() + thread_index(); k < count; k += step) sums[k] = 0.0f;
+  const int64_t first = block_x() * block_threads() + thread_index();
+  for (int64_t k = first; k < count / 4; k += step) store4(sums + 4 * k, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  if (first < count % 4) sums[count - 1 - first] = 0.0f;
 }
 
 constexpr int kMostAlongY = 65535;  // blocks of a grid
@@ -196,17 +198,17 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, int64_t use, int64_t ign
               {dbias_, parts, biases, args.dbias},
               {duse_, parts, wanted.use, args.duse},
               {dignore_, parts, wanted.ignore, args.dignore}};
-  ZeroArgs zero{};  // not one piece of memory for all: who keeps a gradient would keep the others
-  int64_t most = 0;
-  for (int k = 0; k < 6; ++k) {
-    const Shape shape{made[k].parts, made[k].numbers};
-    made[k].sums = v.positions() == 0 ? call.zeros(shape) : call.empty(shape);  // an empty batch launches nothing
-    zero.sums[k] = made[k].place = floats(made[k].sums);
-    zero.count[k] = made[k].parts * made[k].numbers;
-    if (v.positions() > 0) most = std::max(most, zero.count[k]);
+  ZeroArgs zero{};       // not one piece of memory for all: who keeps a gradient would keep the others
+  Grid grid{1, 0, 256};  // few blocks, each with much to store: starting thousands takes longer than what they store
+  for (auto& one : made) {
+    const Shape shape{one.parts, one.numbers};
+    one.sums = v.positions() == 0 ? call.zeros(shape) : call.empty(shape);  // an empty batch launches nothing
+    one.place = floats(one.sums);
+    const int64_t count = one.sums.numel();
+    if (v.positions() == 0 || count == 0) continue;
+    zero.sums[grid.y] = one.place, zero.count[grid.y++] = count;
+    grid.x = std::clamp<int64_t>(ceil_div(count, 4 * grid.threads), grid.x, 4 * multiprocessors());
   }
-  Grid grid = blocks_for(most);
-  grid.y = 6;
   gpu::launch(&zero_kernel, grid, zero);
   args.dweight_part = ordered_ ? weights : 0, args.dbias_part = ordered_ ? biases : 0;
   args.dbeta_part = ordered_ ? v.I * v.M : 0, args.cells_part = places_ > 1 ? cells : 0;

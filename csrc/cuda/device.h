@@ -50,6 +50,7 @@ FASTCAPS_DEVICE void barrier_part(int id, int threads) {
 
 // ---- between the lanes of a warp: all 32 take part ------------------------------------------------------------------
 FASTCAPS_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+FASTCAPS_DEVICE double shuffle_xor(double x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FASTCAPS_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 // ---- asynchronous copies from global to shared memory ---------------------------------------------------------------

@@ -8,8 +8,81 @@
 
 namespace fastcaps::gpu {
 
+// The lanes of a warp that work on one parent. `lanes` of them hold its pose, four neighbours at a time; `shares` such
+// groups take turns with the parts that ranges of children have left of it. Both are powers of two.
+struct Sharing {
+  static constexpr int kParts = 4;  // that a lane has on their way at a time; if there are more, more lanes share them
+  int lanes = 1, shares = 1;
+
+  Sharing() = default;
+  explicit Sharing(int64_t numbers, int64_t parts = 1) {
+    while (lanes < 32 && lanes * 4 < numbers) lanes *= 2;
+    while (lanes * shares < 32 && shares * kParts < parts) shares *= 2;
+  }
+  Grid grid(int64_t parents, int64_t most = 1 << 20) const {
+    const int64_t blocks = ceil_div(parents, 256 / (lanes * shares));
+    return {blocks < most ? blocks : most, 1, 256};
+  }
+  FASTCAPS_DEVICE int first() const { return (thread_index() & (lanes - 1)) * 4; }  // value of the lane
+  FASTCAPS_DEVICE int share() const { return (thread_index() & (lanes * shares - 1)) / lanes; }
+  // Sums over the shares of a parent, or over the lanes of a share; the same in all of them.
+  template <class X>
+  FASTCAPS_DEVICE void add_shares(X& x) const {
+    FASTCAPS_NO_UNROLL
+    for (int mask = lanes; mask < lanes * shares; mask *= 2) x += shuffle_xor(x, mask);
+  }
+  FASTCAPS_DEVICE void add_lanes(float& x) const {
+    FASTCAPS_NO_UNROLL
+    for (int mask = 1; mask < lanes; mask *= 2) x += shuffle_xor(x, mask);
+  }
+};
+
+// Four neighbours, of which `inside` exist; the others are 0. `vector`: the address is a multiple of 16, and all or
+// none exist.
+FASTCAPS_DEVICE void load_four(const float* from, int inside, bool vector, float* to) {
+  if (vector) {
+    const float4 x = inside > 0 ? load4(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    return;
+  }
+  FASTCAPS_UNROLL
+  for (int v = 0; v < 4; ++v) to[v] = v < inside ? from[v] : 0.0f;
+}
+FASTCAPS_DEVICE void store_four(void* to, int64_t at, int inside, bool vector, const float* x, Storage storage) {
+  if (vector && storage == Storage::kFloat32) {
+    if (inside > 0) store4(static_cast<float*>(to) + at, make_float4(x[0], x[1], x[2], x[3]));
+    return;
+  }
+  FASTCAPS_UNROLL
+  for (int v = 0; v < 4; ++v)
+    if (v < inside) store_number(to, at + v, x[v], storage);
+}
+
+// The gradient of parents, [B, Ho, Wo, M, C, E]; no data stands for 0. `vector`: poses are dense, of a multiple of 4
+// values, and begin at multiples of 16 bytes.
+struct PosesView : View {
+  int E;
+  bool vector;
+
+  PosesView() = default;
+  PosesView(const View& view, int C, int E_) : View(view), E(E_), vector(view.data && C * E % 4 == 0) {
+    vector = vector && stride[5] == 1 && (C == 1 || stride[4] == E) && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (int k = 0; k < 4; ++k) vector = vector && stride[k] % 4 == 0;
+  }
+  // Four neighbours of the pose that begins at `from`, `inside` of which exist; the others are 0.
+  FASTCAPS_DEVICE void load(int64_t from, int number, int inside, float* to) const {
+    const float* pose = static_cast<const float*>(data) + from;
+    if (vector) return load_four(pose + number, inside, true, to);
+    FASTCAPS_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      const int c = (number + v) / E, e = number + v - c * E;
+      to[v] = data && v < inside ? pose[c * stride[4] + e * stride[5]] : 0.0f;
+    }
+  }
+};
+
 struct EndArgs : ParentArgs {
-  int lanes;      // of a parent: a power of two
+  Sharing by;
   int64_t count;  // parents in all: B * Ho * Wo * M
 
   // forward
@@ -22,36 +95,31 @@ struct EndArgs : ParentArgs {
   void* parents;     // [count, C * E]
 
   // backward
-  View grad;                // [B, Ho, Wo, M, C, E]
+  PosesView grad;
   const float* given_sums;  // [count, C * E] where there was a LayerNorm, or null
   float* dsums;             // [count, C * E]
   float* dnorm;             // [blocks, 2, C * E] or null
   float* dconstant;         // pooling: [count], -<dS, S> with S as it is stored; or null
 };
 
-inline EndArgs end_args(const Call& call) {
+inline EndArgs end_args(const Call& call, int chunks = 1) {
   EndArgs args{};
   static_cast<ParentArgs&>(args) = call.args;
   args.count = call.votes.positions() * args.M;
-  args.chunks = 1, args.lanes = 1;
-  while (args.lanes < 32 && args.lanes * 4 < args.C * args.E) args.lanes *= 2;
+  args.chunks = chunks, args.by = Sharing(args.C * args.E, chunks);
   return args;
-}
-inline int64_t end_blocks(const EndArgs& args, int64_t most) {
-  const int64_t blocks = ceil_div(args.count, 256 / args.lanes);
-  return blocks < most ? blocks : most;
 }
 
 // A lane's values of one pose, and the sums over all lanes that hold it.
 template <int PER>
 struct HeldPose {
   using X = float;
+  const Sharing& by;
   float* x;  // [PER]
-  int lanes, first, numbers;
+  int numbers;
 
-  FASTCAPS_DEVICE HeldPose(const EndArgs& args, float* x_)
-      : x(x_), lanes(args.lanes), first(thread_index() % args.lanes), numbers(args.C * args.E) {}
-  FASTCAPS_DEVICE int index(int k) const { return first + k * lanes; }
+  FASTCAPS_DEVICE HeldPose(const EndArgs& args, float* x_) : by(args.by), x(x_), numbers(args.C * args.E) {}
+  FASTCAPS_DEVICE int index(int k) const { return by.first() + k / 4 * by.lanes * 4 + k % 4; }
   FASTCAPS_DEVICE bool inside(int k) const { return index(k) < numbers; }
   template <class F>
   FASTCAPS_DEVICE void each(F&& f) const {
@@ -63,8 +131,7 @@ struct HeldPose {
   FASTCAPS_DEVICE float sum(F&& f) const {
     float sum = 0.0f;
     each([&](float number, int k) { sum += f(number, k); });
-    FASTCAPS_NO_UNROLL
-    for (int mask = 1; mask < lanes; mask *= 2) sum += shuffle_xor(sum, mask);
+    by.add_lanes(sum);
     return sum;
   }
   template <class F>
@@ -75,44 +142,84 @@ struct HeldPose {
     float largest = 0.0f;
     each([&](float number, int) { largest = fmaxf(largest, fabsf(number)); });
     FASTCAPS_NO_UNROLL
-    for (int mask = 1; mask < lanes; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+    for (int mask = 1; mask < by.lanes; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
     return largest;
   }
+  // Of a parent's dense pose at an address that is a multiple of 16: 0 without it.
+  FASTCAPS_DEVICE void load(const float* poses, int64_t parent, bool exists, float* to) const {
+    FASTCAPS_UNROLL
+    for (int k = 0; k < PER; k += 4)
+      load_four(poses + parent * numbers + index(k), exists ? numbers - index(k) : 0, numbers % 4 == 0, to + k);
+  }
+  FASTCAPS_DEVICE void store(void* poses, int64_t parent, Storage storage) const {
+    FASTCAPS_UNROLL
+    for (int k = 0; k < PER; k += 4)
+      store_four(poses, parent * numbers + index(k), numbers - index(k), numbers % 4 == 0, x + k, storage);
+  }
 };
+
+// Adds up a parent's parts, each times exp of its log-sum-exp - `top` if WEIGHED; returns the sum of these weights. A
+// lane has some parts on their way at a time. The order of sums is fixed.
+template <bool WEIGHED, int PER>
+FASTCAPS_DEVICE float add_parts(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, bool exists,
+                                float top) {
+  constexpr int kParts = PER == 4 ? Sharing::kParts : 2;
+  const int shares = args.by.shares;
+  float total = 0.0f;
+  FASTCAPS_NO_UNROLL
+  for (int chunk = args.by.share(); chunk < args.chunks; chunk += kParts * shares) {
+    float weight[kParts], part[kParts][PER];
+    FASTCAPS_UNROLL
+    for (int j = 0; j < kParts; ++j) {
+      const bool there = exists && chunk + j * shares < args.chunks;
+      const int64_t at = (chunk + j * shares) * args.count + parent;
+      if constexpr (WEIGHED) weight[j] = there ? args.logsumexps[at] : -INFINITY;
+      pose.load(args.parts, at, there, part[j]);
+    }
+    FASTCAPS_UNROLL
+    for (int j = 0; j < kParts; ++j) {
+      weight[j] = WEIGHED ? expf(weight[j] - top) : 1.0f;
+      total += weight[j];
+      FASTCAPS_UNROLL
+      for (int k = 0; k < PER; ++k) pose.x[k] += weight[j] * part[j][k];
+    }
+  }
+  FASTCAPS_UNROLL
+  for (int k = 0; k < PER; ++k) args.by.add_shares(pose.x[k]);
+  if constexpr (WEIGHED) args.by.add_shares(total);
+  return total;
+}
+
+// The largest log-sum-exp of a parent's parts, by which exponentials cannot overflow: all its lanes look for it.
+FASTCAPS_DEVICE float top_of(const EndArgs& args, int64_t parent, bool exists) {
+  const int lanes = args.by.lanes * args.by.shares;
+  float top = -INFINITY;
+  for (int chunk = thread_index() & (lanes - 1); exists && chunk < args.chunks; chunk += lanes)
+    top = fmaxf(top, args.logsumexps[chunk * args.count + parent]);
+  FASTCAPS_NO_UNROLL
+  for (int mask = 1; mask < lanes; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+  return top == -INFINITY ? 0.0f : top;
+}
 
 template <int PER>
 FASTCAPS_KERNEL(256, 2)
 finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  each_parent(args.count, args.lanes, [&](int64_t parent, bool exists) {
+  each_parent(args.count, args.by.lanes * args.by.shares, [&](int64_t parent, bool exists) {
     float x[PER] = {};
     const HeldPose<PER> pose(args, x);
-    float top = -INFINITY, total = 0.0f;
-    if (args.logsumexps && exists) {
-      for (int chunk = 0; chunk < args.chunks; ++chunk) top = fmaxf(top, args.logsumexps[chunk * args.count + parent]);
-      top = top == -INFINITY ? 0.0f : top;
-      for (int chunk = 0; chunk < args.chunks; ++chunk)
-        total += expf(args.logsumexps[chunk * args.count + parent] - top);
-      if (pose.first == 0) args.logsumexp[parent] = total == 0.0f ? -INFINITY : top + logf(total);
+    const bool stores = exists && args.by.share() == 0;
+    if (args.logsumexps) {
+      const float top = top_of(args, parent, exists), total = add_parts<true>(args, pose, parent, exists, top);
+      pose.each([&](float& sum, int) { sum = total == 0.0f ? 0.0f : sum / total; });
+      if (stores) pose.store(args.stored, parent, args.storage);
+      if (stores && args.by.first() == 0) args.logsumexp[parent] = total == 0.0f ? -INFINITY : top + logf(total);
+    } else {
+      add_parts<false>(args, pose, parent, exists, 0.0f);
     }
-    pose.each([&](float& sum, int k) {
-      if (!exists) return;
-      const int64_t at = parent * pose.numbers + pose.index(k);
-      for (int chunk = 0; chunk < args.chunks; ++chunk) {
-        const float weight = args.logsumexps ? expf(args.logsumexps[chunk * args.count + parent] - top) : 1.0f;
-        sum += weight * args.parts[chunk * args.count * pose.numbers + at];
-      }
-      if (args.logsumexps) {
-        sum = total == 0.0f ? 0.0f : sum / total;
-        store_number(args.stored, at, sum, args.storage);
-      }
-      if (args.sums) args.sums[at] = sum;
-    });
+    if (stores && args.sums) pose.store(args.sums, parent, Storage::kFloat32);
     between(args, pose, true);
-    pose.each([&](float number, int k) {
-      if (!exists) return;
-      store_number(args.parents, parent * pose.numbers + pose.index(k), affine(args, number, pose.index(k)),
-                   args.storage);
-    });
+    pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
+    if (stores) pose.store(args.parents, parent, args.storage);
   });
 }
 
@@ -122,17 +229,13 @@ FASTCAPS_KERNEL(256, 1)
 prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
   float dweight[PER] = {}, dbias[PER] = {}, ds[PER], s[PER];
   const HeldPose<PER> grad(args, ds), standard(args, s);
-  each_parent(args.count, args.lanes, [&](int64_t parent, bool exists) {
+  each_parent(args.count, args.by.lanes, [&](int64_t parent, bool exists) {
     const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
-    const auto offset = [&](int number) {
-      const int c = number / args.E;
-      return from + c * args.grad.stride[4] + (number - c * args.E) * args.grad.stride[5];
-    };
-    grad.each([&](float& number, int k) {
-      number = exists ? static_cast<const float*>(args.grad.data)[offset(grad.index(k))] : 0.0f;
-      s[k] = exists && args.given_sums ? args.given_sums[parent * grad.numbers + grad.index(k)] : 0.0f;
-    });
+    FASTCAPS_UNROLL
+    for (int k = 0; k < PER; k += 4)
+      args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
     if (args.given_sums) {
+      standard.load(args.given_sums, parent, exists, s);
       const float inverse = standardise(standard, args.eps);
       grad.each([&](float& number, int k) {
         if (!exists) return;
@@ -147,22 +250,20 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
         const int64_t at = parent * grad.numbers + grad.index(k);
         return number == 0.0f ? 0.0f : number * load_number(args.stored, at, args.storage);
       });
-      if (exists && grad.first == 0) args.dconstant[parent] = -along;
+      if (exists && args.by.first() == 0) args.dconstant[parent] = -along;
     }
-    grad.each([&](float number, int k) {
-      if (exists) args.dsums[parent * grad.numbers + grad.index(k)] = number;
-    });
+    if (exists) grad.store(args.dsums, parent, Storage::kFloat32);
   });
   if (!args.dnorm) return;
   // Adds up, in shared memory and pairwise, the threads that hold the same values of different parents.
   float* meeting = reinterpret_cast<float*>(shared_memory());  // [threads / lanes, 2, C * E]
-  float* place = meeting + thread_index() / args.lanes * 2 * grad.numbers;
+  float* place = meeting + thread_index() / args.by.lanes * 2 * grad.numbers;
   grad.each([&](float, int k) {
     place[grad.index(k)] = dweight[k];
     place[grad.numbers + grad.index(k)] = dbias[k];
   });
   barrier();
-  for (int threads = block_threads() / args.lanes / 2; threads > 0; threads /= 2) {
+  for (int threads = block_threads() / args.by.lanes / 2; threads > 0; threads /= 2) {
     for (int n = thread_index(); n < threads * 2 * grad.numbers; n += block_threads())
       meeting[n] += meeting[threads * 2 * grad.numbers + n];
     barrier();
@@ -171,15 +272,18 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     args.dnorm[block_x() * 2 * grad.numbers + n] = meeting[n];
 }
 
-// Launch both. If `dnorm` is wanted, each block has a part of it, and room in shared memory.
+// Launch both. If `dnorm` is wanted, each of prepare_blocks has a part of it, and room in shared memory.
 inline void finish(const EndArgs& args) {
-  launch(args.C * args.E <= 4 * args.lanes ? &finish_kernel<4> : &finish_kernel<16>,
-         Grid{end_blocks(args, 1 << 20), 1, 256}, args);
+  launch(args.C * args.E <= 4 * args.by.lanes ? &finish_kernel<4> : &finish_kernel<16>, args.by.grid(args.count), args);
 }
+inline int64_t prepare_blocks(const EndArgs& args) { return args.by.grid(args.count, 1024).x; }
 inline void prepare(const EndArgs& args) {
-  const int64_t room = args.dnorm ? 256 / args.lanes * 2 * args.C * args.E * int64_t(sizeof(float)) : 0;
-  launch(args.C * args.E <= 4 * args.lanes ? &prepare_kernel<4> : &prepare_kernel<16>,
-         Grid{end_blocks(args, args.dnorm ? 1024 : 1 << 20), 1, 256, room}, args);
+  Grid grid = args.by.grid(args.count);
+  if (args.dnorm) {
+    grid.x = prepare_blocks(args);
+    grid.shared_bytes = 256 / args.by.lanes * 2 * args.C * args.E * int64_t(sizeof(float));
+  }
+  launch(args.C * args.E <= 4 * args.by.lanes ? &prepare_kernel<4> : &prepare_kernel<16>, grid, args);
 }
 
 }  // namespace fastcaps::gpu

@@ -1,63 +1,113 @@
 // The ops of routings whose parents are Gaussians: check, schedule, allocate, launch.
 #include "../algebra/gaussian.h"
-#include "call.h"
-#include "stage.h"
+#include "ends.h"
 
 namespace fastcaps::gpu {
 namespace {
 
-// ---- behind the forward kernel: the moments of several ranges of children, joined; a few lanes hold one parent ------
+// ---- behind the forward kernel: the moments of several ranges of children, joined -----------------------------------
 struct JoinArgs {
   PassArgs pass;  // of the previous launch: counts, evidence, base, offsets and spread have a part for each range
+  Sharing by;
   int64_t count;  // parents in all: B * Ho * Wo * M
   int numbers;    // of a parent
-  int lanes;      // for a parent: a power of two
   float *counts, *scores;
 };
 
-FASTCAPS_KERNEL(256, 1)
+// What a range of children has found of four neighbours of a parent's pose; 0 where there is none.
+struct Moments {
+  float count, evidence, base[4], offset[4], spread[4];
+};
+
+// add(moments) for each of the lane's ranges; those of some are on their way at a time.
+template <class Add>
+FASTCAPS_DEVICE void each_part(const JoinArgs& join, int64_t parent, int number, int inside, Add&& add) {
+  constexpr int kParts = Sharing::kParts;
+  const PassArgs& args = join.pass;
+  const bool vector = join.numbers % 4 == 0;
+  FASTCAPS_NO_UNROLL
+  for (int chunk = join.by.share(); chunk < args.chunks; chunk += kParts * join.by.shares) {
+    Moments part[kParts];
+    FASTCAPS_UNROLL
+    for (int j = 0; j < kParts; ++j) {
+      const int64_t at = (chunk + j * join.by.shares) * join.count + parent;
+      const int there = chunk + j * join.by.shares < args.chunks ? inside : 0;
+      const int64_t first = at * join.numbers + number;
+      part[j].count = there > 0 ? args.counts[at] : 0.0f;
+      part[j].evidence = there > 0 ? args.evidence[at] : 0.0f;
+      load_four(args.mean ? args.mean + parent * join.numbers + number : args.base + first, there, vector,
+                part[j].base);
+      load_four(args.offsets + first, there, vector, part[j].offset);
+      load_four(args.spread + first, there, vector, part[j].spread);
+    }
+    FASTCAPS_UNROLL
+    for (int j = 0; j < kParts; ++j) add(part[j]);
+  }
+}
+
+// In double: differences from the base may be small beside it. First the mean of all, then the squares about it.
+FASTCAPS_KERNEL(256, 2)
 gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
   const PassArgs& args = join.pass;
-  const int first = thread_index() % join.lanes;
-  each_parent(join.count, join.lanes, [&](int64_t parent, bool exists) {
-    float count = 0.0f, evidence = 0.0f, log_sigma = 0.0f;
-    for (int number = first; number < join.numbers && exists; number += join.lanes) {
-      const int64_t k = parent * join.numbers + number;
-      double n = 0, mean = 0, square = 0;  // in double: each range would round the mean of those before it
-      for (int chunk = 0; chunk < args.chunks; ++chunk) {
-        const int64_t part = chunk * join.count * join.numbers + k;
-        const double more = args.counts[chunk * join.count + parent], sum = n + more,
-                     fraction = more * inverse_or_zero(sum);
-        const double base = args.mean ? args.mean[k] : args.base[part];
-        gaussian::join(base + args.offsets[part], double(args.spread[part]), fraction, n * fraction, mean, square);
-        n = sum;
-      }
-      const double eps = args.eps;
-      gaussian::finish(0.0, n, eps, inverse_or_zero(n + eps), mean, square);
-      const float variance = float(square);
-      args.means[k] = args.last_mean[k] = float(mean), args.variances[k] = variance,
-      args.last_variance[k] = variance + args.eps;
-      log_sigma += gaussian::log_sigma(variance + args.eps);
-      count = float(n);
-    }
+  const Sharing& by = join.by;
+  each_parent(join.count, by.lanes * by.shares, [&](int64_t parent, bool exists) {
+    const bool stores = exists && by.share() == 0;
+    float evidence = 0.0f, log_sigma = 0.0f;
+    double n = 0.0;
     FASTCAPS_NO_UNROLL
-    for (int mask = 1; mask < join.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);
-    if (!exists || first != 0) return;
-    for (int chunk = 0; chunk < args.chunks; ++chunk) evidence += args.evidence[chunk * join.count + parent];
+    for (int row = 0; row < join.numbers; row += by.lanes * 4) {
+      const int number = row + by.first(), inside = exists ? join.numbers - number : 0;
+      double mean[4] = {}, square[4] = {};
+      evidence = 0.0f, n = 0.0;
+      each_part(join, parent, number, inside, [&](const Moments& part) {
+        n += part.count, evidence += part.evidence;
+        FASTCAPS_UNROLL
+        for (int v = 0; v < 4; ++v) mean[v] += part.count * (double(part.base[v]) + part.offset[v]);
+      });
+      by.add_shares(n), by.add_shares(evidence);
+      const double eps = args.eps, each = inverse_or_zero(n), one = inverse_or_zero(n + eps);
+      FASTCAPS_UNROLL
+      for (int v = 0; v < 4; ++v) by.add_shares(mean[v]), mean[v] *= each;
+      each_part(join, parent, number, inside, [&](const Moments& part) {
+        FASTCAPS_UNROLL
+        for (int v = 0; v < 4; ++v) {
+          const double d = part.base[v] - mean[v] + part.offset[v];
+          square[v] += part.spread[v] + part.count * d * d;
+        }
+      });
+      float means[4], variances[4], last_variances[4];
+      FASTCAPS_UNROLL
+      for (int v = 0; v < 4; ++v) {
+        by.add_shares(square[v]);
+        gaussian::finish(0.0, n, eps, one, mean[v], square[v]);
+        means[v] = float(mean[v]), variances[v] = float(square[v]), last_variances[v] = variances[v] + args.eps;
+        if (v < inside) log_sigma += gaussian::log_sigma(last_variances[v]);
+      }
+      if (!stores) continue;
+      const int64_t at = parent * join.numbers + number;
+      const auto store = [&](float* to, const float* x) {
+        store_four(to, at, inside, join.numbers % 4 == 0, x, Storage::kFloat32);
+      };
+      store(args.means, means), store(args.last_mean, means);
+      store(args.variances, variances), store(args.last_variance, last_variances);
+    }
+    by.add_lanes(log_sigma);
+    if (!stores || by.first() != 0) return;
     const int m = int(parent % args.M);
     if (args.rule == Rule::kEM)
       evidence = gaussian::em_score(args.temperatures[0], args.activation[m],
-                                    float(join.numbers) * args.cost_of_numbers[m], log_sigma, count);
-    join.counts[parent] = count, join.scores[parent] = args.score[parent] = evidence;
+                                    float(join.numbers) * args.cost_of_numbers[m], log_sigma, float(n));
+    join.counts[parent] = float(n), join.scores[parent] = args.score[parent] = evidence;
   });
 }
 
 // ---- before the backward kernel: what a vote's weight gains, as a parabola in the vote ------------------------------
 struct PrepareArgs {
   PassArgs pass;  // of the next launch, for which this one makes u, s and the constant
+  Sharing by;
   int64_t count;
-  const float* dcounts;     // [count] or null
-  View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
+  const float* dcounts;  // [count] or null
+  PosesView dmeans, dvariances;
   const float* variances;
   float *u, *s, *constant;
   float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
@@ -66,29 +116,37 @@ struct PrepareArgs {
 FASTCAPS_KERNEL(256, 1)
 gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
   const PassArgs& args = prepare.pass;
-  for (int64_t parent = block_x() * block_threads() + thread_index(); parent < prepare.count;
-       parent += blocks_x() * block_threads()) {
-    const int64_t from_means = offset_of_parent(prepare.dmeans, parent, args.M, args.Ho, args.Wo);
-    const int64_t from_variances = offset_of_parent(prepare.dvariances, parent, args.M, args.Ho, args.Wo);
-    const float inverse = inverse_or_zero(args.counts[parent] + args.eps);
-    const auto number = [&](const View& view, int64_t from, int c, int e) {
-      return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
-    };
-    float constant = prepare.dcounts ? prepare.dcounts[parent] : 0.0f;
-    bool tight = false;
-    for (int c = 0; c < args.C; ++c)
-      for (int e = 0; e < args.E; ++e) {
-        const int64_t at = (parent * args.C + c) * args.E + e;
-        const float mean = args.means[at], variance = prepare.variances[at];
-        const float s = number(prepare.dvariances, from_variances, c, e) * inverse;
-        prepare.s[at] = s;
-        prepare.u[at] = number(prepare.dmeans, from_means, c, e) * inverse - 2.0f * (args.eps * inverse) * mean * s;
-        constant -= s * variance;
-        tight = tight || 64.0f * variance < mean * mean;
+  const Sharing& by = prepare.by;
+  const int numbers = args.C * args.E;
+  const bool vector = numbers % 4 == 0;
+  each_parent(prepare.count, by.lanes, [&](int64_t parent, bool exists) {
+    const int64_t from_means = offset_of_parent(prepare.dmeans, exists ? parent : 0, args.M, args.Ho, args.Wo);
+    const int64_t from_variances = offset_of_parent(prepare.dvariances, exists ? parent : 0, args.M, args.Ho, args.Wo);
+    const float inverse = exists ? inverse_or_zero(args.counts[parent] + args.eps) : 0.0f;
+    float constant = 0.0f, tight = 0.0f;
+    for (int number = by.first(); exists && number < numbers; number += by.lanes * 4) {
+      const int inside = numbers - number;
+      const int64_t at = parent * numbers + number;
+      float mean[4], variance[4], u[4], s[4];
+      load_four(args.means + at, inside, vector, mean);
+      load_four(prepare.variances + at, inside, vector, variance);
+      prepare.dmeans.load(from_means, number, inside, u);
+      prepare.dvariances.load(from_variances, number, inside, s);
+      FASTCAPS_UNROLL
+      for (int v = 0; v < 4; ++v) {
+        s[v] *= inverse;
+        u[v] = u[v] * inverse - 2.0f * (args.eps * inverse) * mean[v] * s[v];
+        constant -= s[v] * variance[v];
+        if (64.0f * variance[v] < mean[v] * mean[v]) tight = 1.0f;
       }
-    prepare.constant[parent] = constant;
-    if (tight && prepare.tight) atomic_add(prepare.tight + parent / args.M, 1.0f);
-  }
+      store_four(prepare.s, at, inside, vector, s, Storage::kFloat32);
+      store_four(prepare.u, at, inside, vector, u, Storage::kFloat32);
+    }
+    by.add_lanes(constant), by.add_lanes(tight);
+    if (!exists || by.first() != 0) return;
+    prepare.constant[parent] = constant + (prepare.dcounts ? prepare.dcounts[parent] : 0.0f);
+    if (tight != 0.0f && prepare.tight) atomic_add(prepare.tight + parent / args.M, 1.0f);
+  });
 }
 
 std::vector<Tensor> gaussian_routing(Stack stack) {
@@ -130,9 +188,9 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   args.counts = floats(parts), args.evidence = floats(evidences);
   args.offsets = floats(offsets), args.spread = floats(spreads), args.base = floats(bases);
   call.launch(c, 0, c.parent_blocks);
-  JoinArgs join{args, v.positions() * v.M, int(v.parent_size()), 1, floats(counts), floats(scores)};
-  while (join.lanes < 32 && join.lanes < join.numbers) join.lanes *= 2;
-  launch(&gaussian_join_kernel, blocks_for(join.count * join.lanes), join);
+  const int64_t count = v.positions() * v.M, numbers = v.parent_size();
+  const JoinArgs join{args, Sharing(numbers, c.chunks), count, int(numbers), floats(counts), floats(scores)};
+  launch(&gaussian_join_kernel, join.by.grid(count), join);
   return results;
 }
 
@@ -177,9 +235,11 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
     args.means = call.table(of(op.means)), args.counts = call.table(of(op.counts));
     const float *spread = call.table(of(op.variances)), *dcounts = call.table(of(op.grad_counts));
-    launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{args, count, dcounts, all.view(op.grad_means, k), all.view(op.grad_variances, k), spread,
-                       floats(u), floats(s), floats(constant), tight});
+    const auto poses = [&](const MaybeTensor& x) { return PosesView(all.view(x, k), args.C, args.E); };
+    const Sharing by(v.parent_size());
+    launch(&gaussian_prepare_kernel, by.grid(count),
+           PrepareArgs{args, by, count, dcounts, poses(op.grad_means), poses(op.grad_variances), spread, floats(u),
+                       floats(s), floats(constant), tight});
     if (listens) args.devidence = call.table(of(op.grad_evidence));
     if (wants_use && !args.betas.use_stride_i) args.duse = floats(shared_use) + k * slots;
     if (wants_ignore && !args.betas.ignore_stride_i) args.dignore = floats(shared_ignore) + k * slots;

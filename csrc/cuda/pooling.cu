@@ -30,8 +30,8 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   const Tensor parts = call.empty(call.parts(c, true)), logsumexps = call.empty(call.parts(c, false));
   args.sums = floats(parts), args.logsumexp = floats(logsumexps);
   call.launch(c, 0, c.parent_blocks);
-  EndArgs end = end_args(call);
-  end.parts = floats(parts), end.logsumexps = floats(logsumexps), end.chunks = c.chunks;
+  EndArgs end = end_args(call, c.chunks);
+  end.parts = floats(parts), end.logsumexps = floats(logsumexps);
   end.stored = data_of(sums), end.logsumexp = floats(logsumexp), end.parents = data_of(result);
   finish(end);
   return results;
@@ -59,7 +59,7 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
     const Tensor stored = as_dense(*iterations.at(op.sums, k)), shift = as_dense(*iterations.at(op.logsumexp, k));
     args.query = iterations.view(query, k);
     args.logsumexp = floats(shift);
-    end.grad = iterations.view(grad, k), end.stored = data_of(stored);
+    end.grad = PosesView(iterations.view(grad, k), args.C, args.E), end.stored = data_of(stored);
     prepare(end);
     gradients.run(0);
   }

@@ -259,7 +259,11 @@ class Routing(Signature, ABC):
         if len(every) == 1:
             return every[0]
         final = len(self.finals)
-        history = (torch.cat(kind).detach() for kind in zip(*(results[final:] for results in every), strict=True))
+        # of two dimensions: those of more than four torch copies to a GPU's memory one after the other
+        history = (
+            torch.cat([x.flatten(1) for x in kind]).unflatten(1, kind[0].shape[1:]).detach()
+            for kind in zip(*(results[final:] for results in every), strict=True)
+        )
         return (*every[-1][:final], *history)
 
     def _coefficients(self, votes: VoteInputs, own: Any, results: Results) -> Tensor | None:

@@ -51,6 +51,7 @@ void barrier_part(int id, int threads);
 
 // ---- between the lanes of a warp ------------------------------------------------------------------------------------
 float shuffle_xor(float x, int mask);
+double shuffle_xor(double x, int mask);
 bool any_lane(bool x);
 
 // ---- asynchronous copies: made when they are waited for, not earlier ------------------------------------------------

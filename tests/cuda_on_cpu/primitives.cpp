@@ -57,8 +57,8 @@ T& of(void* part) {
 
 void finish_xor(void* const* parts) {
   for (int k = 0; k < kWarp; ++k) {
-    auto& own = of<Exchange<float>>(parts[k]);
-    own.result = of<Exchange<float>>(parts[k ^ own.with]).value;
+    auto& own = of<Exchange<double>>(parts[k]);
+    own.result = of<Exchange<double>>(parts[k ^ own.with]).value;
   }
 }
 void finish_any(void* const* parts) {
@@ -156,12 +156,13 @@ void barrier_part(int id, int threads) {
 }
 void barrier_warp() { meet_warp(kBarrier, nullptr); }
 
-float shuffle_xor(float x, int mask) {
+double shuffle_xor(double x, int mask) {
   if (mask < 0 || mask >= kWarp) fail("calls shuffle_xor with mask " + std::to_string(mask));
-  Exchange<float> own{x, mask, 0};
+  Exchange<double> own{x, mask, 0};
   meet_warp(kXor, &own);
   return own.result;
 }
+float shuffle_xor(float x, int mask) { return float(shuffle_xor(double(x), mask)); }
 bool any_lane(bool x) {
   Exchange<bool> own{x, 0, false};
   meet_warp(kAny, &own);
