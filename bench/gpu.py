@@ -12,6 +12,7 @@ and this torch. A row whose process dies or hangs says so, and the next one has 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import sys
@@ -45,22 +46,16 @@ def order(names: Sequence[str], batches: Sequence[int], precisions: Sequence[str
     """Return the rows, the most important first: float32 at the largest batch, its other precisions, smaller batches.
 
     A workload whose children are copies, as it is large in itself, runs only at its own batch."""
-    works = [find(name) for name in sorted(names or WORKLOADS, key=lambda n: n not in IMPORTANT and 1)]
-    works.sort(key=lambda work: IMPORTANT.index(work.name) if work.name in IMPORTANT else len(IMPORTANT))
+    places = {name: place for place, name in enumerate(IMPORTANT)}
+    works = sorted(map(find, names or WORKLOADS), key=lambda work: places.get(work.name, len(places)))
+    large, *small = batches or BATCHES
     first, *others = precisions or PRECISIONS
-    found = []
-    for some in ((first,), others):
-        for part in ((batches or BATCHES)[:1], (batches or BATCHES)[1:]):
-            found += [
-                Case(work, work.batch if work.copies > 1 else batch, training, precision)
-                for work in works
-                for precision in some
-                for batch in part
-                for training in (True, False)
-                if work.copies == 1 or part == (batches or BATCHES)[:1]
-            ]
-    large = (batches or BATCHES)[0]
-    return sorted(found, key=lambda case: case.batch != large and case.workload.copies == 1)  # stable
+    return [
+        Case(work, work.batch if work.copies > 1 else batch, training, precision)
+        for some, part in (([large], [first]), ([large], others), (small, [first]), (small, others))
+        for work, precision, batch, training in itertools.product(works, part, some, (True, False))
+        if work.copies == 1 or batch == large
+    ]
 
 
 class Map:
@@ -69,7 +64,7 @@ class Map:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.until = given, time.monotonic() + given.seconds
         self.rows: list[dict[str, Any]] = []
-        self.written = 0.0
+        self.written, self.file = 0.0, Path()
         self.remotes: dict[str, Remote] = {}
         about = self.remote(OURS).call(120.0, "describe")
         self.machine = record.describe(given.threads) | {"kind": "full"} | about
@@ -119,7 +114,10 @@ class Map:
                     return
                 how = TRITON if name == TRITON else OURS
                 asked = (case.workload.name, case.batch, case.training, case.precision, how)
-                self.add(case, name, self.ask(name, PATIENCE["map"], "row", *asked))
+                found = self.ask(name, PATIENCE["map"], "row", *asked)
+                if "failed" in found and self.left <= 1:
+                    return  # it was the time that failed
+                self.add(case, name, found)
 
     def schedules(self, cases: Sequence[Case]) -> None:
         """Time the settings of each case's pass, the default first and again at the end, and print the fastest."""
@@ -242,7 +240,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     finally:
         measured.close()
     wrong = [row for row in measured.rows if row.get("complaint") or "failed" in row]
-    print(f"{len(measured.rows)} of {len(cases)} rows, {len(wrong)} failed or wrong: {measured.file}")
+    print(f"{len(measured.rows)} entries of {len(cases)} rows, {len(wrong)} failed or wrong: {measured.file}")
     return 0
 
 

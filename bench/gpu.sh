@@ -198,7 +198,7 @@ stage_profile() {
 # In a clean folder, with compilers that only say that they were called: the device's tests are collected as on a GPU, then
 # the stages run as far as they go without one.
 stage_rehearse() {
-  local clean worst=0 name
+  local clean worst=0 name small
   clean=$(mktemp -d) && mkdir -p "$clean/bin" "$clean/tree" "$clean/out" || return 1
   git archive HEAD | tar -x -C "$clean/tree" && cp -r "$DEVICE" "$clean/tree/" || return 1
   for name in nvcc c++ g++ gcc cc clang clang++ cmake ninja; do
@@ -214,7 +214,10 @@ stage_rehearse() {
     echo "$name: $(grep -c '^tests.*::' "$clean/$name") tests; of the CPU: $(grep -c 'on-cpu' "$clean/$name")"
   done
   "$PYTHON" -m bench.profiled tsai-c10-conv1 --device cpu --batch 1 || worst=1
-  for name in map sweep alternatives; do "$PYTHON" -m bench.gpu "$name" --help >/dev/null || worst=1; done
+  small=(--device cpu --batch 2 --precision fp32 --seconds 60)
+  "$PYTHON" -m bench.gpu map "${small[@]}" --workload tsai-c10-fc --workload hinton-fc || worst=1
+  FASTCAPS_CUDA_LIBRARY="$DEVICE/experiments.so" "$PYTHON" -m bench.gpu sweep tsai-c10-fc "${small[@]}" || worst=1
+  "$PYTHON" -m bench.gpu alternatives "${small[@]}" --workload tsai-c10-fc --against batched-matmul || worst=1
   bench/gpu.sh yardstick profile test
   echo "$? of 3 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
   [ ! -e "$clean/compiled" ] || { echo "compiled:" && cat "$clean/compiled" && worst=1; }

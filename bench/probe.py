@@ -37,6 +37,7 @@ SMALL = 5e-4  # seconds below which a call is always timed in a replayed graph, 
 IN_GRAPH = 8  # calls of a graph
 FLUSH = 2**28  # bytes that a write between two calls leaves in the second-level cache instead of the call's inputs
 DRAWS = 3  # that a gate may make: each takes as long as a reference in float64
+HOPPER = (132, 227 << 10)  # multiprocessors, and a block's shared memory: to list schedules without a GPU
 KERNELS = 12  # that a row names, of those that take longest
 
 
@@ -261,8 +262,10 @@ class Probe:
             *(work.columns_out, work.matrices, *(window.spec if window else (1, 1, 1, 1, 0, 0, 1, 1))),
         )
         element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(dtype)
-        about = torch.cuda.get_device_properties(self.device)
-        limits = about.multi_processor_count, about.shared_memory_per_block_optin
+        limits = HOPPER
+        if self.clock.on_gpu:
+            about = torch.cuda.get_device_properties(self.device)
+            limits = about.multi_processor_count, about.shared_memory_per_block_optin
         bias = 0 if "bias" not in self._made[3].arguments else 1 if self._made[3].arguments["bias"].shape[0] == 1 else 2
         options = backends.ALLOW_TF32 if PRECISIONS[precision].tf32 else 0
         facts = (int(training), element, bias, int("parents" in self._made[3].arguments), 1, options, *limits)
