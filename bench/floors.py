@@ -1,4 +1,4 @@
-"""Bounds: no kernel that stores no votes can take less than these seconds on a GPU of the Hopper generation.
+"""Bounds: no kernel of the kinds that we know can take less than these seconds on a GPU of the Hopper generation.
 
 python -m bench.floors [--batch 128]
 
@@ -12,7 +12,7 @@ import argparse
 from dataclasses import dataclass
 from math import prod
 
-from bench.routings import AttentionPass, DynamicRouting, InterestRouting, RoutingPool
+from bench.routings import AttentionPass, DynamicRouting, InterestRouting
 from bench.workload import PRECISIONS, Case, Workload
 from bench.workloads import WORKLOADS, find
 from fastcaps._testing.markdown import as_markdown
@@ -34,7 +34,7 @@ class Chip:
         return cls(memory=4.8e12) if "H200" in device else cls()
 
 
-def _turns(work: Workload) -> int:
+def _compared(work: Workload) -> int:
     """Count the iterations that have a softmax."""
     routing = work.routing
     if isinstance(routing, AttentionPass):
@@ -55,21 +55,21 @@ def floors(case: Case, chip: Chip) -> dict[str, float]:
     before matrices. It is counted where it saves operations, for all but Gaussians, whose squares need votes.
     """
     work, batch, training = case.workload, case.batch, case.training
-    routing, votes, turns = work.routing, work.votes(batch), _turns(work)
+    routing, votes, compared = work.routing, work.votes(batch), _compared(work)
     pose, depth = work.pose, 0 if work.groups == 0 else work.columns_in
     gaussian = routing.subject == "gaussian"
-    rest = 2 if isinstance(routing, RoutingPool) or not gaussian else 6  # multiply-adds a number, beside the vote
+    rest = 6 if gaussian else 2  # multiply-adds for each number of a vote, beside making it
     # multiply-adds a number of a vote: of products that tensor cores can make, and of all else
-    products = depth * turns + (depth if turns < routing.iterations else 0)  # the first sum is one plain product
-    others = rest * turns
+    products = depth * compared + (depth if compared < routing.iterations else 0)  # the first sum is one plain product
+    others = rest * compared
     if training:
-        products += depth * (3 * routing.iterations if turns else 2)
-        others += (15 if gaussian else 5) * routing.iterations if turns else 0
+        products += depth * (3 * routing.iterations if compared else 2)
+        others += (15 if gaussian else 5) * routing.iterations if compared else 0
     each = 2.0 * votes * pose
     rate = (chip.bf16 if case.precision == "bf16" else chip.tf32) * _filled(max(depth, 1))
     seconds = {"multiply_adds": each * (products + others) / chip.multiply_adds}
     seconds |= {"products": each * products / rate, "others": each * others / chip.multiply_adds}
-    seconds["exponentials"] = votes * turns * (2 if training else 1) / chip.exponentials
+    seconds["exponentials"] = votes * compared * (2 if training else 1) / chip.exponentials
     size = PRECISIONS[case.precision].dtype.itemsize
     children = batch * prod(work.grid or (1,)) * work.types * work.rows * work.columns_in
     parents = batch * work.positions * work.parents * pose
@@ -78,13 +78,14 @@ def floors(case: Case, chip: Chip) -> dict[str, float]:
     seconds["memory"] = (moved * size + ((moved * size + weights * 4) if training else 0)) / chip.memory
     if 0 < work.matrices < work.children and not gaussian:
         small = 2 * 2.0 * batch * work.positions * work.matrices * work.parents * pose * depth
-        folded = (4.0 * votes * work.rows * depth + small) * (turns + 3 * training * routing.iterations)
+        folded = (4.0 * votes * work.rows * depth + small) * (compared + 3 * training * routing.iterations)
         seconds["multiply_adds"] = min(seconds["multiply_adds"], folded / chip.multiply_adds)
         seconds["products"] = min(seconds["products"], folded / rate)
-        seconds["others"] = 6.0 * votes * turns / chip.multiply_adds
+        seconds["others"] = 6.0 * votes * compared / chip.multiply_adds
     arithmetic = seconds["multiply_adds"]
-    if case.precision != "fp32" and depth:
-        arithmetic = max(seconds["products"], seconds["others"])
+    if depth:  # float32 may be three TF32 products each
+        on_cores = max(seconds["products"] * (3 if case.precision == "fp32" else 1), seconds["others"])
+        arithmetic = min(arithmetic, on_cores) if case.precision == "fp32" else on_cores
     seconds["bound"] = max(arithmetic, seconds["exponentials"], seconds["memory"])
     return seconds
 

@@ -31,7 +31,7 @@ from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS, find
 
 BATCHES = (128, 1, 32)  # in order of importance: time may not do for all
-PATIENCE = {"map": 30.0, "alternatives": 90.0}  # seconds that a row may take
+PATIENCE = {"map": 20.0, "alternatives": 90.0}  # seconds that a row may take
 TOGETHER = 6  # processes that compile at once
 SHARE = 0.7  # of the device's memory that may be taken by alternatives that are made at once
 COPIES = 8  # of its votes that an alternative may hold at a time
@@ -43,7 +43,7 @@ IMPORTANT = (
 
 
 def order(names: Sequence[str], batches: Sequence[int], precisions: Sequence[str]) -> list[Case]:
-    """Return the rows, the most important first: float32 at the largest batch, its other precisions, smaller batches.
+    """Return the rows, the most important first: float32 at the first batch, its other precisions, other batches.
 
     A workload whose children are copies, as it is large in itself, runs only at its own batch."""
     places = {name: place for place, name in enumerate(IMPORTANT)}
@@ -59,7 +59,7 @@ def order(names: Sequence[str], batches: Sequence[int], precisions: Sequence[str
 
 
 class Map:
-    """One run: its processes, its rows and the file that they go to."""
+    """One run: its processes, its entries and the file that they go to."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.until = given, time.monotonic() + given.seconds
@@ -68,20 +68,30 @@ class Map:
         self.remotes: dict[str, Remote] = {}
         about = self.remote(OURS).call(120.0, "describe")
         self.machine = record.describe(given.threads) | {"kind": "full"} | about
-        print(f"{self.machine['device']}, torch {self.machine['versions']['torch']}, {self.machine['backend']}:",
-              *(f"{name} {rate:.3g}" for name, rate in self.machine["rates"].items()), flush=True)  # fmt: skip
+        rates = (f"{name} {rate:.3g}" for name, rate in self.machine["rates"].items())
+        print(f"{self.machine['device']}, torch {self.machine['versions']['torch']}:", *rates, flush=True)
 
-    def remote(self, name: str) -> Remote:
+    def remote(self, name: str, library: str = "") -> Remote:
+        """Return a process by its name, that of the CUDA ``library`` if it has one of its own."""
         if name not in self.remotes:
-            self.remotes[name] = Remote(self.given.threads, Probe, self.given.device, (self.given.batch or BATCHES)[0])
+            environment = {"FASTCAPS_CUDA_LIBRARY": library} if library else {}
+            how = self.given.threads, Probe, self.given.device, (self.given.batch or BATCHES)[0]
+            self.remotes[name] = Remote(*how, environment=environment)
         return self.remotes[name]
+
+    def require(self, name: str) -> None:
+        """Refuse to measure a process whose calls would fall back to another backend."""
+        wanted = "cuda" if self.given.device == "cuda" and not self.given.triton else ""
+        found = self.remote(name).call(120.0, "first_backend")
+        if wanted and found != wanted:
+            raise WorkerError(f"{name}: the CUDA library does not serve, calls would go to {found}")
 
     @property
     def left(self) -> float:
         return self.until - time.monotonic()
 
     def add(self, case: Case, how: str, found: dict[str, Any]) -> None:
-        """Keep an entry, say what it says, and write all of them if the last time was a second ago."""
+        """Keep an entry and print it; write all of them if the last time was a second ago."""
         row = dict(zip(("workload", "batch", "mode", "precision"), case.key, strict=True)) | {"how": how, **found}
         self.rows.append(row)
         print(line(row), flush=True)
@@ -93,7 +103,7 @@ class Map:
             self.file = record.write(self.given.results, [{"machine": self.machine, **row} for row in self.rows], KIND)
             self.written = time.monotonic()
 
-    def ask(self, name: str, seconds: float, *what: Any) -> Any:
+    def answer(self, name: str, seconds: float, *what: Any) -> Any:
         """Return a process's answer, or why it ``failed``."""
         try:
             return self.remote(name).call(min(seconds, max(1.0, self.left)), *what)
@@ -101,29 +111,36 @@ class Map:
             return {"failed": str(error)}
 
     def rows_of_ours(self, cases: Sequence[Case], libraries: dict[str, str]) -> None:
-        """Measure rows by this package; with ``libraries``, builds of the CUDA kernels by name, by each in turns."""
+        """Measure rows by this package; with ``libraries``, builds of the CUDA kernels by name, by each in turns. A
+        workload that hangs once is left out from then on."""
         for name, path in libraries.items():
-            os.environ["FASTCAPS_CUDA_LIBRARY"] = path  # which a process that starts now reads
-            self.remote(name).begin("clean")
+            self.remote(name, path).begin("clean")  # they start side by side
         for name in libraries:
             self.remote(name).finish(120.0)
-        ways = [*libraries] or [TRITON if self.given.triton else OURS]
+        hangs = set()
+        for name in libraries or [OURS]:
+            self.require(name)
         for case in cases:
-            for name in ways:
+            for name in libraries or [TRITON if self.given.triton else OURS]:
                 if self.left <= 1:
                     return
+                if case.workload.name in hangs:
+                    continue
                 how = TRITON if name == TRITON else OURS
                 asked = (case.workload.name, case.batch, case.training, case.precision, how)
-                found = self.ask(name, PATIENCE["map"], "row", *asked)
+                found = self.answer(OURS if name == TRITON else name, PATIENCE["map"], "row", *asked)
                 if "failed" in found and self.left <= 1:
                     return  # it was the time that failed
+                if str(found.get("failed", "")).startswith("no answer"):
+                    hangs.add(case.workload.name)
                 self.add(case, name, found)
 
     def schedules(self, cases: Sequence[Case]) -> None:
         """Time the settings of each case's pass, the default first and again at the end, and print the fastest."""
+        self.require(OURS)
         for case in cases:
             asked = (case.workload.name, case.batch, case.training, case.precision)
-            settings = self.ask(OURS, 60.0, "variants", *asked)
+            settings = self.answer(OURS, 60.0, "variants", *asked)
             if isinstance(settings, dict):
                 self.add(case, "default", settings)
                 continue
@@ -131,9 +148,13 @@ class Map:
             for setting in (*settings, ""):
                 if self.left <= 1:
                     break
-                found = self.ask(OURS, 10.0, "setting", setting)
-                self.add(case, setting or "default", {"complaint": "", **found})
-                tried += [(found["warm"]["median"], setting or "default")] if "warm" in found else []
+                found = self.answer(OURS, 10.0, "setting", setting)
+                self.add(case, setting or "default", found)
+                if "warm" not in found:
+                    if found["failed"].startswith(("no answer", "the process")):
+                        self.answer(OURS, 60.0, "variants", *asked)  # in a new process
+                elif not found["complaint"]:
+                    tried.append((found["warm"]["median"], setting or "default"))
             print(f"{case}:", *(f"{1e3 * took:.4f} ms {setting}" for took, setting in sorted(tried)[:8]), sep="\n  ")
 
     def rows_of_others(self, cases: Sequence[Case], names: Sequence[str]) -> None:
@@ -157,7 +178,7 @@ class Map:
                         self.add(case, name, {"failed": str(error)})
             for slot, case, name, verdict in ready:
                 if self.left > 1:
-                    self.add(case, name, verdict | self.ask(f"slot {slot}", PATIENCE["map"], "time"))
+                    self.add(case, name, verdict | self.answer(f"slot {slot}", PATIENCE["map"], "time"))
 
     def _groups(self, wanted: list[tuple[Case, str]]) -> Iterator[list[tuple[Case, str]]]:
         """Yield some at a time, as many as may run together: those that need no compiler one by one."""
@@ -186,6 +207,7 @@ def known(machine: dict[str, Any]) -> set[tuple[Any, ...]]:
     """Return the keys of the figures that the records have of a kind of GPU and a torch."""
     same = machine["device"], machine["versions"]["torch"]
     rows = record.load(record.RESULTS, kind=KIND)
+    rows = [row for row in rows if "failed" not in row]
     return {key(row) for row in rows if (row["machine"]["device"], row["machine"]["versions"]["torch"]) == same}
 
 
@@ -196,11 +218,9 @@ def line(row: dict[str, Any]) -> str:
         return f"{place} failed: {row['failed']}"
     times = {name: row[name].get("median") for name in ("warm", "cold", "graph") if name in row}
     said = " ".join(f"{name} {number(1e3 * one)}" if one else f"{name} failed" for name, one in times.items())
-    if "floors" in row:
-        best = min(one for one in times.values() if one)
-        said += f" ms, {row['floors']['bound'] / best:.0%} of the bound"
+    said += " ms"
     if "launches" in row:
-        said += f", {row['launches']} launches, host {1e6 * row['host']:.0f} us"
+        said += f", {1e3 * row['busy']:.3f} ms of {row['launches']} launches, host {1e6 * row['host']:.0f} us"
     return f"{place} {said}{', WRONG: ' * bool(row['complaint'])}{row['complaint']}"
 
 
@@ -225,18 +245,35 @@ def main(arguments: Iterable[str] | None = None) -> int:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     if (given.what == "sweep") != (given.row is not None):
         parser.error("sweep wants a workload, map and alternatives take --workload")
-    measured = Map(given)
+    libraries = dict(one.partition("=")[::2] for one in given.library)
+    for name, path in libraries.items():
+        if not Path(path).is_file() or name in ("", OURS, TRITON, *ALTERNATIVES):
+            parser.error(f"--library: got {name}={path}, want NAME=PATH of a file, with a name of its own")
+    names = [given.row] if given.row else given.workload
+    for name in names:
+        try:
+            find(name)
+        except ValueError as error:
+            parser.error(str(error))
+    try:
+        measured = Map(given)
+    except WorkerError as error:
+        print(f"no GPU was measured: {error}", file=sys.stderr)
+        return 1
     try:
         if given.row:
-            cases = order([given.row], given.batch or BATCHES[:1], given.precision or ["fp32"])
+            cases = order(names, given.batch or BATCHES[:1], given.precision or ["fp32"])
         else:
-            cases = order(given.workload, given.batch, given.precision)
+            cases = order(names, given.batch, given.precision)
         if given.what == "map":
-            measured.rows_of_ours(cases, dict(one.split("=", 1) for one in given.library))
+            measured.rows_of_ours(cases, libraries)
         elif given.what == "sweep":
             measured.schedules(cases)
         else:
             measured.rows_of_others(cases, given.against or ALTERNATIVES)
+    except WorkerError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
     finally:
         measured.close()
     wrong = [row for row in measured.rows if row.get("complaint") or "failed" in row]

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# A quarter of an hour on a GPU: correctness, the map of all rows, bare kernels, profiles.
+# A quarter of an hour on a GPU.
 #
-#   bench/gpu.sh pack                       # before, without a GPU: compiles everything for sm_90 into .device/
-#   bench/gpu.sh [--dry-run] [stage...]     # on the GPU: these stages (test map yardstick profile), or what would run
-#   bench/gpu.sh rehearse                   # before, without a GPU: the same in a clean folder without compilers
+#   bench/gpu.sh pack                       # before, without a GPU: compile everything for sm_90 into .device/
+#   bench/gpu.sh build:COMMIT...            # before: the CUDA library of a commit, for `compare`, into .device/builds/
+#   bench/gpu.sh rehearse                   # before: the stages in a clean folder without compilers
+#   bench/gpu.sh [--dry-run] [stage...]     # on the GPU: these stages, or those that are next; or what would run
+#   bench/gpu.sh map -- --precision bf16    # what follows -- goes to `python -m bench.gpu`
 #
-# Stages: test, map, yardstick, profile, "sweep ROW", alternatives, and compare: the main rows by every build of the CUDA
-# library in .device/builds. None compiles anything where .device/ is; without it the installed libraries serve. Wants Python with torch (CUDA), Triton, pytest, hypothesis; ncu and compute-sanitizer.
-# Results go to bench/results/gpu-<date>; where $OUT is set, also to $OUT/results.tar.gz, after every command. A command
+# Stages: counters (of bare kernels), compare (builds), sweep:ROW (schedules), map (all rows), profile (counters of our
+# kernels), alternatives (PyTorch), test, yardstick (bare kernels). None compiles anything where .device/ is; without it
+# the installed libraries serve. Wants Python with torch (CUDA), Triton, pytest, hypothesis; ncu and compute-sanitizer.
+#
+# Results go to a folder in bench/results/; where $OUT is set, also to $OUT/results.tar.gz, after every command. A command
 # that fails or outlasts its limit stops no other; the exit status is the number of stages that failed. The device's
 # settings (clocks, power, persistence, MIG) are left as they are.
 #
@@ -16,32 +20,35 @@
 #   YARDSTICK               pack: folder of yardstick.cu and folded.cu, bare kernels that are no part of the repository
 set -uo pipefail
 
+NEXT=(counters compare sweep:tsai-c10-conv1 sweep:sabour-mnist map profile alternatives) # as docs/performance/gpu.md says
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0
 chosen=()
-row=
+options=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    pack | rehearse | test | map | yardstick | profile | alternatives | compare) chosen+=("$1") ;;
-    sweep) chosen+=(sweep) && row=${2:?"gpu.sh: sweep which row?"} && shift ;;
+    pack | rehearse | test | map | yardstick | counters | profile | alternatives | compare) chosen+=("$1") ;;
+    sweep:?* | build:?*) chosen+=("$1") ;;
     --dry-run) DRY_RUN=1 ;;
-    -h | --help) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu.sh: no stage $1; there are: pack rehearse test map yardstick profile sweep alternatives compare" >&2; exit 64 ;;
+    --) shift && options=("$@") && break ;;
+    -h | --help) sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu.sh: no stage $1; there are: pack build:COMMIT rehearse ${NEXT[*]%:*} test yardstick" >&2; exit 64 ;;
   esac
   shift
 done
-[ ${#chosen[@]} -gt 0 ] || chosen=(test map yardstick profile)
+[ ${#chosen[@]} -gt 0 ] || chosen=("${NEXT[@]}")
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 ROOT=$PWD
 DEVICE=$ROOT/.device
-RESULTS=$ROOT/bench/results/gpu-$(date -u +%Y-%m-%d)
+RESULTS=$ROOT/bench/results/gpu-$(date -u +%Y-%m-%dT%H%M)
 AWAY=${OUT:-}
 
 export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" OUT=$RESULTS
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
-export FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null)}"
+commit=$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null || cat "$DEVICE/commit" 2>/dev/null)
+export FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$commit}"
 for name in cpu cuda; do
   library=$DEVICE/lib/libfastcaps_$name.so
   [[ " ${chosen[*]} " == *" pack "* ]] || [ ! -f "$library" ] || export "FASTCAPS_${name^^}_LIBRARY=$library"
@@ -82,16 +89,34 @@ save() {
 stage_pack() {
   local name total
   export FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
-  mkdir -p "$DEVICE/lib" "$DEVICE/builds" && cp bench/variants.h "$DEVICE/" || return 1
-  FASTCAPS_EXPERIMENTS=1 "$PYTHON" setup.py -q build_ext --inplace && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" &&
-    "$PYTHON" setup.py -q build_ext --inplace && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
+  mkdir -p "$DEVICE/lib" "$DEVICE/builds" && cp bench/variants.h "$DEVICE/" && echo "$FASTCAPS_COMMIT" >"$DEVICE/commit" || return 1
+  FASTCAPS_EXPERIMENTS=1 build_ext && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" || return 1
+  build_ext && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
   for name in yardstick folded; do
     [ -n "${YARDSTICK:-}" ] || { echo "YARDSTICK is not set: no bare kernels" && break; }
     sed -E 's/^static void (forward|backward|none|back|dynamic|vocabulary)\(.*\) \{$/&\n  if (skip_variant()) return;/' \
       "$YARDSTICK/$name.cu" >"$DEVICE/$name.cu" && (cd "$DEVICE" && nvcc $(bare "$name")) || return 1
   done
+  travels
+}
+
+build_ext() { "$PYTHON" setup.py -q build_ext --inplace; }
+
+# The library of a commit; its switches come from the environment, as NVCC_APPEND_FLAGS.
+stage_build() {
+  local tree
+  tree=$(mktemp -d) && git worktree add -q --detach "$tree" "$1" || return 1
+  (cd "$tree" && FASTCAPS_LEVELS=default FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 PYTHONPATH=$tree build_ext) &&
+    mkdir -p "$DEVICE/builds" && cp "$tree/fastcaps/lib/libfastcaps_cuda.so" "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}.so"
+  local status=$?
+  git worktree remove --force "$tree"
+  travels && return "$status"
+}
+
+travels() {
+  local total
   total=$({ git ls-files -z | xargs -0 du -cb && du -cb "$DEVICE"; } | awk '$2 == "total" {n += $1} END {print int(n / 2^20)}')
-  du -h "$DEVICE"/* && echo "$total MiB travel, the tracked files among them" && [ "$total" -lt 60 ]
+  echo "$total MiB travel, the tracked files among them" && [ "$total" -lt 60 ]
 }
 
 bare() { echo "-O3 -std=c++17 -arch=sm_90 -include variants.h -o $1 $1.cu"; }
@@ -121,22 +146,23 @@ stage_test() {
   return "$worst"
 }
 
-stage_map() { run 240 map.txt "$PYTHON" -m bench.gpu map --seconds "$(left 235)"; }
+# measured LIMIT FILE COMMAND [OPTION...]: `python -m bench.gpu`, which keeps to its time itself.
+measured() {
+  local seconds=$((SECONDS_IN_ALL - SECONDS - 8)) limit=$1 file=$2
+  shift 2
+  run "$limit" "$file" "$PYTHON" -m bench.gpu "$@" --seconds $((seconds < limit - 5 ? seconds : limit - 5)) "${options[@]}"
+}
+
+stage_map() { measured 150 map.txt map; }
+stage_alternatives() { measured 120 alternatives.txt alternatives --precision fp32 --batch 128; }
 stage_sweep() {
-  run 90 "sweep-$row.txt" env FASTCAPS_CUDA_LIBRARY="$DEVICE/experiments.so" "$PYTHON" -m bench.gpu sweep "$row" --seconds "$(left 85)"
+  FASTCAPS_CUDA_LIBRARY=$(ls "$DEVICE/experiments.so" 2>/dev/null) measured 45 "sweep-$1.txt" sweep "$1"
 }
 stage_compare() {
   local build builds=()
-  for build in "$DEVICE"/builds/*.so; do builds+=(--library "$(basename "$build" .so)=$build"); done
-  run 120 compare.txt "$PYTHON" -m bench.gpu map --seconds "$(left 115)" --batch 128 --precision fp32 "${builds[@]}" \
-    --workload tsai-c10-conv1 --workload hinton-conv --workload sabour-mnist --workload tsai-c10-fc --workload tsai-c100-conv1
-}
-stage_alternatives() { run 240 alternatives.txt "$PYTHON" -m bench.gpu alternatives --seconds "$(left 235)"; }
-
-# The seconds that are left for a program that keeps to them itself, at most the given ones.
-left() {
-  local seconds=$((SECONDS_IN_ALL - SECONDS - 8))
-  echo $((seconds < $1 ? seconds : $1))
+  for build in "$DEVICE"/builds/*.so; do [ ! -f "$build" ] || builds+=(--library "$(basename "$build" .so)=$build"); done
+  measured 75 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
+    --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c10-fc --workload hinton-conv --workload tsai-c10-conv2
 }
 
 # variants LIMIT FILE PROGRAM...: a run of bare kernels; after one that fails or hangs the next run begins behind it.
@@ -160,11 +186,20 @@ profiled() {
     --launch-count 24 --metrics "$counters" --csv --page raw "$@"
 }
 
-stage_yardstick() {
+# Names of the fastest bare kernels: forwards by multiply-adds, TF32, three TF32 products, bfloat16; backwards alike.
+stage_counters() {
+  local worst=0 what
+  local forward='FwdFILi2ELi2ELi8ELi1ELb1E|FwdFILi2ELi1ELi12ELi1ELb0E|FwdFILi1ELi1ELi8ELi3E|FwdTILi[013]ELi4ELi2ELb1E'
+  local backward='BwdFILi4ELi2ELi4ELi2ELb1E|BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdTILi0ELi8ELi1ELi4E'
+  backward+='|BwdHILi8ELi1ELi4E'
+  for what in forward backward; do
+    profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what/%orward/wd}" 0 || worst=1
+  done
+  return "$worst"
+}
+
+stage_yardstick() (
   local worst=0 program batch what
-  local forward='FwdFILi4ELi1ELi8ELi1ELb0ELi8ELi3E|FwdFILi2ELi2ELi8ELi1ELb1E|FwdFILi2ELi1ELi12ELi1ELb0E'
-  forward+='|FwdTILi[01]ELi8ELi1ELb1E|FwdTILi3ELi12ELi1ELb0E'
-  local backward='BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdFILi8ELi1ELi4ELi3ELb0E|BwdTILi0ELi8ELi1ELi4E|BwdHILi8ELi1ELi4E'
   [ -f "$DEVICE/yardstick" ] || [ "$DRY_RUN" = 1 ] || { echo "no $DEVICE/yardstick: bench/gpu.sh pack" && return 1; }
   cd "$DEVICE" 2>/dev/null || [ "$DRY_RUN" = 1 ] || return 1
   for program in "yardstick 1 micro 1" "folded slot 1"; do # shellcheck disable=SC2046,SC2086
@@ -174,21 +209,17 @@ stage_yardstick() {
   variants 25 yardstick-micro.txt ./yardstick 128 micro 15 || worst=1
   for what in fwd bwd; do variants 40 "yardstick-128-$what.txt" ./yardstick 128 "$what" 15 || worst=1; done
   for what in dynamic none bwd vocabulary slot; do variants 25 "folded-$what.txt" ./folded "$what" 15 || worst=1; done
-  cd "$ROOT" || return 1
-  for what in forward backward; do
-    profiled 45 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what/%orward/wd}" 0 || worst=1
-  done
   for batch in 32 1; do
-    for what in fwd bwd; do variants 15 "yardstick-$batch-$what.txt" "$DEVICE/yardstick" "$batch" "$what" 15 || worst=1; done
+    for what in fwd bwd; do variants 15 "yardstick-$batch-$what.txt" ./yardstick "$batch" "$what" 15 || worst=1; done
   done
   return "$worst"
-}
+)
 
 # One step of each workload, warmed up: its forward's kernels and its backward's.
 stage_profile() {
   local worst=0 workload
-  for workload in tsai-c10-conv1 hinton-conv tsai-dmm-vector-conv li-capnet-dynamic sabour-mnist; do
-    profiled 48 "profile-$workload.csv" fastcaps --profile-from-start off "$PYTHON" -m bench.profiled "$workload" || worst=1
+  for workload in tsai-c10-conv1 hinton-conv tsai-dmm-vector-conv sabour-mnist li-capnet-dynamic; do
+    profiled 30 "profile-$workload.csv" fastcaps --profile-from-start off "$PYTHON" -m bench.profiled "$workload" || worst=1
   done
   [ "$DRY_RUN" = 1 ] || "$PYTHON" -m bench.counters "$RESULTS" >"$RESULTS/counters.md" || worst=1
   save
@@ -214,19 +245,20 @@ stage_rehearse() {
     echo "$name: $(grep -c '^tests.*::' "$clean/$name") tests; of the CPU: $(grep -c 'on-cpu' "$clean/$name")"
   done
   "$PYTHON" -m bench.profiled tsai-c10-conv1 --device cpu --batch 1 || worst=1
-  small=(--device cpu --batch 2 --precision fp32 --seconds 60)
+  small=(--device cpu --batch 2 --precision fp32 --seconds 60 --results "$clean/out")
   "$PYTHON" -m bench.gpu map "${small[@]}" --workload tsai-c10-fc --workload hinton-fc || worst=1
   FASTCAPS_CUDA_LIBRARY="$DEVICE/experiments.so" "$PYTHON" -m bench.gpu sweep tsai-c10-fc "${small[@]}" || worst=1
   "$PYTHON" -m bench.gpu alternatives "${small[@]}" --workload tsai-c10-fc --against batched-matmul || worst=1
-  bench/gpu.sh yardstick profile test
-  echo "$? of 3 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
+  bench/gpu.sh
+  bench/gpu.sh yardstick test
+  echo "$? of 2 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
   [ ! -e "$clean/compiled" ] || { echo "compiled:" && cat "$clean/compiled" && worst=1; }
   rm -rf "$clean"
   return "$worst"
 }
 
 counters=
-if [ "$DRY_RUN" = 0 ] && [[ " ${chosen[*]} " != *" pack "* && " ${chosen[*]} " != *" rehearse "* ]]; then
+if [ "$DRY_RUN" = 0 ] && [[ " ${chosen[*]} " != *" pack "* && " ${chosen[*]} " != *build:* && " ${chosen[*]} " != *" rehearse "* ]]; then
   mkdir -p "$RESULTS" || exit 1
   [ -f "$RESULTS/summary.md" ] || {
     printf '# One run of bench/gpu.sh\n\n'
@@ -234,7 +266,8 @@ if [ "$DRY_RUN" = 0 ] && [[ " ${chosen[*]} " != *" pack "* && " ${chosen[*]} " !
     "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])' 2>&1
     printf 'Commit %s, %s UTC\n\n' "${FASTCAPS_COMMIT:-unknown}" "$(date -u '+%Y-%m-%d %H:%M')"
   } >"$RESULTS/summary.md"
-  : "${counters:=$(ncu --query-metrics 2>/dev/null | "$PYTHON" -m bench.counters)}"
+  [[ " ${chosen[*]} " != *" counters "* && " ${chosen[*]} " != *" profile "* ]] ||
+    counters=$(ncu --query-metrics 2>/dev/null | "$PYTHON" -m bench.counters)
 fi
 
 failed=0
@@ -242,7 +275,8 @@ for stage in "${chosen[@]}"; do
   echo "== $stage"
   start=$SECONDS
   result=passed
-  "stage_$stage" || { result=failed && failed=$((failed + 1)); }
+  argument=${stage#*:}
+  "stage_${stage%%:*}" "$argument" || { result=failed && failed=$((failed + 1)); }
   [ ! -f "$RESULTS/summary.md" ] || echo "$stage: $result, $((SECONDS - start)) s" >>"$RESULTS/summary.md"
   echo "== $stage: $result, $((SECONDS - start)) s"
   save

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bench.alternatives import ALTERNATIVES, OURS
+from bench.floors import Chip, floors
 from bench.goals import number
-from bench.workload import PRECISIONS
+from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS
 from fastcaps._testing.markdown import as_markdown
 
@@ -38,9 +39,9 @@ GOALS: dict[tuple[str, str], tuple[float | None, ...]] = {
 LEGEND = (
     "Call: the least of the medians of calls queued behind each other, and in a replayed CUDA graph where the launches "
     "of a call take longer than its kernels. GPU: what the kernels, copies and fills of a call take together, by "
-    "torch's profiler. Bound: what multiply-adds alone take in float32, tensor cores, exponentials or memory in TF32 "
-    "and bfloat16 (`python -m bench.floors`), as a share of the GPU's time. Host: how long a call keeps the processor, "
-    "the GPU being idle. Extra MB: peak memory without inputs and results."
+    "torch's profiler. Bound: what multiply-adds, tensor cores (in float32 by three TF32 products), exponentials or "
+    "memory alone would take (`python -m bench.floors`), as a share of the GPU's time. Host: how long a call keeps the "
+    "processor, the GPU being idle. Extra MB: peak memory without inputs and results."
 )
 
 
@@ -73,7 +74,10 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _rival(calls: dict[tuple[Any, ...], Entry], call: tuple[Any, ...]) -> tuple[str, float] | None:
     """Return the fastest alternative of a call, and its seconds."""
-    timed = {name: found for name in ALTERNATIVES if (found := best(calls.get((*call, name)))) is not None}
+    right = {
+        name: calls[(*call, name)] for name in ALTERNATIVES if not calls.get((*call, name), {}).get("complaint", "-")
+    }
+    timed = {name: found for name, entry in right.items() if (found := best(entry)) is not None}
     return min(timed.items(), key=lambda one: one[1], default=None)
 
 
@@ -91,7 +95,9 @@ def cells(calls: dict[tuple[Any, ...], Entry], call: tuple[Any, ...]) -> dict[st
     found["call, ms"] = _milliseconds(took) + " †" * bool(entry.get("complaint"))
     found["GPU, ms"] = _milliseconds(entry.get("busy"))
     found["goal, ms"] = number(goal) if goal and large else ""
-    found["of the bound"] = f"{entry['floors']['bound'] / entry.get('busy', took):.0%}" if "floors" in entry else ""
+    chip = Chip.of(entry["machine"]["device"])
+    bound = floors(Case(WORKLOADS[name], batch, mode != MODES[0], precision), chip)["bound"]
+    found["of the bound"] = f"{bound / entry.get('busy', took):.0%}"
     found["launches"] = str(entry.get("launches", ""))
     found["host, us"] = number(1e6 * entry["host"]) if "host" in entry else ""
     found["extra MB"] = number(max(entry["memory"]["beyond"], 1e4) / 1e6) if "memory" in entry else ""

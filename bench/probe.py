@@ -6,6 +6,7 @@ A row takes about half a second: alternatives that take longer to compile than t
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable
@@ -19,12 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import sweep
 from bench.alternatives import OURS, build, is_compiled, runner
-from bench.floors import Chip, floors
 from bench.gate import SAME, Gate
 from bench.timing import quantiles
 from bench.workload import PRECISIONS, Case, Inputs, Workload, is_batched, size_of
 from bench.workloads import find
-from fastcaps import backends
+from fastcaps import backends, libraries
 from fastcaps._testing.judge import largest, largest_error
 
 Call = Callable[[], dict[str, torch.Tensor]]
@@ -122,33 +122,22 @@ class Clock:
 
 
 def counted(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return what torch's profiler sees of one call: ``launches`` (kernels, copies, fills), ``first_launch``, the
-    seconds before the first, ``busy``, the device's seconds, and the ``kernels`` that take longest, each with its
-    launches and seconds."""
+    """Return what torch's profiler sees of one call: ``launches`` (kernels, copies, fills), ``busy``, the device's
+    seconds, and the ``kernels`` that take longest, each with its launches and seconds; nothing if it sees none."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        with torch.profiler.record_function("row"):
-            call()
+        call()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = {}
-    began, launched = 0, []
     for event in seen.profiler.kineto_results.events():
-        name = event.name()
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            if name != "row" and not name.startswith("Context Sync"):
-                entry = kernels.setdefault(name[:160], [0, 0.0])
-                entry[0] += 1
-                entry[1] += event.duration_ns() / 1e9
-        elif name == "row":
-            began = event.start_ns()
-        elif name.startswith(("cudaLaunch", "cuLaunch", "cudaMemsetAsync", "cudaMemcpyAsync")):
-            launched.append(event.start_ns())
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith("Context Sync"):
+            entry = kernels.setdefault(event.name()[:160], [0, 0.0])
+            entry[0] += 1
+            entry[1] += event.duration_ns() / 1e9
+    if not kernels:
+        return {}
     longest = sorted(([name, *entry] for name, entry in kernels.items()), key=lambda one: -one[2])
-    return {
-        "launches": int(sum(entry[0] for entry in kernels.values())),
-        "first_launch": (min(launched) - began) / 1e9 if launched and began else None,
-        "busy": sum(entry[1] for entry in kernels.values()),
-        "kernels": longest[:KERNELS],
-    }
+    launches, busy = (sum(entry[k] for entry in kernels.values()) for k in range(2))
+    return {"launches": int(launches), "busy": busy, "kernels": longest[:KERNELS]}
 
 
 class Probe:
@@ -163,11 +152,10 @@ class Probe:
     def describe(self) -> dict[str, Any]:
         """Return the device, and its ``rates``: ``copy`` in bytes a second, read and written, and the operations a
         second of a large product by precision, with random numbers, on which a device's clock depends."""
-        about: dict[str, Any] = {"cuda": torch.version.cuda, "backend": "cpu"}
+        about: dict[str, Any] = {"cuda": torch.version.cuda, "backend": self.first_backend()}
         if self.clock.on_gpu:
             found = torch.cuda.get_device_properties(self.device)
             about |= {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-            about["backend"] = next(entry.name for entry in backends.listing() if entry.available)
         count, size = (2**30, 8192) if self.clock.on_gpu else (2**22, 256)
         source = torch.randn(count // 4, device=self.device)
         target = torch.empty_like(source)
@@ -176,9 +164,12 @@ class Probe:
             left, right = (torch.randn(size, size, device=self.device).to(precision.dtype) for _ in range(2))
             precision.use()
             rates[name] = 2 * size**3 / self._median(partial(torch.mm, left, right))
-        one = torch.zeros(32, device=self.device)
-        rates["launch"] = self._median(lambda: one.add_(1))
         return about | {"rates": rates}
+
+    def first_backend(self) -> str:
+        """Return which backend calls on the device go to."""
+        names = [entry.name for entry in backends.listing() if entry.available]
+        return names[0] if self.clock.on_gpu else next(name for name in names if name in ("cpu", "reference"))
 
     def _median(self, call: Callable[[], Any]) -> float:
         estimate = min(self.clock.one(call) for _ in range(2))
@@ -191,7 +182,8 @@ class Probe:
         if self._made[:3] != wanted:
             self._made = ()
             self.clean()
-            self._made = (*wanted, work.inputs(most, self.device).to(self.device).to(PRECISIONS[precision].dtype))
+            made = work.inputs(most, self.device).to(self.device)  # a routing may make a constant on the CPU
+            self._made = (*wanted, made.to(PRECISIONS[precision].dtype))
         inputs: Inputs = self._made[3].each(lambda _, tensor: tensor.detach())
         return inputs if batch == most else inputs.samples(slice(0, batch))
 
@@ -201,7 +193,8 @@ class Probe:
         if (name, most, precision) not in self._gates:
             if not keeps:
                 self._gates.clear()
-            work = replace(find(name), checked=2 if find(name).copies == 1 else None)
+            work = find(name)
+            work = replace(work, checked=2 if work.copies == 1 else None)
             inputs = self._without_others(work, inputs)
             gate = self._gates[name, most, precision] = Gate(work, inputs, PRECISIONS[precision].tf32)
             gate.most_draws = DRAWS
@@ -232,7 +225,7 @@ class Probe:
 
     def time(self) -> dict[str, Any]:
         """Return the figures of the call that was prepared last: ``warm``, ``cold``, ``graph`` (quantiles of seconds),
-        ``host``, ``memory``, what :func:`counted` finds, and the ``floors``."""
+        ``host``, ``memory``, and what :func:`counted` finds."""
         call = self._call
         estimate = min(self.clock.one(call), self.clock.one(call, 2))
         row: dict[str, Any] = {"warm": quantiles(self.clock.samples(call, estimate))}
@@ -240,16 +233,11 @@ class Probe:
             row["cold"] = quantiles(self.clock.samples(call, estimate, cold=True))
         if self.clock.on_gpu:
             row |= self._on_gpu(call, estimate, counts=self._how in (OURS, TRITON))
-            row["floors"] = floors(self._case, Chip.of(torch.cuda.get_device_name(self.device)))
         return row
 
     def row(self, *what: Any) -> dict[str, Any]:
-        """Prepare and time a row; ``took`` are the seconds of both."""
-        start = time.perf_counter()
-        found = self.prepare(*what)
-        prepared = time.perf_counter()
-        found |= self.time()
-        return found | {"took": [prepared - start, time.perf_counter() - prepared]}
+        """Prepare and time a row."""
+        return self.prepare(*what) | self.time()
 
     def variants(self, name: str, batch: int, training: bool, precision: str) -> list[str]:
         """Prepare a row, and return the settings of FASTCAPS_SCHEDULE that its pass can be tried with."""
@@ -266,20 +254,29 @@ class Probe:
         if self.clock.on_gpu:
             about = torch.cuda.get_device_properties(self.device)
             limits = about.multi_processor_count, about.shared_memory_per_block_optin
-        bias = 0 if "bias" not in self._made[3].arguments else 1 if self._made[3].arguments["bias"].shape[0] == 1 else 2
+        given = self._made[3].arguments
+        bias = 0 if "bias" not in given else 1 if given["bias"].shape[0] == 1 else 2
         options = backends.ALLOW_TF32 if PRECISIONS[precision].tf32 else 0
-        facts = (int(training), element, bias, int("parents" in self._made[3].arguments), 1, options, *limits)
+        facts = (int(training), element, bias, int("parents" in given), work.routing.iterations, options, *limits)
+        in_c = ((ctypes.c_int64 * len(numbers))(*numbers) for numbers in (sizes, facts))
+        if training or libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", work.routing.subject, *in_c):
+            facts = (*facts[:4], 1, *facts[5:])  # a launch has one iteration
         return sweep.variants(not training, work.routing.subject, sizes, facts)
 
     def setting(self, setting: str) -> dict[str, Any]:
-        """Return the quantiles of the prepared call under a setting and how far its results are from the
-        default's, as a share of their largest."""
+        """Return the quantiles of the prepared call under a setting, and a ``complaint`` if its results are not the
+        default's; or why it ``failed``."""
         with sweep.scheduled(setting):
-            found = self._call()
+            try:
+                found = self._call()
+            except RuntimeError as error:  # this call cannot have the setting
+                return {"failed": str(error).partition("\n")[0][:300]}
             apart = max(largest_error(one, self._wanted[name]) / max(largest(self._wanted[name]), 1e-30)
                         for name, one in found.items())  # fmt: skip
+            limit = max(SAME, 4 * PRECISIONS[self._case.precision].epsilon)
+            complaint = "" if apart <= limit else f"its results are {apart:.2g} from the default's"
             estimate = min(self.clock.one(self._call), self.clock.one(self._call, 2))
-            return {"warm": quantiles(self.clock.samples(self._call, estimate)), "apart": apart}
+            return {"warm": quantiles(self.clock.samples(self._call, estimate)), "complaint": complaint}
 
     def _on_gpu(self, call: Call, estimate: float, counts: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -296,7 +293,8 @@ class Probe:
                 found |= counted(call)
             except Exception as error:  # a profiler that another one keeps out, say: the times stand without
                 found["uncounted"] = f"{type(error).__name__}: {error}"[:200]
-        if found.get("busy", SMALL) < 0.8 * estimate or estimate < SMALL:  # launches take longer than what they launch
+        launches_show = "busy" in found and found["busy"] < 0.8 * estimate
+        if launches_show or estimate < SMALL:
             found["graph"] = self.clock.graph(call)
         return found
 

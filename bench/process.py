@@ -13,7 +13,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as Late  # Python's own only from 3.11 on
 from concurrent.futures.process import BrokenProcessPool
@@ -60,7 +60,8 @@ def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str,
 class Remote:
     """An object ``served(*arguments)`` in a process, started when first needed and after it died or an error ended it.
 
-    ``memory`` are the bytes that the process may use, ``folder`` is where it looks for modules first.
+    ``memory`` are the bytes that the process may use, ``folder`` is where it looks for modules first, ``environment``
+    has variables beside this process's.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Remote:
         *arguments: Any,
         memory: float | None = None,
         folder: Path | None = None,
+        environment: Mapping[str, str] = {},
     ) -> None:
+        self._environment = dict(environment)
         self._start, self._made, self._folders = (threads, memory), (served, arguments), [str(folder)] * bool(folder)
         self._pool: ProcessPoolExecutor | None = None
         self._answer: Future[Any] = Future()
@@ -81,7 +84,8 @@ class Remote:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
         try:
-            with patch.object(sys, "path", self._folders + sys.path):  # a process starts with its parent's path
+            # a process starts with its parent's path and environment
+            with patch.object(sys, "path", self._folders + sys.path), patch.dict(os.environ, self._environment):
                 self._answer = self._pool.submit(_answer, *self._made, method, given)
         except BrokenProcessPool as error:
             self._answer = Future()
