@@ -170,14 +170,13 @@ def test_what_fails_is_an_error_and_leaves_nothing_behind(host: Host, name: str,
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_a_thread_asks_once_for_attributes_and_a_call_for_its_stream(host: Host, routing: Routing) -> None:
+def test_a_thread_asks_once_for_attributes(host: Host, routing: Routing) -> None:
     def body(ops: list[tuple[Op, Op]]) -> None:
         for device, both_of_device in enumerate(ops):
             for k, op in enumerate(both_of_device * 2):
                 host.begin()
                 op()
                 assert host.calls("cudaDeviceGetAttribute") == (2 if k == 0 else 0)  # of each device
-                assert host.calls("aoti_torch_get_current_cuda_stream") == 1 <= len(host.launches())
                 assert {launch.stream for launch in host.launches()} == {STREAMS[device]}
 
     in_new_thread(body, [both(host, routing.stem, device=device) for device in (0, 1)])

@@ -53,6 +53,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   const Tensor dquery = !wants_query ? gradients.none() : call.empty(call.parts(gradients.schedule, true));
   const Tensor dsums = call.empty({v.positions() * v.parents_size()});
   args.dsums = end.dsums = floats(dsums), args.dquery = floats(dquery);
+  const size_t kept = call.kept.size();
   for (int64_t k = 0; k < iterations.count && !empty; ++k) {
     const MaybeTensor given = iterations.at(op.sums, k);
     args.query = iterations.view(op.query, k);
@@ -61,6 +62,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
     end.dnorm = wants_norm ? floats(dnorms) + k * blocks * 2 * numbers : nullptr;
     prepare(end);
     if (gradients.any() || wants_query) gradients.run(3);  // else the LayerNorm is all there is to differentiate
+    call.kept.resize(kept);
   }
   const auto affine = [&](int64_t bit, int64_t row) {
     if (!wants_norm || !(op.needs & bit)) return gradients.finished(false, dnorms, {});

@@ -11,13 +11,13 @@ namespace fastcaps::gpu {
 // The lanes of a warp that work on one parent. `lanes` of them hold its pose, four neighbours at a time; `shares` such
 // groups take turns with the parts that ranges of children have left of it. Both are powers of two.
 struct Sharing {
-  static constexpr int kParts = 4;  // that a lane has on their way at a time; if there are more, more lanes share them
+  static constexpr int kAtOnce = 4;  // parts that a lane loads before it adds any; if there are more, more lanes share
   int lanes = 1, shares = 1;
 
   Sharing() = default;
   explicit Sharing(int64_t numbers, int64_t parts = 1) {
     while (lanes < 32 && lanes * 4 < numbers) lanes *= 2;
-    while (lanes * shares < 32 && shares * kParts < parts) shares *= 2;
+    while (lanes * shares < 32 && shares * kAtOnce < parts) shares *= 2;
   }
   Grid grid(int64_t parents, int64_t most = 1 << 20) const {
     const int64_t blocks = ceil_div(parents, 256 / (lanes * shares));
@@ -37,8 +37,8 @@ struct Sharing {
   }
 };
 
-// Four neighbours, of which `inside` exist; the others are 0. `vector`: the address is a multiple of 16, and all or
-// none exist.
+// Four neighbours, of which `inside` exist; the others are 0. `vector`: the address is a multiple of 16, and either all
+// four exist or none does.
 FASTCAPS_DEVICE void load_four(const float* from, int inside, bool vector, float* to) {
   if (vector) {
     const float4 x = inside > 0 ? load4(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -163,21 +163,21 @@ struct HeldPose {
 template <bool WEIGHED, int PER>
 FASTCAPS_DEVICE float add_parts(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, bool exists,
                                 float top) {
-  constexpr int kParts = PER == 4 ? Sharing::kParts : 2;
+  constexpr int kAtOnce = PER == 4 ? Sharing::kAtOnce : 2;
   const int shares = args.by.shares;
   float total = 0.0f;
   FASTCAPS_NO_UNROLL
-  for (int chunk = args.by.share(); chunk < args.chunks; chunk += kParts * shares) {
-    float weight[kParts], part[kParts][PER];
+  for (int chunk = args.by.share(); chunk < args.chunks; chunk += kAtOnce * shares) {
+    float weight[kAtOnce], part[kAtOnce][PER];
     FASTCAPS_UNROLL
-    for (int j = 0; j < kParts; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       const bool there = exists && chunk + j * shares < args.chunks;
       const int64_t at = (chunk + j * shares) * args.count + parent;
       if constexpr (WEIGHED) weight[j] = there ? args.logsumexps[at] : -INFINITY;
       pose.load(args.parts, at, there, part[j]);
     }
     FASTCAPS_UNROLL
-    for (int j = 0; j < kParts; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       weight[j] = WEIGHED ? expf(weight[j] - top) : 1.0f;
       total += weight[j];
       FASTCAPS_UNROLL

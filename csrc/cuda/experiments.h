@@ -1,9 +1,10 @@
 // Only in builds for experiments (FASTCAPS_EXPERIMENTS): schedules as the environment wants them, read at every call:
 //   FASTCAPS_SCHEDULE="forward:kernel=16x2x1-384x1,warps_positions=4,stage=8 backward:chunks=2"
-// A key that is absent is left to the schedule. What cannot be is an error, never passed over.
+// A key that is absent is left to the schedule. An impossible setting raises an error.
 #pragma once
 
 #include <cstdlib>
+#include <memory>
 #include <sstream>
 
 #include "schedule.h"
@@ -31,13 +32,10 @@ struct Forced {
 
   // Of this moment, for this thread.
   static const Forced& now() {
-    static thread_local Forced* forced = nullptr;
+    static thread_local std::unique_ptr<const Forced> forced;
     const char* found = std::getenv("FASTCAPS_SCHEDULE");
     const std::string text = found ? found : "";
-    if (!forced || forced->text != text) {
-      delete forced;
-      forced = new Forced(text);
-    }
+    if (!forced || forced->text != text) forced = std::make_unique<Forced>(text);
     return *forced;
   }
 

@@ -22,14 +22,14 @@ struct Moments {
 // add(moments) for each of the lane's ranges; those of some are on their way at a time.
 template <class Add>
 FASTCAPS_DEVICE void each_part(const JoinArgs& join, int64_t parent, int number, int inside, Add&& add) {
-  constexpr int kParts = Sharing::kParts;
+  constexpr int kAtOnce = Sharing::kAtOnce;
   const PassArgs& args = join.pass;
   const bool vector = join.numbers % 4 == 0;
   FASTCAPS_NO_UNROLL
-  for (int chunk = join.by.share(); chunk < args.chunks; chunk += kParts * join.by.shares) {
-    Moments part[kParts];
+  for (int chunk = join.by.share(); chunk < args.chunks; chunk += kAtOnce * join.by.shares) {
+    Moments part[kAtOnce];
     FASTCAPS_UNROLL
-    for (int j = 0; j < kParts; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       const int64_t at = (chunk + j * join.by.shares) * join.count + parent;
       const int there = chunk + j * join.by.shares < args.chunks ? inside : 0;
       const int64_t first = at * join.numbers + number;
@@ -41,7 +41,7 @@ FASTCAPS_DEVICE void each_part(const JoinArgs& join, int64_t parent, int number,
       load_four(args.spread + first, there, vector, part[j].spread);
     }
     FASTCAPS_UNROLL
-    for (int j = 0; j < kParts; ++j) add(part[j]);
+    for (int j = 0; j < kAtOnce; ++j) add(part[j]);
   }
 }
 

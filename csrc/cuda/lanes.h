@@ -202,7 +202,7 @@ struct Lane : LaneCut<Pose> {
     if constexpr (Pose::kFixed) {
       return join_lanes<FIRST, COUNT>(x, join);
     } else {
-      FASTCAPS_UNROLL
+      FASTCAPS_NO_UNROLL
       for (int mask = first; mask < first * count; mask *= 2) x = join(x, shuffle_xor(x, mask));
       return x;
     }
@@ -213,7 +213,8 @@ struct Lane : LaneCut<Pose> {
   }
   template <class Join>
   FASTCAPS_DEVICE float over_rows(float x, Join join) const {
-    return over<0, 1>(x, kWarp / rows, rows, join);
+    if constexpr (Pose::kFixed) return x;  // its lanes hold whole columns
+    return over<1, 1>(x, kWarp / rows, rows, join);
   }
   template <class Join>
   FASTCAPS_DEVICE float over_parents(float x, Join join) const {

@@ -9,7 +9,6 @@
 #include <dlfcn.h>
 
 #include <map>
-#include <optional>
 #include <set>
 #include <utility>
 
@@ -40,20 +39,17 @@ Function loaded_function(const char* library, const char* name) {
   return reinterpret_cast<Function>(dlsym(handle ? handle : RTLD_DEFAULT, name));
 }
 
-// While this lives, launches go to its device and to torch's current stream there; afterwards it restores the thread's
-// context, if the driver reports that. It restores the context, not the device: in a thread that never used GPU 0,
-// cudaSetDevice would create a context there. Each launch sets the device itself, since torch may change it when it is
-// asked for memory.
+// While this lives, launches go to its device; afterwards it restores the thread's context, if the driver reports that.
+// It restores the context, not the device: in a thread that never used GPU 0, cudaSetDevice would create a context
+// there. Each launch sets the device itself, since torch may change it when it is asked for memory.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Tensor& x) : DeviceGuard(int(x.get_device_index())) {}
   explicit DeviceGuard(int index) : device_before_(device()), found_(get() != nullptr && get()(&context_before_) == 0) {
     device() = index;
-    stream().reset();
   }
   ~DeviceGuard() {
     device() = device_before_;
-    stream().reset();
     if (found_ && set() != nullptr) set()(context_before_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
@@ -61,10 +57,6 @@ class DeviceGuard {
   static int& device() {
     static thread_local int index = 0;
     return index;
-  }
-  static std::optional<cudaStream_t>& stream() {  // once it is known
-    static thread_local std::optional<cudaStream_t> known;
-    return known;
   }
 
  private:
@@ -84,18 +76,15 @@ class DeviceGuard {
   bool found_;
 };
 
-// torch's current stream on the guarded device, asked for once a call. A machine that only builds need not have
-// libtorch_cuda: the symbol is looked up when first used.
+// torch's current stream on the guarded device. A machine that only builds need not have libtorch_cuda: the symbol is
+// looked up when first used.
 inline cudaStream_t current_stream() {
-  std::optional<cudaStream_t>& known = DeviceGuard::stream();
-  if (known) return *known;
   using Lookup = int32_t (*)(int32_t device, void** stream);
   static const Lookup lookup = loaded_function<Lookup>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
   STD_TORCH_CHECK(lookup != nullptr, "fastcaps: torch is loaded without its CUDA library");
   void* stream = nullptr;
   STD_TORCH_CHECK(lookup(DeviceGuard::device(), &stream) == 0, "fastcaps: torch has no current CUDA stream");
-  known = static_cast<cudaStream_t>(stream);
-  return *known;
+  return static_cast<cudaStream_t>(stream);
 }
 
 // An attribute of the guarded device; each thread asks for it once.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <vector>
 
 #include "tuned.h"
 #ifdef FASTCAPS_EXPERIMENTS
@@ -198,9 +199,9 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
     const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
     const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
     const int64_t most = choice.chunks ? choice.chunks : std::max<int64_t>(1, v.I / least);
-    const int64_t last = choice.chunks ? choice.chunks : wanted / blocks;
-    for (const int64_t chunks : {int64_t(1), int64_t(2), int64_t(3), int64_t(4), last}) {
-      if (choice.chunks && chunks != choice.chunks) continue;
+    std::vector<int64_t> candidates{1, 2, 3, 4, wanted / blocks};
+    if (choice.chunks) candidates = {choice.chunks};
+    for (const int64_t chunks : candidates) {
       trial.chunk_children = int(ceil_div(ceil_div(v.I, std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
       trial.chunks = int(ceil_div(v.I, trial.chunk_children));
       const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
