@@ -59,6 +59,8 @@ def launches(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 def table(folder: Path) -> str:
     """Return a Markdown table: a column for each launch (of equal ones the last), a row for each counter."""
     found = dict(launches(folder))
+    if not found:
+        raise SystemExit(f"counters: no profiled launch in {folder}")
     names = [one for one in COUNTERS if any(row.get(one) for row in found.values())]
     rows = [["counter", *found], ["---", *["---:"] * len(found)]]
     rows += [[one, *(row.get(one) or "" for row in found.values())] for one in names]

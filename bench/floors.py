@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bounds of the workloads on a GPU, in ms.")
     parser.add_argument("workload", nargs="*", default=[*WORKLOADS])
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--device", default="H100", help="an H200 has faster memory")
+    parser.add_argument("--device", default="H100", choices=("H100", "H200"))
     given = parser.parse_args()
     lines: list[list[str]] = []
     for name in given.workload:

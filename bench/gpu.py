@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import record
 from bench.alternatives import ALTERNATIVES, OURS, is_compiled, suited
 from bench.goals import number
@@ -48,8 +50,8 @@ def order(names: Sequence[str], batches: Sequence[int], precisions: Sequence[str
     A workload whose children are copies, as it is large in itself, runs only at its own batch."""
     places = {name: place for place, name in enumerate(IMPORTANT)}
     works = sorted(map(find, names or WORKLOADS), key=lambda work: places.get(work.name, len(places)))
-    large, *small = batches or BATCHES
-    first, *others = precisions or PRECISIONS
+    large, *small = list(dict.fromkeys(batches)) or BATCHES
+    first, *others = list(dict.fromkeys(precisions)) or PRECISIONS
     return [
         Case(work, work.batch if work.copies > 1 else batch, training, precision)
         for some, part in (([large], [first]), ([large], others), (small, [first]), (small, others))
@@ -159,7 +161,7 @@ class Map:
 
     def rows_of_others(self, cases: Sequence[Case], names: Sequence[str]) -> None:
         """Measure alternatives: several processes compile side by side, then each times its own alone."""
-        have = {key(row) for row in self.rows} | known(self.machine)
+        have = {key(row) for row in self.rows} | known(self.machine, self.given.results)
         wanted = [(case, name) for case in cases for name in suited(names, case.workload, case.batch, False)]
         wanted = [one for one in wanted if (*one[0].key, one[1]) not in have]
         for group in self._groups(wanted):
@@ -203,10 +205,10 @@ class Map:
             remote.close()
 
 
-def known(machine: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """Return the keys of the figures that the records have of a kind of GPU and a torch."""
+def known(machine: dict[str, Any], folder: Path) -> set[tuple[Any, ...]]:
+    """Return the keys of the figures that the records, and those in a folder, have of a kind of GPU and a torch."""
     same = machine["device"], machine["versions"]["torch"]
-    rows = record.load(record.RESULTS, kind=KIND)
+    rows = record.load(*{record.RESULTS, folder}, kind=KIND)
     rows = [row for row in rows if "failed" not in row]
     return {key(row) for row in rows if (row["machine"]["device"], row["machine"]["versions"]["torch"]) == same}
 
@@ -224,37 +226,61 @@ def line(row: dict[str, Any]) -> str:
     return f"{place} {said}{', WRONG: ' * bool(row['complaint'])}{row['complaint']}"
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Figures of a GPU.")
+def parsed(arguments: Iterable[str] | None) -> argparse.Namespace:
+    """Return the options of a run, all of them checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("map", "sweep", "alternatives"))
     parser.add_argument("row", nargs="?", help="sweep: the workload")
-    results = Path(os.environ.get("OUT") or record.RESULTS)
-    parser.add_argument("--results", type=Path, default=results, help="folder (default: $OUT, or bench/results)")
+    parser.add_argument("--results", type=Path, help="folder ($OUT, or bench/results; of a CPU .cache/bench)")
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything (240)")
     parser.add_argument("--workload", action="append", default=[], help="only these (repeat)")
     parser.add_argument("--batch", action="append", default=[], type=int, help="only these (repeat)")
     parser.add_argument("--precision", action="append", default=[], choices=[*PRECISIONS], help="only these (repeat)")
-    parser.add_argument("--library", action="append", default=[], metavar="NAME=PATH", help="compare builds (repeat)")
+    parser.add_argument("--library", action="append", default=[], metavar="NAME=PATH", help="map: compare builds")
     parser.add_argument("--against", action="append", default=[], choices=ALTERNATIVES, help="only these alternatives")
-    parser.add_argument("--triton", action="store_true", help="measure the Triton kernels instead")
+    parser.add_argument("--triton", action="store_true", help="map: measure the Triton kernels instead")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it out")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args(None if arguments is None else list(arguments))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if given.what == "alternatives":
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     if (given.what == "sweep") != (given.row is not None):
         parser.error("sweep wants a workload, map and alternatives take --workload")
+    for name, used in (("library", "map"), ("triton", "map"), ("against", "alternatives")):
+        if getattr(given, name) and given.what != used:
+            parser.error(f"--{name}: only {used} takes it")
+    given.names = [given.row] if given.row else list(dict.fromkeys(given.workload))
+    try:
+        [*map(find, given.names)]
+    except ValueError as error:
+        parser.error(str(error))
+    if not given.seconds > 0:
+        parser.error(f"--seconds: got {given.seconds:g}, want more than 0")
+    for name, numbers in (("batch", given.batch), ("threads", [given.threads])):
+        if any(number < 1 for number in numbers):
+            parser.error(f"--{name}: got {min(numbers)}, want 1 or more")
     libraries = dict(one.partition("=")[::2] for one in given.library)
     for name, path in libraries.items():
         if not Path(path).is_file() or name in ("", OURS, TRITON, *ALTERNATIVES):
             parser.error(f"--library: got {name}={path}, want NAME=PATH of a file, with a name of its own")
-    names = [given.row] if given.row else given.workload
-    for name in names:
-        try:
-            find(name)
-        except ValueError as error:
-            parser.error(str(error))
+    if len(libraries) < len(given.library):
+        parser.error("--library: two builds have one name")
+    given.library = libraries
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, but torch finds no GPU here (--device cpu tries the map out)")
+    home = record.RESULTS if given.device == "cuda" else record.ROOT / ".cache" / "bench"
+    given.results = given.results or Path(os.environ.get("OUT") or home)
+    try:
+        given.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--results: {error}")
+    return given
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run; the exit status is 1 if nothing was measured."""
+    given = parsed(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if given.what == "alternatives":
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     try:
         measured = Map(given)
     except WorkerError as error:
@@ -262,11 +288,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         return 1
     try:
         if given.row:
-            cases = order(names, given.batch or BATCHES[:1], given.precision or ["fp32"])
+            cases = order(given.names, given.batch or BATCHES[:1], given.precision or ["fp32"])
         else:
-            cases = order(names, given.batch, given.precision)
+            cases = order(given.names, given.batch, given.precision)
         if given.what == "map":
-            measured.rows_of_ours(cases, libraries)
+            measured.rows_of_ours(cases, given.library)
         elif given.what == "sweep":
             measured.schedules(cases)
         else:
@@ -277,8 +303,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     finally:
         measured.close()
     wrong = [row for row in measured.rows if row.get("complaint") or "failed" in row]
-    print(f"{len(measured.rows)} entries of {len(cases)} rows, {len(wrong)} failed or wrong: {measured.file}")
-    return 0
+    written = f": {measured.file}" if measured.rows else "; nothing was written"
+    print(f"{len(measured.rows)} entries of {len(cases)} rows, {len(wrong)} failed or wrong{written}")
+    had = given.what == "alternatives" and not measured.rows and measured.left > 5  # all of them are known
+    return 0 if had or any("failed" not in row for row in measured.rows) else 1
 
 
 if __name__ == "__main__":

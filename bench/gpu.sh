@@ -87,7 +87,13 @@ save() {
 
 # The sources of bare kernels travel, too: only where their programs do not start are they compiled on the device.
 stage_pack() {
-  local name total
+  local name
+  PATH=$PATH:/usr/local/cuda/bin
+  for name in yardstick folded; do
+    [ -z "${YARDSTICK:-}" ] || [ -f "$YARDSTICK/$name.cu" ] || { echo "YARDSTICK: no $YARDSTICK/$name.cu" && return 1; }
+  done
+  command -v nvcc || { echo "no nvcc" && return 1; }
+  [ "$DRY_RUN" = 0 ] || return 0
   export FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
   mkdir -p "$DEVICE/lib" "$DEVICE/builds" && cp bench/variants.h "$DEVICE/" && echo "$FASTCAPS_COMMIT" >"$DEVICE/commit" || return 1
   FASTCAPS_EXPERIMENTS=1 build_ext && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" || return 1
@@ -105,6 +111,8 @@ build_ext() { "$PYTHON" setup.py -q build_ext --inplace; }
 # The library of a commit; its switches come from the environment, as NVCC_APPEND_FLAGS.
 stage_build() {
   local tree
+  git rev-parse --verify "$1^{commit}" || return 1
+  [ "$DRY_RUN" = 0 ] || return 0
   tree=$(mktemp -d) && git worktree add -q --detach "$tree" "$1" || return 1
   (cd "$tree" && FASTCAPS_LEVELS=default FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 PYTHONPATH=$tree build_ext) &&
     mkdir -p "$DEVICE/builds" && cp "$tree/fastcaps/lib/libfastcaps_cuda.so" "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}.so"
@@ -230,6 +238,8 @@ stage_profile() {
 # the stages run as far as they go without one.
 stage_rehearse() {
   local clean worst=0 name small
+  [ -d "$DEVICE/lib" ] || { echo "no $DEVICE/lib: bench/gpu.sh pack" && return 1; }
+  [ "$DRY_RUN" = 0 ] || return 0
   clean=$(mktemp -d) && mkdir -p "$clean/bin" "$clean/tree" "$clean/out" || return 1
   git archive HEAD | tar -x -C "$clean/tree" && cp -r "$DEVICE" "$clean/tree/" || return 1
   for name in nvcc c++ g++ gcc cc clang clang++ cmake ninja; do
@@ -277,7 +287,7 @@ for stage in "${chosen[@]}"; do
   result=passed
   argument=${stage#*:}
   "stage_${stage%%:*}" "$argument" || { result=failed && failed=$((failed + 1)); }
-  [ ! -f "$RESULTS/summary.md" ] || echo "$stage: $result, $((SECONDS - start)) s" >>"$RESULTS/summary.md"
+  [ ! -f "$RESULTS/summary.md" ] || [ "$DRY_RUN" = 1 ] || echo "$stage: $result, $((SECONDS - start)) s" >>"$RESULTS/summary.md"
   echo "== $stage: $result, $((SECONDS - start)) s"
   save
 done

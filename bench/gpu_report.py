@@ -56,7 +56,7 @@ def newest(entries: Iterable[Entry]) -> dict[str, dict[tuple[Any, ...], Entry]]:
     found: dict[str, dict[tuple[Any, ...], Entry]] = {}
     by_date = sorted(entries, key=lambda one: ("failed" not in one, one["machine"]["date"]))
     for entry in by_date:
-        if entry["how"] in (OURS, *ALTERNATIVES):
+        if entry["how"] in (OURS, *ALTERNATIVES) and entry["workload"] in WORKLOADS:
             found.setdefault(entry["machine"]["device"], {})[key(entry)] = entry
     return dict(sorted(found.items(), key=lambda one: max(e["machine"]["date"] for e in one[1].values()), reverse=True))
 

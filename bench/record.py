@@ -66,7 +66,10 @@ def load(*places: Path, kind: str = "bench") -> list[dict[str, Any]]:
     found = []
     for path in places:
         for file in sorted(path.rglob(f"{kind}-*.json")) if path.is_dir() else [path]:
-            document = json.loads(file.read_text())
+            try:
+                document = json.loads(file.read_text())
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
             found += [{**row, "machine": document["machine"]} for row in document["rows"]]
     return found
 

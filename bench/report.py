@@ -318,18 +318,20 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
     given = parser.parse_args(None if arguments is None else list(arguments))
     try:
-        rows = record.merge(record.load(*given.files))
-        if not rows:
+        named = [file for file in given.files if not file.name.startswith(f"{gpu_report.KIND}-")]  # or a folder
+        rows, gpu = record.merge(record.load(*named)), record.load(*given.files, kind=gpu_report.KIND)
+        gpu = [row for row in gpu if "how" in row]
+        if not rows and not gpu:
             raise ValueError("no results to report")
         if given.write:
-            programs, gpu = (record.load(*given.files, kind=kind) for kind in ("public", gpu_report.KIND))
+            programs = record.load(*given.files, kind="public")
             written = write(rows, programs, gpu)
             print("\n".join(f"written: {path}" for path in written))
         if given.html is not None:
             given.html.write_text(html(rows), encoding="utf-8")
             print(f"written: {given.html}")
         if not given.write and given.html is None:
-            print(*map(markdown, _by_device(rows)), sep="\n")
+            print(*map(markdown, _by_device(rows)), *[gpu_report.markdown(gpu)] * bool(gpu), sep="\n")
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
