@@ -1,5 +1,5 @@
-// Included before a file of bare kernels with many variants (bench/gpu.sh pack): a run can begin at any variant and says
-// on stderr which one it is at, so that one that fails or hangs loses none of the others.
+// Included before a file of bare kernels with many variants (bench/gpu.sh pack): a run can begin at any variant and
+// says on stderr which one it is at, so that one that fails or hangs loses none of the others.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
