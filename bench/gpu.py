@@ -5,7 +5,7 @@ python -m bench.gpu map --library old=a.so --library new=b.so --workload tsai-c1
 python -m bench.gpu sweep tsai-c10-conv1    # schedules of a row, in a library built with FASTCAPS_EXPERIMENTS=1
 python -m bench.gpu alternatives            # what a PyTorch user would run instead, from the most important rows on
 
-Rows go to one JSON file, in a moment after each. ``alternatives`` leaves out what the records have of this kind of GPU
+Rows go to one JSON file, after each. ``alternatives`` leaves out what the records have of this kind of GPU
 and this torch. A row whose process dies or hangs says so, and the next one has a new process.
 """
 
@@ -66,7 +66,7 @@ class Map:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.until = given, time.monotonic() + given.seconds
         self.rows: list[dict[str, Any]] = []
-        self.written, self.file = 0.0, Path()
+        self.file = Path()
         self.remotes: dict[str, Remote] = {}
         about = self.remote(OURS).call(120.0, "describe")
         self.machine = record.describe(given.threads) | {"kind": "full"} | about
@@ -93,17 +93,12 @@ class Map:
         return self.until - time.monotonic()
 
     def add(self, case: Case, how: str, found: dict[str, Any]) -> None:
-        """Keep an entry and print it; write all of them if the last time was a second ago."""
+        """Keep an entry, print it, and write all of them."""
         row = dict(zip(("workload", "batch", "mode", "precision"), case.key, strict=True)) | {"how": how, **found}
         self.rows.append(row)
         print(line(row), flush=True)
-        if time.monotonic() - self.written > 1.0:
-            self.write()
-
-    def write(self) -> None:
-        if self.rows:
-            self.file = record.write(self.given.results, [{"machine": self.machine, **row} for row in self.rows], KIND)
-            self.written = time.monotonic()
+        about = [{"machine": self.machine, **row} for row in self.rows]
+        self.file = record.write(self.given.results, about, KIND)
 
     def answer(self, name: str, seconds: float, *what: Any) -> Any:
         """Return a process's answer, or why it ``failed``."""
@@ -200,7 +195,6 @@ class Map:
             yield group
 
     def close(self) -> None:
-        self.write()
         for remote in self.remotes.values():
             remote.close()
 

@@ -47,7 +47,8 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]], kind: str = "bench") -> Path:
-    """Write a run's rows into a folder, under a name made of kind, machine, date and commit; return the file."""
+    """Write a run's rows, a line each, into a folder, under a name made of kind, machine, date and commit; return the
+    file."""
     about = rows[0]["machine"]
     device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     stamp = about["date"][:19].replace(":", "")
@@ -57,7 +58,8 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], kind: str = "bench") -> 
     part = path.with_suffix(".part")  # a run that is killed while it writes leaves the file of the row before
     part.unlink(missing_ok=True)  # a link would lead the writing to another file
     with part.open("x") as file:
-        file.write(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
+        lines = ",\n".join(map(json.dumps, bare))
+        file.write(f'{{"machine": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n')
     return part.replace(path)
 
 
