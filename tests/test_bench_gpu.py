@@ -113,6 +113,9 @@ def test_builds_are_told_apart_and_must_be_there(capsys: pytest.CaptureFixture[s
             gpu.main(["map", "--device", "cpu", "--library", library])
         assert "--library: got" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        gpu.main(["map", "--device", "cpu", "--library", f"a={__file__}", "--library", f"a={gpu.__file__}"])
+    assert "two builds have one name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         gpu.main(["sweep", "tsai-c10-fcc"])
     assert "did you mean" in capsys.readouterr().err
 
