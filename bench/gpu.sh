@@ -169,7 +169,7 @@ stage_sweep() {
 stage_compare() {
   local build builds=()
   for build in "$DEVICE"/builds/*.so; do [ ! -f "$build" ] || builds+=(--library "$(basename "$build" .so)=$build"); done
-  measured 75 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
+  measured 110 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
     --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c10-fc --workload hinton-conv --workload tsai-c10-conv2
 }
 
@@ -201,7 +201,7 @@ stage_counters() {
   local backward='BwdFILi4ELi2ELi4ELi2ELb1E|BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdTILi0ELi8ELi1ELi4E'
   backward+='|BwdHILi8ELi1ELi4E'
   for what in forward backward; do
-    profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what/%orward/wd}" 0 || worst=1
+    profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what:0:1}wd" 0 || worst=1
   done
   return "$worst"
 }
