@@ -145,5 +145,5 @@ $(BIN)/python: | python
 $(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
 	$(INSTALL) torch setuptools cmake ninja
 	$(BIN)/python setup.py -q build_ext --inplace # shows how far the compiler is; pip, which finds it done, would not
-	$(INSTALL) --no-build-isolation --editable '.[$*]' --editable ./lab # together: pip looks for fastcaps nowhere else
+	$(INSTALL) --no-build-isolation --editable '.[$(subst demo,bench,$*)]' $(if $(filter-out wheel,$*),--editable ./lab) # together: pip has no fastcaps to look for
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-demo) # dev holds both

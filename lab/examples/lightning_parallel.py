@@ -1,6 +1,6 @@
 """The training of data_parallel.py with Lightning, which starts the processes.
 
-    python examples/lightning_parallel.py --devices 2
+    python lab/examples/lightning_parallel.py --devices 2
 
 ``fastcaps train`` can do the same:
 

@@ -124,7 +124,7 @@ def diagnose(
 
     Examples
     --------
-    >>> import torch, fastcaps
+    >>> import torch, fastcaps_lab
     >>> net = fastcaps_lab.models.create("digits")
     >>> found = fastcaps_lab.diagnose(net, (torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])))
     >>> [(layer.path, len(layer.strengths), layer.compete) for layer in found.layers]
