@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import time
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import fastcaps
-from fastcaps.measure import peak
 
 
 def main() -> None:
@@ -52,9 +52,8 @@ def main() -> None:
         optimizer.step()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}, {time.perf_counter() - start:.2f} s")
-    print(
-        f"process {rank}: {children.shape[1]} children, {own.shape[1]} of them here; peak memory {peak() / 1e6:.0f} MB"
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # kB on Linux
+    print(f"process {rank}: {children.shape[1]} children, {own.shape[1]} of them here; peak memory {peak:.0f} MB")
     dist.destroy_process_group()
 
 
