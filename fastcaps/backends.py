@@ -76,7 +76,7 @@ class Backend:
 class Call(NamedTuple):
     """The properties of a call on which the choice of a backend depends."""
 
-    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs" or "squash_sum"
+    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs"
     device: torch.device  # of the children, as the dtype
     dtype: torch.dtype
     pose: tuple[int, int, int]  # C, D, E: a child's pose is C x D, a parent's C x E
@@ -157,7 +157,7 @@ def _cpu_problem(stem: str = "attention") -> str:
     library = libraries.library("cpu")
     if library.problem:
         return library.problem
-    op = "fastcaps_cpu::" + {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
+    op = "fastcaps_cpu::vote_scores" if stem == "verbs" else f"fastcaps_cpu::{stem}_routing"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU"):
         return f"the library has no {op}: it was built from other sources than this package's; build it again"
     if native_capability() is not None:
