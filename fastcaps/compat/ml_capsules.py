@@ -121,11 +121,6 @@ class _Capsule(Twin):
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
     @classmethod
-    def _unfit(cls, old: Any) -> str:
-        fits = isinstance(old.nonlinear_act, nn.LayerNorm) and isinstance(old.drop, nn.Dropout)
-        return "" if fits else "nonlinear_act must be a LayerNorm and drop a Dropout"
-
-    @classmethod
     def _like(cls, old: Any, **options: Any) -> Twin:
         return super()._like(old, dp=old.drop.p, **options)
 

@@ -130,6 +130,7 @@ class SlimTwin(Twin):
 
     _places: ClassVar[tuple[str, str]]
     _kind: ClassVar[Any]
+    _probes = (("num_routing", range(1, 7)),)
     input_dim: int
     output_dim: int
     input_atoms: int
