@@ -67,11 +67,7 @@ class DigitCaps(BatchAveraged):
 
     @partial(known_arguments, note="; compat.DigitCaps is the twin of another code")
     def __init__(
-        self,
-        num_capsules: int = 10,
-        num_routes: int = 32 * 6 * 6,
-        in_channels: int = 8,
-        out_channels: int = 16,
+        self, num_capsules: int = 10, num_routes: int = 32 * 6 * 6, in_channels: int = 8, out_channels: int = 16
     ) -> None:
         super().__init__()
         self._make(num_routes, in_channels, num_capsules, out_channels)
@@ -91,14 +87,7 @@ class CapsuleLayer(BatchAveraged):
     squashed = "parents"
 
     @partial(known_arguments, note="; compat.CapsuleLayer is the twin of another code")
-    def __init__(
-        self,
-        in_units: int,
-        in_channels: int,
-        num_units: int,
-        unit_size: int,
-        use_routing: bool,
-    ) -> None:
+    def __init__(self, in_units: int, in_channels: int, num_units: int, unit_size: int, use_routing: bool) -> None:
         super().__init__()
         self._only_routes(use_routing)
         self._make(in_channels, in_units, num_units, unit_size)

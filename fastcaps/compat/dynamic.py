@@ -88,12 +88,7 @@ class DenseCapsule(DynamicTwin):
     detach = True
 
     def __init__(
-        self,
-        in_num_caps: int,
-        in_dim_caps: int,
-        out_num_caps: int,
-        out_dim_caps: int,
-        routings: int = 3,
+        self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3
     ) -> None:
         super().__init__()
         self._make(in_num_caps, in_dim_caps, out_num_caps, out_dim_caps, routings=routings)
