@@ -91,14 +91,15 @@ def convert(
     pairs: Any = [*given.items()] if isinstance(given, Mapping) else [(None, None)]
     if not all(isinstance(one, type) and isinstance(kind, type) and issubclass(kind, Twin) for one, kind in pairs):
         raise TypeError(f"as_ must map classes to classes of fastcaps.compat, got {one_line(as_)}")
+    table: dict[Any, tuple[type[Twin], ...]] = {**TWINS, **{one: (kind,) for one, kind in pairs}}
     report, swaps = ConversionReport(model), []
     for path, module in model.named_modules():
         mro = type(module).__mro__
-        published = next((each for each in mro if each in given or each.__name__ in TWINS), None)
-        if published is None:
+        known = [(each, table[key]) for each in mro for key in (each, each.__name__) if key in table]
+        if not known:
             continue
+        published, twins = known[0]
         try:
-            twins = (given[published],) if published in given else TWINS[published.__name__]
             if isinstance(module, Twin):
                 found, why = report.needless, "runs on fastcaps already"
             elif any(not _missing(module, kind) and not kind._routes(module) for kind in twins):

@@ -239,8 +239,8 @@ class CapsuleLayer(DynamicTwin):
         return bool(old.num_route_nodes != -1)
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, learned_logits=hasattr(old, "route_logits"), **options)
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
+        return super()._like(old, *parts, learned_logits=hasattr(old, "route_logits"), **options)
 
 
 class AgreementRouting(Twin):

@@ -113,8 +113,8 @@ class _Capsule(Twin):
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, dp=old.drop.p, **options)
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
+        return super()._like(old, *parts, dp=old.drop.p, **options)
 
     def _adopt(self, old: Any) -> None:
         super()._adopt(old)

@@ -293,9 +293,9 @@ class SlimTwin(Twin):
         return votes.unflatten(2, self.biases.shape[:2])
 
     @classmethod
-    def _holders(cls, old: Any) -> list[Any]:
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
         votes = getattr(old, cls._places[0])
-        return [getattr(votes, cls._places[1]), votes, old]
+        return super()._like(old, votes, getattr(votes, cls._places[1]), *parts, **options)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         made = self._convolution

@@ -63,18 +63,14 @@ class Twin(nn.Module):
         return True
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        """Return a twin, newly initialised, from a layer's attributes and further arguments."""
-        arguments = inspect.signature(cls).parameters.values()
-        published = {each.name for each in arguments if each.kind is not each.KEYWORD_ONLY} - options.keys()
-        for holder in cls._holders(old):
-            options = {name: getattr(holder, name) for name in published if hasattr(holder, name)} | options
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
+        """Return a twin, newly initialised, from the attributes of ``parts`` of a layer, or else its own, and further
+        arguments."""
+        for name, argument in inspect.signature(cls).parameters.items():
+            holder = next((each for each in (*parts, old) if hasattr(each, name)), None)
+            if holder is not None and argument.kind is not argument.KEYWORD_ONLY:
+                options.setdefault(name, getattr(holder, name))
         return cls(**options)
-
-    @classmethod
-    def _holders(cls, old: Any) -> list[Any]:
-        """Return a layer, after the parts of it that hold some of its arguments."""
-        return [old]
 
     def _adopt(self, old: Any) -> None:
         """Use a layer's parameters, submodules and buffers."""
@@ -130,11 +126,11 @@ class VectorTwin(Twin):
         return arranged(getattr(self, self._drawn), self._axes, "imde")
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
         for axis, name in zip("idme", cls._names, strict=True):
             if name not in options and not hasattr(old, name):  # some layers do not store all sizes
                 options[name] = getattr(old, cls._drawn).shape[cls._axes.index(axis)]
-        return super()._like(old, **options)
+        return super()._like(old, *parts, **options)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, *map(self._size, self._given[1:])),)]
