@@ -13,13 +13,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fastcaps import backends, functional, ops
+from fastcaps import backends, functional
 from fastcaps.backends import BackendError, backend
 from fastcaps.checks import did_you_mean
 from fastcaps.functional import Votes, Window, explain
 
 if TYPE_CHECKING:
-    from fastcaps import compat, data, distributed, encapnet, losses, models, nn, training, viz
+    from fastcaps import compat, data, encapnet, losses, models, nn, training, viz
     from fastcaps.compat.convert import convert
     from fastcaps.diagnosis import diagnose
     from fastcaps.encapnet import CapConv2d, CapFC
@@ -42,8 +42,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError", "CapConv2d", "CapFC", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "EquilibriumRouting",
     "HeinsenRouting", "InvertedAttentionRouting", "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack",
-    "Votes", "Window", "__version__", "backend", "backends", "compat", "convert", "data", "diagnose", "distributed",
-    "encapnet", "explain", "functional", "losses", "models", "nn", "training", "viz",
+    "Votes", "Window", "__version__", "backend", "backends", "compat", "convert", "data", "diagnose", "encapnet",
+    "explain", "functional", "losses", "models", "nn", "training", "viz",
 ]  # fmt: skip
 
 _HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}  # or else nn
@@ -68,7 +68,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-# like all lazy modules it is imported on first use, which is the first DTensor: PyTorch's own takes long to import
-ops.Routing.sharded = staticmethod(lambda *call: __getattr__("distributed").route(*call))

@@ -414,7 +414,7 @@ def test_architectures_are_written_as_for_torch(decide: Decide, tmp_path: Path, 
 
 ROOMS = [
     "checks", "results", "rules", "settings", "vectors", "votes", "watchers", "made", "libraries", "backends",
-    "reference", "ops", "distributed", "functional", "triton_kernels", "measure", "losses", "nn", "compat", "encapnet",
+    "reference", "ops", "functional", "triton_kernels", "measure", "losses", "nn", "compat", "encapnet",
     "models", "inside", "diagnosis", "data", "viz", "training", "demo", "cli", "__main__", "_testing",
 ]  # fmt: skip
 """What the package consists of: each imports only those before it."""

@@ -70,7 +70,7 @@ def of_routing(name: str) -> Twice:
 def of_shards(name: str) -> Twice:
     def call(leaves: Leaves) -> Tensor:
         mesh = init_device_mesh("cpu", (1,))
-        spread = {"children": DTensor.from_local(leaves["children"], mesh, [Shard(1)])}
+        spread = {"children": DTensor.from_local(leaves["children"], mesh, [Shard(0)])}
         found = BY_NAME[name].ours({**leaves, **spread})
         return torch.cat([x.full_tensor().flatten() for x in found.values()])  # type: ignore[attr-defined]
 
