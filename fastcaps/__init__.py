@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         ClassHead,
         DynamicRouting,
         EMRouting,
-        EquilibriumRouting,
         HeinsenRouting,
         InvertedAttentionRouting,
         PrimaryCapsules,
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackendError", "CapConv2d", "CapFC", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "EquilibriumRouting",
-    "HeinsenRouting", "InvertedAttentionRouting", "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack",
-    "Votes", "Window", "__version__", "backend", "backends", "compat", "convert", "data", "diagnose", "encapnet",
-    "explain", "functional", "losses", "models", "nn", "training", "viz",
+    "BackendError", "CapConv2d", "CapFC", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "HeinsenRouting",
+    "InvertedAttentionRouting", "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack", "Votes",
+    "Window", "__version__", "backend", "backends", "compat", "convert", "data", "diagnose", "encapnet", "explain",
+    "functional", "losses", "models", "nn", "training", "viz",
 ]  # fmt: skip
 
 _HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}  # or else nn

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fastcaps.checks import check_choice, check_count, check_images, image_size, one_line, refuse_unknown
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
-from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments
@@ -40,10 +39,8 @@ class NetworkConfig:
     image_size: int | tuple[int, int]  # height and width
     in_channels: int  # of an image
     layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting  # the class of the routing layers
-    iterations: int | None = None  # of every layer, 2 if None; with "equilibrium" the maximum, 32 if None
-    # for inverted attention: "concurrent" (the paper's), "sequential" (its ablation B), or "equilibrium"
-    # (fastcaps.nn.EquilibriumRouting)
-    routing: str = "concurrent"
+    iterations: int | None = None  # of every layer, 2 if None
+    routing: str = "concurrent"  # the paper's; for inverted attention also "sequential", its ablation B
     pose: str = "matrix"  # or "vector"
     primary: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the primary capsules
     class_layer: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the class layer's CapsuleSpec
@@ -62,12 +59,10 @@ class NetworkConfig:
         """Return the network with new weights."""
         size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
         options = {"pose": self.pose, **self.options}
-        check_choice("routing", self.routing, ("concurrent", "sequential", "equilibrium"))
-        attends = self.layer is InvertedAttentionRouting
-        if not attends and self.routing != "concurrent":
+        check_choice("routing", self.routing, ("concurrent", "sequential"))
+        if self.layer is not InvertedAttentionRouting and self.routing != "concurrent":
             raise ValueError(f"routing must be 'concurrent' for {self.layer.__name__}, got {self.routing!r}")
-        layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
-        count = (32 if equilibrium else 2) if self.iterations is None else check_count("iterations", self.iterations)
+        count = 2 if self.iterations is None else check_count("iterations", self.iterations)
         specs = [*self.hidden, CapsuleSpec(check_count("classes", self.classes), **self.class_layer)]
         primary = {} if self.primary_bias else {"bias": False}
         net = CapsNet.build(
@@ -79,10 +74,10 @@ class NetworkConfig:
             hidden=specs[:-1],
             classes=specs[-1],
             iterations=count,
-            routing="sequential" if equilibrium else self.routing,
-            layer=layer,
+            routing=self.routing,
+            layer=self.layer,
             primary={**primary, **self.primary},
-            head=layer.head,
+            head=self.layer.head,
             decoder=self.decoder,
             **options,
         )
@@ -93,11 +88,6 @@ class NetworkConfig:
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         return net
-
-    def routing_layer(self) -> type[RoutingLayer[Any, Any]]:
-        """Return the class of layers whose spec names none."""
-        attends = self.layer is InvertedAttentionRouting
-        return EquilibriumRouting if attends and self.routing == "equilibrium" else self.layer
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the declarations of the backbone."""
@@ -111,7 +101,7 @@ class NetworkConfig:
     def extras(self) -> list[str]:
         """Return the arguments of all routing layers of the network that are overrides besides the fields."""
         known = {each.name for each in fields(self)}
-        layers = {self.routing_layer(), *(spec.layer or self.routing_layer() for spec in self.hidden)}
+        layers = {self.layer, *(spec.layer or self.layer for spec in self.hidden)}
         return sorted(set.intersection(*(set(arguments(layer)) for layer in layers)) - known - FOLLOWING)
 
     def extended(self, more: Mapping[str, Any]) -> NetworkConfig:
