@@ -13,12 +13,11 @@ on the CPU where they are faster than the kernels.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in any thread. New threads, such as those of ``nn.DataParallel``, start without it;
-``contextvars.copy_context().run`` passes it on. Recomputation by ``torch.utils.checkpoint`` uses the block in which the
-backward runs. If a generator yields inside a block, the block also applies to its caller until the generator resumes;
-of two such generators in one thread the block opened last wins. Blocks may end in any order. In compiled code each op,
-forward or backward, uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first
-iteration of inverted attention) ignores in which thread they are open. Put the block around the call of a compiled
-function: inside, it breaks the graph.
+``contextvars.copy_context().run`` passes it on. A generator must not yield inside a block. Recomputation by
+``torch.utils.checkpoint`` uses the block in which the backward runs. In compiled code each op, forward or backward,
+uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first iteration of
+inverted attention) ignores in which thread they are open. Put the block around the call of a compiled function: inside,
+it breaks the graph.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -333,16 +332,3 @@ def test_layers_whose_linear_maps_were_replaced_run_on() -> None:
     head.linear, decoder.layers = torch.nn.Sequential(torch.nn.AvgPool1d(4)), torch.nn.AdaptiveAvgPool1d(25)
     for layer in (head, decoder):
         assert layer(torch.zeros(2, 3, 4).double()).dtype == torch.float64
-
-
-def test_equilibrium_routing_warns_only_if_it_has_not_converged() -> None:
-    torch.manual_seed(0)
-    children = torch.randn(2, 5, 4)
-    layer = fastcaps.nn.EquilibriumRouting(5, 3, 4, 4, iterations=2)
-    with pytest.warns(UserWarning, match="after 2 iterations parents change by more than 3 %"):
-        layer(children)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer(children, iterations=300)
-        with torch.no_grad():
-            layer(children)

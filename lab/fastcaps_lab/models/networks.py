@@ -47,7 +47,7 @@ class NetworkConfig:
     in_channels: int  # of an image
     layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting  # the class of the routing layers
     iterations: int | None = None  # of every layer, 2 if None
-    routing: str = "concurrent"  # or "sequential", for inverted attention (the paper's ablation B)
+    routing: str = "concurrent"  # the paper's; for inverted attention also "sequential", its ablation B
     pose: str = "matrix"  # or "vector"
     primary: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the primary capsules
     class_layer: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the class layer's CapsuleSpec
