@@ -147,7 +147,7 @@ struct PassKernel {
   int weight_stride;     // from parent to parent; 0: weights are read in place
   int positions;         // R
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
-  bool by_name;          // only where tuned.h or an experiment names it
+  bool by_name;          // only where an experiment names it
   void (*run)(const PassArgs);
   void (*run_lean)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
 };
