@@ -20,7 +20,7 @@
 #   YARDSTICK               pack: folder of yardstick.cu and folded.cu, bare kernels that are no part of the repository
 set -uo pipefail
 
-NEXT=(counters compare sweep:tsai-c10-conv1 sweep:sabour-mnist map profile alternatives) # as docs/performance/gpu.md says
+NEXT=(yardstick counters compare map alternatives) # as docs/performance/gpu.md says
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0

@@ -98,7 +98,6 @@ PYBIND11_MODULE(fastcaps_native, m) {
   m.def("cuda_routing_refusal", &native::cuda_routing_refusal);
   m.def("cuda_experiment_refusal", &native::cuda_experiment_refusal);
   m.def("cuda_instances", &native::cuda_instances);
-  m.def("cuda_tuned", &native::cuda_tuned);
   m.def("cuda_countable", &native::cuda_countable);
   m.def("divided", &native::divided);
 }
