@@ -84,7 +84,7 @@ def test_it_stops_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stacks_and_explanation() -> None:
     layer, children = EquilibriumRouting(6, 5, 16, 16), torch.randn(2, 6, 16)
-    assert "30 " in str(explain(layer, children))
+    assert "attention_routing" in str(explain(layer, children))
     options = {"in_capsules": 2, "in_dim": 4, "size": (4, 4), "iterations": 3, "layer": EquilibriumRouting}
     stack = RoutingStack.build([CapsuleSpec(4, kernel_size=2), CapsuleSpec(3)], **options)
     grid = torch.randn(2, 2, 4, 4, 4)
