@@ -116,12 +116,12 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
-def suggest(module: str, note: str = "") -> None:
-    """Let an error about an unknown attribute of a module end with the nearest of its public names, else a note."""
+def suggest(module: str) -> None:
+    """Let an error about an unknown attribute of a module end with the nearest of its public names."""
     found: Any = sys.modules[module]
 
     def unknown(name: str) -> Any:
-        hint = did_you_mean(name, found.__all__) or note
+        hint = did_you_mean(name, found.__all__)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
     found.__getattr__ = unknown
@@ -242,22 +242,9 @@ def check_parameters_dtype(name: str, value: Tensor, weight: Any) -> None:
         raise TypeError(f"{name} must be {weight.dtype}, the dtype of the layer's parameters, got {value.dtype}")
 
 
-def check_map(name: str, value: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
-    """Raise unless ``value`` is ``[B, channels, H, W]`` with the given sizes."""
+def check_map(name: str, value: Any, channels: int | None) -> None:
+    """Raise unless ``value`` is ``[B, channels, H, W]``."""
     require_tensor(value, name)
-    wanted = dict(zip(("channels", "H", "W"), (channels, *size), strict=True))
-    if value.dim() != 4 or any(n not in (None, m) for n, m in zip(wanted.values(), value.shape[1:], strict=True)):
-        sizes = ", ".join(letter if n is None else str(n) for letter, n in wanted.items())
-        raise ValueError(f"{name} must be [B, {sizes}], got {shape_text(value)}")
-
-
-def check_images(images: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
-    """Raise unless images are a map with these sizes and a floating-point dtype (they are often bytes)."""
-    check_map("images", images, channels, size)
-    if not images.is_floating_point():
-        raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")
-
-
-def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width; raise unless they are positive."""
-    return check_pair("image_size", size, 1)
+    if value.dim() != 4 or channels not in (None, value.shape[1]):
+        wanted = "channels" if channels is None else channels
+        raise ValueError(f"{name} must be [B, {wanted}, H, W], got {shape_text(value)}")

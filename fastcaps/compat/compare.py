@@ -45,7 +45,7 @@ def compare(old: nn.Module, new: Twin) -> str:
             for value in values:
                 setattr(ours, name, value)
                 if value != published and not difference(theirs, ours, calls)[1]:
-                    raise Different(f"agrees only with {name}={value!r}, and the published layer has {published!r}")
+                    raise Different(f"computes what the twin does with {name}={value!r}, not {published!r}")
             setattr(ours, name, published)
         for module in theirs.modules():
             module.training = False
