@@ -13,12 +13,11 @@ on the CPU where they are faster than the kernels.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in any thread. New threads, such as those of ``nn.DataParallel``, start without it;
-``contextvars.copy_context().run`` passes it on. Recomputation by ``torch.utils.checkpoint`` uses the block in which the
-backward runs. If a generator yields inside a block, the block also applies to its caller until the generator resumes;
-of two such generators in one thread the block opened last wins. Blocks may end in any order. In compiled code each op,
-forward or backward, uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first
-iteration of inverted attention) ignores in which thread they are open. Put the block around the call of a compiled
-function: inside, it breaks the graph.
+``contextvars.copy_context().run`` passes it on. A generator must not yield inside a block. Recomputation by
+``torch.utils.checkpoint`` uses the block in which the backward runs. In compiled code each op, forward or backward,
+uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first iteration of
+inverted attention) ignores in which thread they are open. Put the block around the call of a compiled function: inside,
+it breaks the graph.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Backend:
 class Call(NamedTuple):
     """The properties of a call on which the choice of a backend depends."""
 
-    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs" or "squash_sum"
+    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs"
     device: torch.device  # of the children, as the dtype
     dtype: torch.dtype
     pose: tuple[int, int, int]  # C, D, E: a child's pose is C x D, a parent's C x E
@@ -157,7 +156,7 @@ def _cpu_problem(stem: str = "attention") -> str:
     library = libraries.library("cpu")
     if library.problem:
         return library.problem
-    op = "fastcaps_cpu::" + {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
+    op = "fastcaps_cpu::vote_scores" if stem == "verbs" else f"fastcaps_cpu::{stem}_routing"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU"):
         return f"the library has no {op}: it was built from other sources than this package's; build it again"
     if native_capability() is not None:

@@ -104,14 +104,14 @@ def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path, l
 def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_library: Path) -> None:
     """In a separate process: on a CPU torch the package itself does not load it."""
     code = """if True:
-        import torch, fastcaps.encapnet
+        import torch, fastcaps
         from fastcaps import libraries, ops
         library, info = libraries.library("cuda"), libraries.native_build_info()["cuda"]
         assert not library.problem, library.problem
         assert library.ask("fastcaps_cuda_toolkit") == info["toolkit"]
         assert library.ask("fastcaps_cuda_architectures").split(",") == info["architectures"]
-        for op in (*(routing.name for routing in ops.ROUTINGS), "squash_sum"):
-            for name in (op, op + "_backward"):
+        for routing in ops.ROUTINGS:
+            for name in (routing.name, routing.name + "_backward"):
                 assert torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cuda::" + name, "CUDA"), name
         try:
             x = torch.zeros(1, 1, 1, 1, 1, 1)
@@ -130,7 +130,6 @@ def test_the_cuda_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(c
     handle = ctypes.CDLL(str(cuda_library))
     handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_schedule.restype = ctypes.c_char_p
     assert handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (4, 4, 4, 1))) == b""
-    assert handle.fastcaps_cuda_refusal(b"squash_sum", *(ctypes.c_int64(1) for _ in range(4))) == b""
     assert b"512" in handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (30, 30, 30, 1)))
     # tsai-c10-conv1 at batch 128 on a device of 132 multiprocessors and 227 KB of shared memory
     sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../squash_sum.h"
+#include "../votes.h"
 
 namespace fastcaps {
 
@@ -144,12 +144,6 @@ struct Kernels {
   // whether kernels that read matrices as they lie are missing, or so much slower that a dense copy is worth it
   bool (*forward_wants_dense)(const Forward&);
   bool (*backward_wants_dense)(const Backward&);
-};
-
-// squash_sum for rows begin to end. Rows share nothing, so the bits do not depend on the number of threads.
-struct SquashSumKernels {
-  void (*forward)(const SquashSum&, int64_t begin, int64_t end);
-  void (*backward)(const SquashSum&, int64_t begin, int64_t end);
 };
 
 }  // namespace fastcaps

@@ -65,8 +65,7 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """The explanations of a module's calls of routings, verbs and ``squash_sum``, in the order in which it makes
-    them."""
+    """The explanations of a module's calls of routings and verbs, in the order in which it makes them."""
 
     def __str__(self) -> str:
         same: dict[str, list[int]] = {}
@@ -95,7 +94,7 @@ _MOST_CALLS = 1000  # a module that makes more of them iterates absurdly often b
 
 
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
-    """Return which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
+    """Return which backend and kernel would run a call of a routing, and why not the others.
 
     Nothing is computed: the call runs on a copy of the module, with tensors that have shapes and no values.
 

@@ -45,9 +45,6 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
 class Routing(Signature, ABC):
     """A routing for PyTorch and the backends: its two ops, and the step between two iterations."""
 
-    sharded: Callable[..., tuple[Any, ...]]
-    """Routes DTensors; the package sets it, so that this module need not import :mod:`fastcaps.distributed`."""
-
     # ---- defined by each routing -------------------------------------------------------------------------------------
 
     def single(self, own: Any, k: int) -> Any:
@@ -113,7 +110,9 @@ class Routing(Signature, ABC):
         tensors = self.tensors_of((*votes, *own))
         plain = are_plain(tensors)
         if not plain and is_sharded(tensors):
-            return self.sharded(self, votes, own)
+            from fastcaps.ops import sharding  # whose import of DTensors takes long
+
+            return sharding.route(self, self, votes, own)
         if is_watched() or not plain:
             return self.op(*votes, *own)
         if torch.is_grad_enabled():
