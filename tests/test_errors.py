@@ -297,7 +297,6 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "class layer": (lambda: built(torch.nn.ReLU(), class_dim=4), "no argument class_dim; classes=CapsuleSpec"),
     "vectors": (lambda: fastcaps.functional.squash(1.5), "vectors must be a tensor, got float"),
     "order": (lambda: fastcaps.explain(torch.randn(2), torch.nn.Identity()), r"explain\(module, inputs\)"),
-    "routings": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4, routings=3), r"routings \(did you mean iterations\?\)"),
     "number": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), "^activations must be a tensor,"),
     "spec": (lambda: built(torch.nn.ReLU(), hidden=[fastcaps.nn.CapsuleSpec(8, 15)]), "^layer 0 .*, got 15"),
     "routing": (lambda: built(torch.nn.ReLU(), routing="dynamic"), r"'dynamic' \(the class of the layers is layer="),
@@ -320,7 +319,7 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
                          r"children\.flatten\(4\)"),
     "recipe": (lambda: fastcaps.training.train("mnist"), "config must be a TrainConfig, such as .*, got 'mnist'"),
     "route": (lambda: type("Mine", (Layer,), {"route": lambda self, votes, iteration: None}),
-              r"must define route\(.*got an argument iteration"),
+              r"must define route\(.*got a parameter iteration"),
     "no iteration": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations=0), "^iterations must be an int >= 1"),
     "iterations": (lambda: Own(3, 7, 4, 4)(torch.randn(2, 3, 4), iterations="x"), "^iterations must be an int >= 1"),
 }  # fmt: skip
