@@ -129,9 +129,9 @@ travels() {
 
 bare() { echo "-O3 -std=c++17 -arch=sm_90 -include variants.h -o $1 $1.cu"; }
 
-CUDA_TESTS=(tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/encapnet/test_squash_sum.py tests/test_nn_on_gpu.py
+CUDA_TESTS=(tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/test_nn_on_gpu.py
   -m "slow or not slow" -k "on-cuda or gpu and not triton and not inductor")
-TRITON_TESTS=(tests/test_verbs_triton.py::test_every_verb tests/encapnet/test_squash_sum.py tests/test_triton.py
+TRITON_TESTS=(tests/test_verbs_triton.py::test_every_verb tests/test_triton.py
   tests/test_nn_on_gpu.py -k "every_verb or on_a_gpu and triton or ways_to_run and (tiny or set) or step and triton and not function")
 NAMED_TESTS=("tests/test_verbs_triton.py::test_every_verb[products]"
   "tests/test_cuda_kernels.py::test_a_bias_that_800_children_share" -k "not on-cpu")

@@ -142,19 +142,13 @@ def test_compiled_code_asks_again_where_a_block_begins_or_ends() -> None:
 
 
 @pytest.mark.parametrize("made_by", ["cpu", "reference"])
-@pytest.mark.parametrize("kind", ["routing", "squash_sum"])
-def test_a_backward_runs_what_its_forward_was_forced_to(
-    kind: str, made_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backward_runs_what_its_forward_was_forced_to(made_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it in another block, or in another thread: those of autograd run the backwards of a GPU."""
     if not backends.native_serves():
         pytest.skip("no native library here")
     children, weight = torch.randn(2, 3, 2, 2, requires_grad=True), torch.randn(3, 5, 2, 2)
     with fastcaps.backend(made_by):
-        if kind == "squash_sum":
-            found = fastcaps.encapnet.squash_sum(children, types=1)
-        else:
-            found = fastcaps.functional.dynamic_routing(children, weight)
+        found = fastcaps.functional.dynamic_routing(children, weight)
     ran = []
     on_cpu, chosen = backends.on_cpu, backends.chosen
 

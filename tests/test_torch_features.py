@@ -26,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastcaps
 from fastcaps import Votes, Window, backend, compat
 from fastcaps.compat import slim_capsules
-from fastcaps.encapnet import squash_sum
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
@@ -111,9 +110,6 @@ TWICE: dict[str, Callable[[], Twice]] = {
     "distance": lambda: of_verb(Votes.distance, 2, 3, 2, 2),
     "sum": lambda: of_verb(Votes.sum, 2, 4, 3),
     "square_sum": lambda: of_verb(lambda votes, r: votes.square_sum(r, votes.sum(r)), 2, 4, 3),
-    "squash_sum": lambda: Twice(
-        lambda leaves: squash_sum(leaves["x"], types=2), {"x": torch.randn(1, 4, 2, 2, dtype=torch.float64)}
-    ),
 }
 
 

@@ -1,19 +1,17 @@
 """EncapNet (Li et al., 2018): routing approximated in one pass, by convolutions over capsules in channels.
 
-It has no routing, but its own op, which adds weighted squashed capsules in channels; layers; the feedback-agreement
-unit and its Sinkhorn divergence; networks (``fastcaps.models.create("li-encapnet-v1")``). docs/encapnet.md says what
-follows the paper, and what its authors' code.
+It has no routing, but layers; the feedback-agreement unit and its Sinkhorn divergence; networks
+(``fastcaps.models.create("li-encapnet-v1")``). docs/encapnet.md says what follows the paper, and what its authors'
+code.
 """
 
 from fastcaps.checks import suggest
 from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
 from fastcaps.encapnet.feedback import FeedbackAgreement, feedback_loss
 from fastcaps.encapnet.networks import EncapNet, EncapNetConfig
-from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
 
 __all__ = [
     "CapConv2d", "CapFC", "EncapNet", "EncapNetConfig", "FeedbackAgreement", "SinkhornDivergence", "feedback_loss",
-    "squash_sum",
 ]  # fmt: skip
 suggest(__name__)

@@ -9,12 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.checks import check_choice, check_count, check_dtype, known_arguments, require_tensor, shape_text
-from fastcaps.encapnet.op import squash_sum
 from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import squash
 from fastcaps.votes import Window
 
 COEFFICIENTS = ("own", "other", "both", "none")
+
+
+def rectified_squash(maps: Tensor, types: int) -> Tensor:
+    """Return ``squash(ReLU(s))`` of capsules in channels, ``[B, types * dim, H, W]``, as ``[B, types, dim, H, W]``.
+
+    :func:`fastcaps.functional.squash` scales each vector first, so that no square overflows; after a BatchNorm none
+    does, and this formula takes half the time. It computes half types in float32.
+    """
+    poses = maps.relu().unflatten(1, (types, -1))
+    wide = poses.to(torch.promote_types(maps.dtype, torch.float32))
+    square = wide.square().sum(2, keepdim=True)
+    length = square.clamp(min=torch.finfo(wide.dtype).tiny).sqrt()  # with a finite derivative at the zero vector
+    return (wide * (length / (1 + square))).to(maps.dtype)
 
 
 class CapConv2d(nn.Module):
@@ -137,7 +149,7 @@ class CapConv2d(nn.Module):
             summed = summed + skipped
         elif self.skip:
             summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
-        return self._squash(self.norm(summed))
+        return rectified_squash(self.norm(summed), self.types).flatten(1, 2)
 
     def as_poses(self, capsules: Tensor) -> Tensor:
         """Return the layer's result as poses, ``[B, types, Ho, Wo, out_dim]``."""
@@ -150,18 +162,16 @@ class CapConv2d(nn.Module):
             return master
         assert self.master_norm is not None and self.aide_norm is not None
         assert self.of_master is not None and self.of_aide is not None
-        master, aide = self.master_norm(master), self.aide_norm(self.aide(capsules))
-        by_master, by_aide = self.of_master(self._squash(master)), self.of_aide(self._squash(aide))
+        m = rectified_squash(self.master_norm(master), self.types)
+        n = rectified_squash(self.aide_norm(self.aide(capsules)), self.types)
+        by_master, by_aide = self.of_master(m.flatten(1, 2)), self.of_aide(n.flatten(1, 2))
         if self.coefficients == "own":
             a, b = by_master, by_aide
         elif self.coefficients == "other":
             a, b = by_aide, by_master
         else:
             a, b = (by_master + by_aide).unflatten(1, (self.types, 2)).unbind(2)
-        return squash_sum(master, a, aide, b, types=self.types, relu=True)
-
-    def _squash(self, normal: Tensor) -> Tensor:
-        return squash_sum(normal, types=self.types, relu=True)
+        return (m * a.unsqueeze(2) + n * b.unsqueeze(2)).flatten(1, 2)
 
     extra_repr = arguments_repr
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_map, require_tensor, shape_text
-from fastcaps.encapnet.op import squash_sum
+from fastcaps.encapnet.cap_conv import rectified_squash
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
 from fastcaps.losses import margin_loss
 from fastcaps.nn.poses import arguments_repr
@@ -113,7 +113,7 @@ class FeedbackAgreement(nn.Module):
         """Return x, ``[B, lower_channels, *size]``, from the higher layer."""
         given: Any = list(size)
         normal = self.norm(self.generator(higher, output_size=given))
-        return normal.relu() if self.types is None else squash_sum(normal, types=self.types, relu=True)
+        return normal.relu() if self.types is None else rectified_squash(normal, self.types).flatten(1, 2)
 
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
         """Return the loss, a scalar, float32 or float64; 0 in evaluation mode.

@@ -10,7 +10,7 @@ from suite import refusals
 from torch import Tensor
 
 from fastcaps import models
-from fastcaps.encapnet import CapConv2d, EncapNet, FeedbackAgreement, feedback_loss, networks
+from fastcaps.encapnet import CapConv2d, EncapNet, FeedbackAgreement, cap_conv, feedback_loss, networks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [name for name in models.names() if isinstance(models.config(name), networks.FeedbackConfig)]
@@ -77,7 +77,7 @@ def test_what_a_module_skips(skip: str) -> None:
     summed = first.combine(capsules)
     if skip in ("I", "both"):
         summed = summed + first.shortcut(capsules)
-    below = first._squash(first.norm(summed))
+    below = cap_conv.rectified_squash(first.norm(summed), 2).flatten(1, 2)
     middle, last = module.rest
     wanted = last(middle(below), below if skip in ("II", "both") else None)
     got, found = module(capsules)

@@ -11,7 +11,8 @@ from suite import refusals
 from torch import Tensor, nn
 
 import fastcaps
-from fastcaps.encapnet import CapConv2d, CapFC, squash_sum
+from fastcaps.encapnet import CapConv2d, CapFC
+from fastcaps.encapnet.cap_conv import rectified_squash
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS: dict[str, Any] = {
@@ -98,14 +99,20 @@ def test_one_pixel_and_nan() -> None:
     assert found[1, :, 0, 0].isnan().all()  # the aide sees every type
 
 
-def test_its_calls_are_explained() -> None:
-    layer, capsules = make("type-I", dtype=torch.float32)
-    explained = fastcaps.explain(layer, capsules)
-    assert len(explained) == 4 and all(one.backend in ("cpu", "reference") for one in explained)
-    assert explained[2].call == "batch 2, a squash(x) + b squash(y) of 3x2 x 3 capsules of 2, float32 on cpu"
-    with fastcaps.backend("cpu"):
-        one = fastcaps.explain(squash_sum, capsules.half(), types=3)
-    assert one.backend is None and "float16" in one.reasons["cpu"] and "'cpu' is forced" in one.how
+def test_the_squash_at_zero_capsules_and_in_every_dtype() -> None:
+    maps = torch.randn(2, 6, 3, 3, dtype=torch.float64)
+    maps[0, :3] = -maps[0, :3].abs()  # capsules that the ReLU makes zero
+    maps.requires_grad_()
+    with torch.autograd.detect_anomaly(check_nan=True):  # no NaN inside either, where the ReLU would hide it
+        (gradient,) = torch.autograd.grad(rectified_squash(maps, 2).sum(), maps, create_graph=True)
+        torch.autograd.grad(gradient.square().sum(), maps)
+    assert (gradient[0, :3] == 0).all()
+    assert torch.autograd.gradcheck(lambda x: rectified_squash(x, 2), maps)
+    assert torch.autograd.gradgradcheck(lambda x: rectified_squash(x, 2), maps)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        given = maps.detach().to(dtype)
+        wanted = fastcaps.functional.squash(given.relu().unflatten(1, (2, 3)), 2)
+        torch.testing.assert_close(rectified_squash(given, 2), wanted)
 
 
 def test_class_capsules_are_the_procedure() -> None:

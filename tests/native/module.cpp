@@ -8,7 +8,6 @@
 #include "algebra/layer_norm.h"
 #include "algebra/pooling.h"
 #include "algebra/pose.h"
-#include "algebra/squash_sum.h"
 #include "native.h"
 
 namespace py = pybind11;
@@ -85,7 +84,6 @@ void add_formulas(py::module_ m) {
                               dweight.empty() ? nullptr : dweight.data(), dbias.empty() ? nullptr : dbias.data());
           return std::tuple(dY, dweight, dbias);
         });
-  m.def("shrink", [](X largest) { return shrink(largest); });
 }
 
 }  // namespace
