@@ -34,7 +34,7 @@ from tools import sanitize  # noqa: E402
 class Verbs(fastcaps.nn.RoutingLayer[Tensor, Tensor]):
     """A routing over the verbs, whose ops no other layer calls."""
 
-    def route(self, votes: fastcaps.Votes, activity: Tensor | None) -> Tensor:
+    def route(self, votes: fastcaps.Votes) -> Tensor:
         parents = votes.sum(1 / votes.parents)
         for _ in range(self.iterations):
             parents = votes.sum(votes.agreement(fastcaps.functional.unit(parents, (-2, -1))).softmax(-1))

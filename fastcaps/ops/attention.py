@@ -14,7 +14,7 @@ from fastcaps.ops import products, uniform
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.shared import EVEN, LIBRARY
-from fastcaps.ops.signature import Results
+from fastcaps.ops.signature import Gradients, Results
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.verbs import blocks_of
 from fastcaps.rules import DETACH, Rule
@@ -74,20 +74,14 @@ class AttentionRouting(QueryRouting):
     def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
         return LIBRARY if products.serves(votes, backward) else None
 
-    def compute(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
-        """Run a call by the library's products where they serve, else by the chosen backend."""
-        if not products.serves(votes, backward=False):
-            return super().compute(votes, own)
+    def by_library(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
         return self.joined_by(products.attention_routing, products.cleaned(votes), own)
 
-    def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a backward by the library's products where they serve, else by the chosen backend."""
-        (grad,), votes, rest, needs = self.given_backward(arguments)
-        if not products.serves(votes, backward=True):
-            return super().run_backward(*arguments)
+    def backward_by_library(self, heads: Gradients, votes: VoteInputs, rest: Backward, needs: int) -> Sequence[Tensor]:
+        (grad,) = heads
         assert grad is not None
-        self.check_backward((grad,), votes, rest)
-        given = dict(zip(self.backward_names, arguments, strict=True))
+        self.check_backward(heads, votes, rest)
+        given = {**votes._asdict(), **rest._asdict()}
         names = {name for name in self.tensors if needs & self.bit[name] and self.gradient_shape(name, given)}
         reverse = products.Reverse(self, self.run_backward, votes, len(grad), names - {"query"}, False)
         found: dict[str, Tensor] = {}
@@ -95,10 +89,10 @@ class AttentionRouting(QueryRouting):
             found = reverse.ask(k, (grad[k].unsqueeze(0),), rest, names & {"query"}, bool(needs & DETACH))
         found |= reverse.gradients
         empty = votes.children.new_empty
-        return tuple(found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors)
+        return [found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors]
 
     def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
-        if eager and products.serves(votes, backward=True):
+        if eager and self.library(votes, backward=True) is not None:
             return products.Reverse(self, self.run_backward, votes, count, needs, False)
         return super().reverse(votes, count, needs, eager)
 

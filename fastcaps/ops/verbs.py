@@ -76,17 +76,16 @@ def _runner(name: str) -> Callable[..., Any]:
                 raise ValueError(
                     f"needs must be from 0 to {most}, bits for children, weight, bias, {others}, got {needs}"
                 )
-        call = backends.Call.of(STEM, votes)
-        chosen = backends.choose(call)
+        chosen, options = backends.choose(STEM, votes)
         if chosen in NATIVE:  # checks for itself
-            return native[name][chosen](*votes, *rest, call.options)
+            return native[name][chosen](*votes, *rest, options)
         _check(name, votes, rest)
         if chosen == "reference":
             with without_autocast(votes.children.device.type):
                 found = getattr(reference, name)(votes, *rest)
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
-            found = kernel(votes, *rest, call.options)
+            found = kernel(votes, *rest, options)
         if name == "vote_pull":
             found = _with_others(found, votes, *rest)
         return found.contiguous() if isinstance(found, Tensor) else tuple(found)
