@@ -44,10 +44,10 @@ def scheduled(setting: str) -> Iterator[None]:
 
 
 def schedule(setting: str, op: str, sizes: Sequence[int], facts: Sequence[int], ask: Ask = _ask) -> dict[str, str]:
-    """Return a call's schedule under a setting; it has no ``kernel`` where that is refused, and ``text`` says why.
+    """Return a call's schedule under a setting; where that is refused only ``text``, which says why.
 
-    ``op``, ``sizes`` and ``facts`` are those of csrc/cuda/introspection.cu: a call's ``stem``, its votes'
-    ``sizes`` and ``backends.native_facts``. ``ask`` asks a library.
+    ``op``, ``sizes`` and ``facts`` are those of csrc/cuda/introspection.cu: a call's ``stem``, its votes' ``sizes``,
+    and what else its schedule depends on. ``ask`` asks a library.
     """
     with scheduled(setting):
         answer = ask("fastcaps_cuda_schedule", op, tuple(sizes), tuple(facts)) or ""
@@ -77,7 +77,7 @@ def variants(forward: bool, op: str, sizes: Sequence[int], facts: Sequence[int],
     def new(setting: str) -> float | None:
         """Return the estimated time of a setting; None where it is refused or cuts the call like an earlier one."""
         found = schedule(setting, op, sizes, facts, ask)
-        cut = tuple(value for key, value in found.items() if key not in ("text", "cost", "kernel"))
+        cut = tuple(value for key, value in found.items() if key not in ("cost", "kernel"))
         if "kernel" not in found or cut in taken:
             return None
         taken.add(cut)

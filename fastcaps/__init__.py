@@ -13,20 +13,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fastcaps import backends, functional, ops
+from fastcaps import backends, functional
 from fastcaps.backends import BackendError, backend
 from fastcaps.checks import did_you_mean
 from fastcaps.functional import Votes, Window, explain
 
 if TYPE_CHECKING:
-    from fastcaps import compat, distributed, losses, nn
+    from fastcaps import compat, losses, nn
     from fastcaps.compat.convert import convert
     from fastcaps.nn import (
         CapsNet,
         ClassHead,
         DynamicRouting,
         EMRouting,
-        EquilibriumRouting,
         HeinsenRouting,
         InvertedAttentionRouting,
         PrimaryCapsules,
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackendError", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "EquilibriumRouting", "HeinsenRouting",
-    "InvertedAttentionRouting", "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack", "Votes", "Window",
-    "__version__", "backend", "backends", "compat", "convert", "distributed", "explain", "functional", "losses", "nn",
+    "BackendError", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "HeinsenRouting", "InvertedAttentionRouting",
+    "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack", "Votes", "Window", "__version__", "backend",
+    "backends", "compat", "convert", "explain", "functional", "losses", "nn",
 ]  # fmt: skip
 
 _MOVED = dict.fromkeys(("data", "diagnose", "encapnet", "models", "training", "viz"), "")
@@ -86,7 +85,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-# like all lazy modules it is imported on first use, which is the first DTensor: PyTorch's own takes long to import
-ops.Routing.sharded = staticmethod(lambda *call: __getattr__("distributed").route(*call))

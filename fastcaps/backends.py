@@ -13,12 +13,11 @@ on the CPU where they are faster than the kernels.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in any thread. New threads, such as those of ``nn.DataParallel``, start without it;
-``contextvars.copy_context().run`` passes it on. Recomputation by ``torch.utils.checkpoint`` uses the block in which the
-backward runs. If a generator yields inside a block, the block also applies to its caller until the generator resumes;
-of two such generators in one thread the block opened last wins. Blocks may end in any order. In compiled code each op,
-forward or backward, uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first
-iteration of inverted attention) ignores in which thread they are open. Put the block around the call of a compiled
-function: inside, it breaks the graph.
+``contextvars.copy_context().run`` passes it on. A generator must not yield inside a block. Recomputation by
+``torch.utils.checkpoint`` uses the block in which the backward runs. In compiled code each op, forward or backward,
+uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first iteration of
+inverted attention) ignores in which thread they are open. Put the block around the call of a compiled function: inside,
+it breaks the graph.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -37,12 +37,13 @@ from torch import Tensor
 
 from fastcaps import libraries
 from fastcaps.settings import Setting, constant_in_graphs
-from fastcaps.votes import VoteInputs, autocast_dtype
+from fastcaps.votes import VoteInputs
 
 __all__ = [
-    "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "chosen", "forced", "listing",
-    "native_capability", "native_facts", "native_serves", "on_cpu", "refusal", "refuse_unless_reference",
-    "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted", "triton_kernels", "under",
+    "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "choose_formula", "chosen", "forced",
+    "is_explaining", "listing", "native_capability", "native_serves", "observer", "on_cpu", "refusal",
+    "refuse_unless_reference", "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted",
+    "triton_kernels", "under",
 ]  # fmt: skip
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -96,12 +97,6 @@ class Call(NamedTuple):
         rows, depth = children.shape[-2:]
         pose = (rows, depth, depth if weight is None else weight.shape[3])
         return cls(stem, children.device, children.dtype, pose, parents, weight is not None, _options(children.device))
-
-    @classmethod
-    def under_autocast(cls, stem: str, votes: VoteInputs) -> Call:
-        """Return the properties of a call before autocast has cast it: the dtype is autocast's if that is on."""
-        call = cls.of(stem, votes)
-        return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
 
 
 def _options(device: torch.device) -> int:
@@ -309,6 +304,28 @@ def choose(call: Call) -> str:
     return chosen(forced(), call)
 
 
+observer: ContextVar[Any] = ContextVar("fastcaps_observer", default=None)
+"""What :func:`choose_formula` calls with ``name``, ``votes`` and ``runs`` while :func:`fastcaps.explain` runs."""
+
+
+def is_explaining() -> bool:
+    """Return whether :func:`fastcaps.explain` makes this call, with tensors that have no values."""
+    return not torch.compiler.is_compiling() and observer.get() is not None
+
+
+def choose_formula(name: str, stem: str, votes: VoteInputs, runs: tuple[str, str]) -> None:
+    """Choose plain PyTorch for a call that no op makes; raise BackendError if a forced backend could not take the call.
+
+    ``runs``: what runs the call, and why.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if (observed := observer.get()) is not None:
+        observed(name, votes, runs)
+    elif _forced.get() is not None:
+        choose(Call.of(stem, votes))
+
+
 def refuse_unless_reference(stem: str) -> None:
     """Raise BackendError if another backend is forced, in calls that only the reference can run."""
     if forced() not in (None, "reference"):
@@ -322,25 +339,12 @@ def takes_iterations(call: Call, votes: VoteInputs, count: int, begins: bool) ->
     """Return whether the CUDA library runs all iterations in one call; ``begins``: the call has first parents."""
     if count == 1:
         return True
-    facts = native_facts(call, votes, count, begins)
-    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
-
-
-def native_facts(
-    call: Call, votes: VoteInputs, count: int, begins: bool, backward: bool = False, copied: int = 0
-) -> Any:
-    """Return the facts that a native library needs of a call besides its sizes (csrc), as an array of C.
-
-    ``copied``: the values of bias and betas, since every part of a backward on the CPU has a copy of their gradients.
-    """
     bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
     element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(call.dtype)
-    limits = (copied, 0)
-    if call.device.type == "cuda":
-        machine: Any = torch.cuda.get_device_properties(call.device)
-        limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)
-    facts = (int(backward), element, bias, int(begins), count, call.options, *limits)
-    return (ctypes.c_int64 * len(facts))(*facts)
+    machine: Any = torch.cuda.get_device_properties(call.device)
+    limits = machine.multi_processor_count, machine.shared_memory_per_block_optin
+    facts = (ctypes.c_int64 * 8)(0, element, bias, int(begins), count, call.options, *limits)
+    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
 
 
 def on_cpu(stem: str, children: Tensor) -> bool:

@@ -17,14 +17,6 @@ from torch import Tensor
 Call = TypeVar("Call", bound=Callable[..., Any])
 _MOST_PAIR = 1 << 31  # so that products of two values of a window and a size fit into int64
 _MOST_COUNT = 2**63 - 2  # int64's maximum minus 1, as some callers add 1
-_ELSEWHERE = {  # what other packages call our arguments
-    **dict.fromkeys(("routings", "num_routing", "num_routings", "n_routing", "routing_iters", "n_iter"), "iterations"),
-    **dict.fromkeys(("mask", "key_padding_mask"), "activations"),
-    "m_plus": "upper",
-    "m_minus": "lower",
-    "lambda_": "down_weight",
-    "loss_lambda": "down_weight",
-}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,7 +102,7 @@ def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
         ends.setdefault(each.rpartition(".")[2].lower(), []).append(each)
     shortest = {end: min(paths, key=len) for end, paths in ends.items()}
     spelled = {end: path for end, path in shortest.items() if len(ends[end]) == 1 or "." not in path}
-    word = _ELSEWHERE.get(str(name).lower(), str(name).lower())
+    word = str(name).lower()
     ends_in_it = [end for end in spelled if word in end.split("_")[1:]]  # dim: in_dim
     near = [spelled[each] for each in (difflib.get_close_matches(word, spelled, n=most) or ends_in_it[:most])]
     return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""

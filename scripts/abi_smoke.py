@@ -34,7 +34,7 @@ from tools import sanitize  # noqa: E402
 class Verbs(fastcaps.nn.RoutingLayer[Tensor, Tensor]):
     """A routing over the verbs, whose ops no other layer calls."""
 
-    def route(self, votes: fastcaps.Votes, activity: Tensor | None) -> Tensor:
+    def route(self, votes: fastcaps.Votes) -> Tensor:
         parents = votes.sum(1 / votes.parents)
         for _ in range(self.iterations):
             parents = votes.sum(votes.agreement(fastcaps.functional.unit(parents, (-2, -1))).softmax(-1))
@@ -55,7 +55,7 @@ class Seen(TorchDispatchMode):
 
 def layers() -> dict[str, tuple[torch.nn.Module, Tensor]]:
     """Return a layer of every kind and option, with children, by name."""
-    wanted = {"EquilibriumRouting": fastcaps.EquilibriumRouting(2, 3, 16, 16, kernel_size=3, dtype=torch.float64)}
+    wanted = {}
     for row in nn_layers.LAYERS:
         for variant, options in {"": {}, **row.variants}.items():
             wanted[f"{row.kind.__name__} {variant}".strip()] = row.make("grid", **options)

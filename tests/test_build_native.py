@@ -20,10 +20,8 @@ from tools import static_report
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN_LEVELS = ["default", "avx2", "avx512"]
 EXPORTED = {
-    "native": {"build_info", "capability", "capabilities_built", "cpu_schedule"},
-    "cuda": {
-        f"cuda_{name}" for name in ("toolkit", "architectures", "refusal", "routing_refusal", "schedule", "kernels")
-    },
+    "native": {"build_info", "capability", "capabilities_built"},
+    "cuda": {f"cuda_{name}" for name in ("toolkit", "architectures", "refusal", "routing_refusal")},
 }
 either = pytest.mark.parametrize("name", ["native", "cuda"])
 
@@ -125,18 +123,19 @@ def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_lib
     assert (done := python(code)).returncode == 0, done.stderr
 
 
-def test_the_cuda_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(cuda_library: Path) -> None:
+def test_the_cuda_library_says_what_it_cannot_take(cuda_library: Path) -> None:
     """Through ctypes, without torch's loader: neither asks for a device."""
     handle = ctypes.CDLL(str(cuda_library))
-    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_schedule.restype = ctypes.c_char_p
+    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_routing_refusal.restype = ctypes.c_char_p
     assert handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (4, 4, 4, 1))) == b""
     assert b"512" in handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (30, 30, 30, 1)))
     # tsai-c10-conv1 at batch 128 on a device of 132 multiprocessors and 227 KB of shared memory
     sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
-    for backward, element, options in ((0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 2), (0, 2, 0)):
-        facts = (ctypes.c_int64 * 8)(backward, element, 0, 1, 1, options, 132, 227 << 10)
-        schedule = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
-        assert "4x4" in schedule and "threads=" in schedule and "blocks=" in schedule
+    for iterations, element, options in ((1, 0, 0), (3, 0, 2), (3, 2, 0), (16, 0, 0)):
+        facts = (ctypes.c_int64 * 8)(0, element, 0, 1, iterations, options, 132, 227 << 10)
+        assert handle.fastcaps_cuda_routing_refusal(b"attention", sizes, facts) == b""
+    facts = (ctypes.c_int64 * 8)(0, 0, 0, 1, 17, 0, 132, 227 << 10)
+    assert b"its 17 iterations" in handle.fastcaps_cuda_routing_refusal(b"attention", sizes, facts)
 
 
 def test_the_cuda_library_holds_code_for_the_architectures_it_names(

@@ -70,7 +70,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
     cpu, there = libraries.library("cpu"), libraries.library_path
     monkeypatch.setattr(libraries, "library_path", lambda name: built if name == "cuda" else there(name))
     monkeypatch.setattr(libraries, "library", lambda name: FakeLibrary() if name == "cuda" else cpu)
-    kernels = SimpleNamespace(refusal=triton_refusal, schedule_call=lambda *_: "schedule of Triton")
+    kernels = SimpleNamespace(refusal=triton_refusal)
     monkeypatch.setattr(libraries, "triton_kernels", lambda *_: (kernels, ""))
     clear()
     yield monkeypatch
@@ -99,7 +99,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, refusal: str) -> list[tuple[str, tupl
         monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
     library = SimpleNamespace(ask=lambda function, *_: refusal if function.endswith("routing_refusal") else None)
     monkeypatch.setattr(libraries, "library", lambda _: library)
-    monkeypatch.setattr(backends, "native_facts", lambda *_: None)
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(backends, "choose", lambda _: "cuda")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     return seen

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastcaps import CapsNet, ClassHead, PrimaryCapsules, RoutingPool2d, RoutingStack, compat
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
-from fastcaps.nn import CapsuleSpec, EMRouting, EquilibriumRouting
+from fastcaps.nn import CapsuleSpec, EMRouting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Made = tuple[nn.Module, tuple[Tensor, ...]]
@@ -54,7 +54,6 @@ def network() -> nn.Module:
 
 MODULES: dict[str, Callable[[], Made]] = {
     **{row.name: partial(of_layer, row) for row in LAYERS},
-    "equilibrium": lambda: of(lambda: EquilibriumRouting(6, 5, 16, 16, tolerance=0.0), (2, 6, 16)),
     "stack": lambda: of(stack, (2, 2, 5, 6, 4)),
     "primary": lambda: of(lambda: PrimaryCapsules(5, 3, 4, kernel_size=3, activations=True), (2, 5, 6, 7)),
     "head": lambda: of(lambda: ClassHead(4), (2, 5, 4), (2, 5)),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends, reference
-from fastcaps.checks import accumulation_dtype, is_tracing, widen
+from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import products, uniform
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
@@ -18,8 +18,7 @@ from fastcaps.ops.signature import Results
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.verbs import blocks_of
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import VoteInputs, autocast_dtype
-from fastcaps.watchers import listener
+from fastcaps.votes import VoteInputs, autocast_dtype, without_autocast
 
 
 class Attention(NamedTuple):
@@ -58,11 +57,6 @@ class AttentionRouting(QueryRouting):
         """Run the op, except a first iteration that torch's convolution or matmul computes."""
         if own.query is not None or self.adds(own) or not uniform.torch_runs_first_iteration(votes):
             return self.route(votes, own)
-        if not is_tracing():
-            if (explainer := listener.get()) is not None:
-                explainer.routing(self, votes, own._replace(iterations=1), EVEN)
-            elif backends.forced() is not None:  # raises where that backend cannot take the call
-                backends.choose(backends.Call.under_autocast(self.stem, votes))
         parents = self._without_parents(votes, own)
         if own.iterations > 1:
             return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
@@ -71,10 +65,10 @@ class AttentionRouting(QueryRouting):
     def _without_parents(self, votes: VoteInputs, own: Attention) -> Tensor:
         """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
         device, norm = votes.children.device.type, own.rule == Rule.LAYER_NORM
-        if autocast_dtype(device) is None:
-            return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
-        votes, own = self.given(self.cast((*votes, *own)))
-        with torch.autocast(device, enabled=False):
+        if autocast_dtype(device) is not None:
+            votes, own = self.given(self.cast((*votes, *own)))
+        backends.choose_formula(self.name, self.stem, votes, EVEN)
+        with without_autocast(device):
             return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
 
     def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:

@@ -22,7 +22,7 @@ from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State, gradient_strides
 from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
-from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -44,9 +44,6 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
 
 class Routing(Signature, ABC):
     """A routing for PyTorch and the backends: its two ops, and the step between two iterations."""
-
-    sharded: Callable[..., tuple[Any, ...]]
-    """Routes DTensors; the package sets it, so that this module need not import :mod:`fastcaps.distributed`."""
 
     # ---- defined by each routing -------------------------------------------------------------------------------------
 
@@ -100,10 +97,7 @@ class Routing(Signature, ABC):
         """Run the op by a backend, in the way that its watchers need (:mod:`fastcaps.watchers`)."""
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
-            if not torch.compiler.is_compiling() and (explainer := listener.get()) is not None:
-                explainer.other(
-                    backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
-                )
+            backends.choose_formula(self.name, self.stem, votes, MADE)
             return self._each(votes, own)
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
@@ -113,7 +107,9 @@ class Routing(Signature, ABC):
         tensors = self.tensors_of((*votes, *own))
         plain = are_plain(tensors)
         if not plain and is_sharded(tensors):
-            return self.sharded(self, votes, own)
+            from fastcaps.ops import sharding  # whose import of DTensors takes long
+
+            return sharding.route(self, self, votes, own)
         if is_watched() or not plain:
             return self.op(*votes, *own)
         if torch.is_grad_enabled():
@@ -275,13 +271,11 @@ class Routing(Signature, ABC):
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors of the op's results, and report the call to a listener."""
+        """Return empty tensors of the op's results."""
         votes, own = self.given(arguments)
         for name, tensor in zip(self.tensors, self.tensors_of(arguments), strict=True):
             if tensor is not None and tensor.device != votes.children.device:  # such as a meta tensor among others
                 raise ValueError(f"{name} must be on {votes.children.device}, got {tensor.device}")
-        if (explainer := listener.get()) is not None:
-            explainer.routing(self, votes, own)
         let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
         shares = votes.children.new_empty(votes.coefficients_shape if own.coefficients else (0,), dtype=wide)
