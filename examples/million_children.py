@@ -8,7 +8,6 @@ the processes add their parts of the parents' sums, 4 kB. Parents and gradients 
 
 import argparse
 import os
-import resource
 import time
 
 import torch

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackendError", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "HeinsenRouting",
-    "InvertedAttentionRouting", "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack", "Votes", "Window",
-    "__version__", "backend", "backends", "compat", "convert", "explain", "functional", "losses", "nn",
+    "BackendError", "CapsNet", "ClassHead", "DynamicRouting", "EMRouting", "HeinsenRouting", "InvertedAttentionRouting",
+    "PrimaryCapsules", "RoutingPool", "RoutingPool2d", "RoutingStack", "Votes", "Window", "__version__", "backend",
+    "backends", "compat", "convert", "explain", "functional", "losses", "nn",
 ]  # fmt: skip
 
 _MOVED = dict.fromkeys(("data", "diagnose", "encapnet", "models", "training", "viz"), "")

@@ -40,8 +40,6 @@ def place(path: str) -> str:
     """Return where the site has a file of the tree."""
     if path in PAGES:
         return PAGES[path]
-    if path.startswith("lab/docs/"):
-        return path.replace("lab/docs/", "lab/", 1)
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}"
 
 
