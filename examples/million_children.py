@@ -68,8 +68,7 @@ def main():
         if rank == 0:
             took = time.perf_counter() - start
             print(f"step {step}: loss {loss.item():.6f}, |dchildren| {norm.sqrt():.5e}, {took:.2f} s")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # kB on Linux
-    print(f"process {rank}: {children.shape[1]} children; peak memory {peak:.0f} MB")
+    print(f"process {rank}: {children.shape[1]} children")
     dist.destroy_process_group()
 
 

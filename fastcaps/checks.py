@@ -92,20 +92,12 @@ def check_table(
     check_shape(name, value, wanted, symbols)
 
 
-def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
-    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any.
-
-    Of a path such as ``optimizer.lr`` the last part is compared, if no other path ends in it.
-    """
-    ends: dict[str, list[str]] = {}
-    for each in names:
-        ends.setdefault(each.rpartition(".")[2].lower(), []).append(each)
-    shortest = {end: min(paths, key=len) for end, paths in ends.items()}
-    spelled = {end: path for end, path in shortest.items() if len(ends[end]) == 1 or "." not in path}
-    word = str(name).lower()
-    ends_in_it = [end for end in spelled if word in end.split("_")[1:]]  # dim: in_dim
-    near = [spelled[each] for each in (difflib.get_close_matches(word, spelled, n=most) or ends_in_it[:most])]
-    return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar one of ``names``, if any is near."""
+    word, spelled = str(name).lower(), {each.lower(): each for each in names}
+    ends_in_it = [each for each in spelled if word in each.split("_")[1:]]  # dim: in_dim
+    near = difflib.get_close_matches(word, spelled, n=1) or ends_in_it[:1]
+    return f" (did you mean {spelled[near[0]]}?)" if near else ""
 
 
 def suggest(module: str) -> None:
