@@ -29,17 +29,28 @@ FIRST = {
 }
 """The layers of the README's pictures, and what they call them: own matrices, and shared ones."""
 
-BLUE, LIGHT, GREY = "#0072B2", "#56B4E9", "#8C8C8C"  # told apart with every colour vision (Okabe and Ito)
+BLUE, LIGHT, ORANGE, GREY = "#0072B2", "#56B4E9", "#D55E00", "#8C8C8C"  # distinguishable with every colour vision
+
+
+def pyplot() -> Any:
+    """Return matplotlib.pyplot, set up to draw into files, without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def as_svg(figure: Any) -> str:
-    """Return a figure as an SVG file of one line, the same for the same figure. Its ground is transparent; what is
-    black becomes light where the reader's browser is dark."""
+    """Return a figure as an SVG file of one line, the same for the same figure, and forget it. Its ground is
+    transparent; what is black becomes light where the reader's browser is dark."""
     from matplotlib import rc_context
 
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):
         figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
+    pyplot().close(figure)
     text = " ".join(file.getvalue().split()) + "\n"
     text = re.sub("<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)  # coordinates, not the labels
     text = text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
@@ -50,14 +61,11 @@ def as_svg(figure: Any) -> str:
 def picture(calls: Calls, names: Collection[str], panel: str) -> str:
     """Return a chart as an SVG file, a pair of bars for each layer at its default batch, fastest first. A mapping of
     ``names`` says how each layer is called; ``panel`` is "speed-up" (of both modes) or "memory" (ours, stored)."""
-    from matplotlib.figure import Figure
-
     both = {name: [calls.get((name, WORKLOADS[name].batch, mode, "fp32"), {}) for mode in MODES]
             for name in names}  # fmt: skip
     both = {name: pair for name, pair in both.items() if any(pair)}
     layers = sorted(both, key=lambda name: -max(ratio(one) or 0 for one in both[name]))
-    figure = Figure(figsize=(4.3, 1.5 + 0.5 * len(layers)), layout="constrained")  # inches; two fit a page
-    plot = figure.subplots()
+    figure, plot = pyplot().subplots(figsize=(4.3, 1.5 + 0.5 * len(layers)), layout="constrained")  # inches; two fit a page
     fast = panel == "speed-up"
     bars = ((MODES[0], BLUE), (MODES[1], LIGHT)) if fast else ((OURS, BLUE), ("PyTorch, votes stored", GREY))
     for k, (label, colour) in enumerate(bars):

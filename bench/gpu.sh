@@ -20,7 +20,7 @@
 #   YARDSTICK               pack: folder of yardstick.cu and folded.cu, bare kernels that are no part of the repository
 set -uo pipefail
 
-NEXT=(counters compare sweep:tsai-c10-conv1 sweep:sabour-mnist map profile alternatives) # as docs/performance/gpu.md says
+NEXT=(yardstick counters compare map alternatives) # as docs/performance/gpu.md says
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0
@@ -191,7 +191,7 @@ stage_sweep() {
 stage_compare() {
   local build builds=()
   for build in "$DEVICE"/builds/*.so; do [ ! -f "$build" ] || builds+=(--library "$(basename "$build" .so)=$build"); done
-  measured 75 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
+  measured 110 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
     --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c10-fc --workload hinton-conv --workload tsai-c10-conv2
 }
 
@@ -209,7 +209,7 @@ stage_counters() {
   local forward='FwdFILi2ELi2ELi8ELi1ELb1E|FwdFILi2ELi1ELi12ELi1ELb0E|FwdFILi1ELi1ELi8ELi3E|FwdTILi[013]ELi4ELi2ELb1E'
   local backward='BwdFILi4ELi2ELi4ELi2ELb1E|BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdTILi0ELi8ELi1ELi4E|BwdHILi8ELi1ELi4E'
   for what in forward backward; do
-    profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what/%orward/wd}" 0 || worst=1
+    profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what:0:1}wd" 0 || worst=1
   done
   return "$worst"
 }

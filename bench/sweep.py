@@ -78,9 +78,8 @@ def variants(forward: bool, op: str, sizes: Sequence[int], facts: Sequence[int],
         """Return the estimated time of a setting; None where it is refused or cuts the call like an earlier one."""
         with scheduled(setting):
             answer = ask("fastcaps_cuda_schedule", *asked) or ""
-        fields = answer.split(";", answer.partition("text=")[0].count(";"))  # the text, which comes last, may have some
-        found = dict(field.split("=", 1) for field in fields)
-        cut = tuple(value for key, value in found.items() if key not in ("text", "cost", "kernel"))
+        found = dict(field.split("=", 1) for field in answer.split(";", answer.partition("text=")[0].count(";")))
+        cut = tuple(value for key, value in found.items() if key not in ("cost", "kernel"))
         if "kernel" not in found or cut in taken:
             return None
         taken.add(cut)

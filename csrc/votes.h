@@ -89,7 +89,7 @@ struct Votes {
   bool has_dense_matrices() const { return !matrices.transposed() && matrices.row == E; }
 };
 
-// A call's sizes from fastcaps.explain: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.
+// A call's sizes as Python passes them: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.
 inline Votes votes_of(const int64_t* n, Storage storage) {
   Votes in{};
   in.B = n[0], in.H = n[1], in.W = n[2], in.N = n[3], in.C = n[4], in.D = n[5], in.Ho = n[6], in.Wo = n[7];

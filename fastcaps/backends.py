@@ -13,12 +13,11 @@ on the CPU where they are faster than the kernels.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in any thread. New threads, such as those of ``nn.DataParallel``, start without it;
-``contextvars.copy_context().run`` passes it on. Recomputation by ``torch.utils.checkpoint`` uses the block in which the
-backward runs. If a generator yields inside a block, the block also applies to its caller until the generator resumes;
-of two such generators in one thread the block opened last wins. Blocks may end in any order. In compiled code each op,
-forward or backward, uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first
-iteration of inverted attention) ignores in which thread they are open. Put the block around the call of a compiled
-function: inside, it breaks the graph.
+``contextvars.copy_context().run`` passes it on. A generator must not yield inside a block. Recomputation by
+``torch.utils.checkpoint`` uses the block in which the backward runs. In compiled code each op, forward or backward,
+uses the block in which it runs. Opening other blocks recompiles; code that is not an op (the first iteration of
+inverted attention) ignores in which thread they are open. Put the block around the call of a compiled function: inside,
+it breaks the graph.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -37,12 +37,13 @@ from torch import Tensor
 
 from fastcaps import libraries
 from fastcaps.settings import Setting, constant_in_graphs
-from fastcaps.votes import VoteInputs, autocast_dtype
+from fastcaps.votes import VoteInputs
 
 __all__ = [
-    "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "chosen", "forced", "listing",
-    "native_capability", "native_facts", "native_serves", "on_cpu", "refusal", "refuse_unless_reference",
-    "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted", "triton_kernels", "under",
+    "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "choose_formula", "chosen", "forced",
+    "is_explaining", "listing", "native_capability", "native_serves", "observer", "on_cpu", "refusal",
+    "refuse_unless_reference", "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted",
+    "triton_kernels", "under",
 ]  # fmt: skip
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -76,7 +77,7 @@ class Backend:
 class Call(NamedTuple):
     """The properties of a call on which the choice of a backend depends."""
 
-    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs" or "squash_sum"
+    stem: str  # of a routing (fastcaps.ops.ROUTINGS), or "verbs"
     device: torch.device  # of the children, as the dtype
     dtype: torch.dtype
     pose: tuple[int, int, int]  # C, D, E: a child's pose is C x D, a parent's C x E
@@ -96,12 +97,6 @@ class Call(NamedTuple):
         rows, depth = children.shape[-2:]
         pose = (rows, depth, depth if weight is None else weight.shape[3])
         return cls(stem, children.device, children.dtype, pose, parents, weight is not None, _options(children.device))
-
-    @classmethod
-    def under_autocast(cls, stem: str, votes: VoteInputs) -> Call:
-        """Return the properties of a call before autocast has cast it: the dtype is autocast's if that is on."""
-        call = cls.of(stem, votes)
-        return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
 
 
 def _options(device: torch.device) -> int:
@@ -157,7 +152,7 @@ def _cpu_problem(stem: str = "attention") -> str:
     library = libraries.library("cpu")
     if library.problem:
         return library.problem
-    op = "fastcaps_cpu::" + {"squash_sum": "squash_sum", "verbs": "vote_scores"}.get(stem, f"{stem}_routing")
+    op = "fastcaps_cpu::vote_scores" if stem == "verbs" else f"fastcaps_cpu::{stem}_routing"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU"):
         return f"the library has no {op}: it was built from other sources than this package's; build it again"
     if native_capability() is not None:
@@ -288,7 +283,7 @@ def _warn_without_kernels(call: Call) -> None:
 
 @lru_cache(maxsize=4096)
 def chosen(name: str | None, call: Call) -> str:
-    """Return the result of :func:`choose` if ``name`` is the forced backend, or None."""
+    """Return the backend of a call if ``name`` is the forced one, or None."""
     if name is not None:
         reason = refusal(name, call)
         if reason is not None:
@@ -304,9 +299,37 @@ def chosen(name: str | None, call: Call) -> str:
     raise TypeError(f"children must be a floating-point tensor, got {call.dtype}")
 
 
-def choose(call: Call) -> str:
-    """Return the backend of a call: the forced one (BackendError if it cannot), else the first that can take it."""
-    return chosen(forced(), call)
+def choose(stem: str, arguments: Sequence[Any]) -> tuple[str, int]:
+    """Return the backend of a call and the options of its kernels, from an op's arguments.
+
+    It is the forced backend (BackendError if it cannot), else the first that can take the call.
+    """
+    if on_cpu(stem, arguments[0]):  # as below, in a fraction of the time
+        return "cpu", 0
+    call = Call.of(stem, arguments)
+    return chosen(_forced.get(), call), call.options
+
+
+observer: ContextVar[Any] = ContextVar("fastcaps_observer", default=None)
+"""What :func:`choose_formula` calls with ``name``, ``votes`` and ``runs`` while :func:`fastcaps.explain` runs."""
+
+
+def is_explaining() -> bool:
+    """Return whether :func:`fastcaps.explain` makes this call, with tensors that have no values."""
+    return not torch.compiler.is_compiling() and observer.get() is not None
+
+
+def choose_formula(name: str, stem: str, votes: VoteInputs, runs: tuple[str, str]) -> None:
+    """Choose plain PyTorch for a call that no op makes; raise BackendError if a forced backend could not take the call.
+
+    ``runs``: what runs the call, and why.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if (observed := observer.get()) is not None:
+        observed(name, votes, runs)
+    elif _forced.get() is not None:
+        choose(stem, votes)
 
 
 def refuse_unless_reference(stem: str) -> None:
@@ -318,29 +341,16 @@ def refuse_unless_reference(stem: str) -> None:
         )
 
 
-def takes_iterations(call: Call, votes: VoteInputs, count: int, begins: bool) -> bool:
+def takes_iterations(stem: str, votes: VoteInputs, count: int, begins: bool, options: int) -> bool:
     """Return whether the CUDA library runs all iterations in one call; ``begins``: the call has first parents."""
     if count == 1:
         return True
-    facts = native_facts(call, votes, count, begins)
-    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
-
-
-def native_facts(
-    call: Call, votes: VoteInputs, count: int, begins: bool, backward: bool = False, copied: int = 0
-) -> Any:
-    """Return the facts that a native library needs of a call besides its sizes (csrc), as an array of C.
-
-    ``copied``: the values of bias and betas, since every part of a backward on the CPU has a copy of their gradients.
-    """
     bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
-    element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(call.dtype)
-    limits = (copied, 0)
-    if call.device.type == "cuda":
-        machine: Any = torch.cuda.get_device_properties(call.device)
-        limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)
-    facts = (int(backward), element, bias, int(begins), count, call.options, *limits)
-    return (ctypes.c_int64 * len(facts))(*facts)
+    element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(votes.children.dtype)
+    machine: Any = torch.cuda.get_device_properties(votes.children.device)
+    limits = machine.multi_processor_count, machine.shared_memory_per_block_optin
+    facts = (ctypes.c_int64 * 8)(0, element, bias, int(begins), count, options, *limits)
+    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", stem, votes.sizes_in_c(), facts) == ""
 
 
 def on_cpu(stem: str, children: Tensor) -> bool:

@@ -17,14 +17,6 @@ from torch import Tensor
 Call = TypeVar("Call", bound=Callable[..., Any])
 _MOST_PAIR = 1 << 31  # so that products of two values of a window and a size fit into int64
 _MOST_COUNT = 2**63 - 2  # int64's maximum minus 1, as some callers add 1
-_ELSEWHERE = {  # what other packages call our arguments
-    **dict.fromkeys(("routings", "num_routing", "num_routings", "n_routing", "routing_iters", "n_iter"), "iterations"),
-    **dict.fromkeys(("mask", "key_padding_mask"), "activations"),
-    "m_plus": "upper",
-    "m_minus": "lower",
-    "lambda_": "down_weight",
-    "loss_lambda": "down_weight",
-}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,28 +92,20 @@ def check_table(
     check_shape(name, value, wanted, symbols)
 
 
-def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
-    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any.
-
-    Of a path such as ``optimizer.lr`` the last part is compared, if no other path ends in it.
-    """
-    ends: dict[str, list[str]] = {}
-    for each in names:
-        ends.setdefault(each.rpartition(".")[2].lower(), []).append(each)
-    shortest = {end: min(paths, key=len) for end, paths in ends.items()}
-    spelled = {end: path for end, path in shortest.items() if len(ends[end]) == 1 or "." not in path}
-    word = _ELSEWHERE.get(str(name).lower(), str(name).lower())
-    ends_in_it = [end for end in spelled if word in end.split("_")[1:]]  # dim: in_dim
-    near = [spelled[each] for each in (difflib.get_close_matches(word, spelled, n=most) or ends_in_it[:most])]
-    return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar one of ``names``, if any is near."""
+    word, spelled = str(name).lower(), {each.lower(): each for each in names}
+    ends_in_it = [each for each in spelled if word in each.split("_")[1:]]  # dim: in_dim
+    near = difflib.get_close_matches(word, spelled, n=1) or ends_in_it[:1]
+    return f" (did you mean {spelled[near[0]]}?)" if near else ""
 
 
-def suggest(module: str, note: str = "") -> None:
-    """Let an error about an unknown attribute of a module end with the nearest of its public names, else a note."""
+def suggest(module: str) -> None:
+    """Let an error about an unknown attribute of a module end with the nearest of its public names."""
     found: Any = sys.modules[module]
 
     def unknown(name: str) -> Any:
-        hint = did_you_mean(name, found.__all__) or note
+        hint = did_you_mean(name, found.__all__)
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
     found.__getattr__ = unknown
@@ -242,22 +226,9 @@ def check_parameters_dtype(name: str, value: Tensor, weight: Any) -> None:
         raise TypeError(f"{name} must be {weight.dtype}, the dtype of the layer's parameters, got {value.dtype}")
 
 
-def check_map(name: str, value: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
-    """Raise unless ``value`` is ``[B, channels, H, W]`` with the given sizes."""
+def check_map(name: str, value: Any, channels: int | None) -> None:
+    """Raise unless ``value`` is ``[B, channels, H, W]``."""
     require_tensor(value, name)
-    wanted = dict(zip(("channels", "H", "W"), (channels, *size), strict=True))
-    if value.dim() != 4 or any(n not in (None, m) for n, m in zip(wanted.values(), value.shape[1:], strict=True)):
-        sizes = ", ".join(letter if n is None else str(n) for letter, n in wanted.items())
-        raise ValueError(f"{name} must be [B, {sizes}], got {shape_text(value)}")
-
-
-def check_images(images: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
-    """Raise unless images are a map with these sizes and a floating-point dtype (they are often bytes)."""
-    check_map("images", images, channels, size)
-    if not images.is_floating_point():
-        raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")
-
-
-def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width; raise unless they are positive."""
-    return check_pair("image_size", size, 1)
+    if value.dim() != 4 or channels not in (None, value.shape[1]):
+        wanted = "channels" if channels is None else channels
+        raise ValueError(f"{name} must be [B, {wanted}, H, W], got {shape_text(value)}")

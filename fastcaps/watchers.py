@@ -1,19 +1,14 @@
-"""How a call must run for those who watch it: as an op, as plain formulas, or with a listener."""
+"""How a call must run for those who watch it: as an op, or as plain formulas."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-listener: ContextVar[Any] = ContextVar("fastcaps_listener", default=None)
-"""The listener of this thread, set by :func:`fastcaps.explain`: fake kernels call its methods
-``routing(op, votes, own, runs)``, and ``other(call, described, runs)`` for ops that are not a routing's."""
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 

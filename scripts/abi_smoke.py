@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
-from fastcaps import encapnet, libraries
+from fastcaps import libraries
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path += [str(CHECKOUT), str(CHECKOUT / "tests")]  # for the cases; the package, another's, was imported before
@@ -34,7 +34,7 @@ from tools import sanitize  # noqa: E402
 class Verbs(fastcaps.nn.RoutingLayer[Tensor, Tensor]):
     """A routing over the verbs, whose ops no other layer calls."""
 
-    def route(self, votes: fastcaps.Votes, activity: Tensor | None) -> Tensor:
+    def route(self, votes: fastcaps.Votes) -> Tensor:
         parents = votes.sum(1 / votes.parents)
         for _ in range(self.iterations):
             parents = votes.sum(votes.agreement(fastcaps.functional.unit(parents, (-2, -1))).softmax(-1))
@@ -53,20 +53,9 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Squash(torch.nn.Module):
-    """A layer of ``squash_sum`` alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.randn(2, 8, 5, 5))
-
-    def forward(self, capsules: Tensor) -> Tensor:
-        return encapnet.squash_sum(capsules, self.a, types=8, relu=True)
-
-
 def layers() -> dict[str, tuple[torch.nn.Module, Tensor]]:
     """Return a layer of every kind and option, with children, by name."""
-    wanted = {"EquilibriumRouting": fastcaps.EquilibriumRouting(2, 3, 16, 16, kernel_size=3, dtype=torch.float64)}
+    wanted = {}
     for row in nn_layers.LAYERS:
         for variant, options in {"": {}, **row.variants}.items():
             wanted[f"{row.kind.__name__} {variant}".strip()] = row.make("grid", **options)
@@ -74,7 +63,7 @@ def layers() -> dict[str, tuple[torch.nn.Module, Tensor]]:
     for share in (False, True):
         layer = Verbs(32, 10, 16, 16, share=share, dtype=torch.float64)
         found[f"Verbs share={share}"] = layer, torch.randn(3, 32, 16, dtype=torch.float64)
-    return found | {"squash_sum": (Squash(), torch.randn(2, 32, 5, 5))}
+    return found
 
 
 def compiled(layer: torch.nn.Module, children: Tensor) -> None:

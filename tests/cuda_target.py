@@ -21,7 +21,6 @@ from cuda_on_cpu import build
 from registry import ROUTINGS, BackwardCall, Call, Routing, votes_of
 from torch import Tensor
 
-import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
 from fastcaps import backends, libraries
 
 DETERMINISTIC, ALLOW_TF32, TF32X3 = 1, 2, 4
@@ -38,8 +37,8 @@ def library(target: str) -> ctypes.CDLL:
     """Build the kernels for the CPU; their ops have the schemas that the ops of the CUDA library have."""
     built = build.library(target)
     schemas = torch.library.Library(target, "FRAGMENT")
-    for forward in (*(routing.name for routing in ROUTINGS), "squash_sum"):
-        for name in (forward, f"{forward}_backward"):
+    for routing in ROUTINGS:
+        for name in (routing.name, f"{routing.name}_backward"):
             schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
             schemas.define(schema.removeprefix("fastcaps_cuda::"))
     built.schemas = schemas  # they live as long as it does

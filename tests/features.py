@@ -150,18 +150,6 @@ def close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float
     torch.testing.assert_close(dict(found), dict(wanted), rtol=rtol, atol=atol)
 
 
-def squash_sum_step(function: Callable[..., Tensor], names: str, options: Any, tensors: Sequence[Any]) -> Leaves:
-    """Return what squash_sum, or its reference, returns of the tensors ``names``, and all their gradients, by name.
-
-    The last tensor is the gradient of the result.
-    """
-    *given, grad = [tensor.detach() for tensor in tensors]
-    leaves = {name: tensor.requires_grad_() for name, tensor in zip(names, given, strict=True)}
-    out = function(**{name: leaves.get(name) for name in "xayb"}, **options)
-    found = torch.autograd.grad(out, list(leaves.values()), grad)
-    return {"result": out.detach(), **{f"d{name}": one for name, one in zip(names, found, strict=True)}}
-
-
 class Largest(TorchDispatchMode):
     """Sees how many numbers the largest tensor has that anything makes, or that autograd keeps."""
 

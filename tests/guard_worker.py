@@ -6,7 +6,6 @@ python tests/guard_worker.py PART OF THREADS  # one case of so many, each in so 
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,22 +14,10 @@ from cases import Case
 from registry import Routing, every_case
 from test_verbs_cpu import kernels, sample
 
-import fastcaps.encapnet  # noqa: F401  (defines its op; the package loads the library)
-
 
 def is_small(case: Case) -> bool:
     """Return whether a case takes a moment only, with memory that is guarded."""
     return case.layout == "plain" and case.seen * case.parents * case.pose[0] * case.pose[2] * case.batch < 1 << 18
-
-
-def squash_sum(dim: int, width: int, dtype: torch.dtype) -> None:
-    """Run squash_sum on two types of capsules, forward and backward, with both summands and with one."""
-    print("squash_sum", dim, width, dtype, flush=True)
-    x, y, grad = (torch.randn(1, 2 * dim, 3, width).to(dtype) for _ in range(3))
-    a, b = (torch.randn(1, 2, 3, width).to(dtype) for _ in range(2))
-    for given, needs in (((x, a, y, b), 15), ((x, None, None, None), 1)):
-        torch.ops.fastcaps_cpu.squash_sum(*given, 2, True)
-        torch.ops.fastcaps_cpu.squash_sum_backward(grad, *given, 2, True, needs)
 
 
 def run(routing: Routing, case: Case, threads: int) -> None:
@@ -58,10 +45,5 @@ if __name__ == "__main__":
     for number, (routing, case) in enumerate(every_case(is_small)):
         if number % of == part or (threads == 1 and (case.parents == 1 or case.name.startswith("narrow"))):
             run(routing, case, threads)
-    widths = (1, 3, 7, 8, 9, 17, 33) if threads == 1 else (33,)
-    for dtype, dim, width in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float64), (1, 2, 4, 5, 17), widths
-    ):
-        squash_sum(dim, width, dtype)
     for number in range(part, 44, of):
         verbs(number)

@@ -20,10 +20,8 @@ from tools import static_report
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN_LEVELS = ["default", "avx2", "avx512"]
 EXPORTED = {
-    "native": {"build_info", "capability", "capabilities_built", "cpu_schedule"},
-    "cuda": {
-        f"cuda_{name}" for name in ("toolkit", "architectures", "refusal", "routing_refusal", "schedule", "kernels")
-    },
+    "native": {"build_info", "capability", "capabilities_built"},
+    "cuda": {f"cuda_{name}" for name in ("toolkit", "architectures", "refusal", "routing_refusal")},
 }
 either = pytest.mark.parametrize("name", ["native", "cuda"])
 
@@ -104,14 +102,14 @@ def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path, l
 def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_library: Path) -> None:
     """In a separate process: on a CPU torch the package itself does not load it."""
     code = """if True:
-        import torch, fastcaps.encapnet
+        import torch, fastcaps
         from fastcaps import libraries, ops
         library, info = libraries.library("cuda"), libraries.native_build_info()["cuda"]
         assert not library.problem, library.problem
         assert library.ask("fastcaps_cuda_toolkit") == info["toolkit"]
         assert library.ask("fastcaps_cuda_architectures").split(",") == info["architectures"]
-        for op in (*(routing.name for routing in ops.ROUTINGS), "squash_sum"):
-            for name in (op, op + "_backward"):
+        for routing in ops.ROUTINGS:
+            for name in (routing.name, routing.name + "_backward"):
                 assert torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cuda::" + name, "CUDA"), name
         try:
             x = torch.zeros(1, 1, 1, 1, 1, 1)
@@ -125,19 +123,19 @@ def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_lib
     assert (done := python(code)).returncode == 0, done.stderr
 
 
-def test_the_cuda_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(cuda_library: Path) -> None:
+def test_the_cuda_library_says_what_it_cannot_take(cuda_library: Path) -> None:
     """Through ctypes, without torch's loader: neither asks for a device."""
     handle = ctypes.CDLL(str(cuda_library))
-    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_schedule.restype = ctypes.c_char_p
+    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_routing_refusal.restype = ctypes.c_char_p
     assert handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (4, 4, 4, 1))) == b""
-    assert handle.fastcaps_cuda_refusal(b"squash_sum", *(ctypes.c_int64(1) for _ in range(4))) == b""
     assert b"512" in handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (30, 30, 30, 1)))
     # tsai-c10-conv1 at batch 128 on a device of 132 multiprocessors and 227 KB of shared memory
     sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
-    for backward, element, options in ((0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 2), (0, 2, 0)):
-        facts = (ctypes.c_int64 * 8)(backward, element, 0, 1, 1, options, 132, 227 << 10)
-        schedule = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
-        assert "4x4" in schedule and "threads=" in schedule and "blocks=" in schedule
+    for iterations, element, options in ((1, 0, 0), (3, 0, 2), (3, 2, 0), (16, 0, 0)):
+        facts = (ctypes.c_int64 * 8)(0, element, 0, 1, iterations, options, 132, 227 << 10)
+        assert handle.fastcaps_cuda_routing_refusal(b"attention", sizes, facts) == b""
+    facts = (ctypes.c_int64 * 8)(0, 0, 0, 1, 17, 0, 132, 227 << 10)
+    assert b"its 17 iterations" in handle.fastcaps_cuda_routing_refusal(b"attention", sizes, facts)
 
 
 def test_the_cuda_library_holds_code_for_the_architectures_it_names(

@@ -20,7 +20,6 @@ from cuda_target import OPTIONS
 from registry import ATTENTION, ROUTINGS, Routing, routing_of
 from torch import Tensor
 
-import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
 from fastcaps.rules import Rule
 
 CASES = ("conv", "pose-4x4-10", "stay-float32", "padded", "same-4x4", "sweeps", "one-position", "broken-half")
@@ -46,19 +45,7 @@ def ops_of(host: Host, routing: Routing, case: Case, option: str = "fast", devic
     return (lambda: forward(*given, OPTIONS[option])), (lambda: backward(*back, OPTIONS[option]))
 
 
-def squash_sums(device: int = 0, batch: int = 2) -> tuple[Op, Op]:
-    x = torch.randn(batch, 8, 3, 5)
-    scale = torch.randn(batch, 2, 3, 5)
-    forward = torch.ops.fastcaps_cuda.squash_sum.default
-    backward = torch.ops.fastcaps_cuda.squash_sum_backward.default
-    given: list[Any] = Host.moved([x, scale, x.clone(), scale.clone(), 2, True], device)
-    grad = Host.moved(x.clone(), device)
-    return (lambda: [forward(*given)]), (lambda: backward(grad, *given, 15))
-
-
 def both(host: Host, name: str, **options: Any) -> tuple[Op, Op]:
-    if name == "squash_sum":
-        return squash_sums(options.get("device", 0))
     return ops_of(host, routing_of(name), routing_of(name).case("conv"), **options)
 
 
@@ -68,7 +55,7 @@ def in_new_thread(body: Callable[..., None], *arguments: Any) -> None:
         threads.submit(body, *arguments).result()
 
 
-every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTINGS), "squash_sum"])
+every_op = pytest.mark.parametrize("name", [routing.stem for routing in ROUTINGS])
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -155,9 +142,6 @@ def test_what_fails_is_an_error_and_leaves_nothing_behind(host: Host, name: str,
     def body(op: Op) -> None:
         host.begin(1)
         host.fail(function, 46)
-        if name == "squash_sum" and function == "cudaDeviceGetAttribute":
-            op()  # it asks for none
-            return
         with pytest.raises(RuntimeError, match=r"fastcaps: .*: error 46"):
             op()
         assert host.context == 1 and host.launches() == []

@@ -114,8 +114,9 @@ def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -
 def test_poses_of_any_size_from_several_ranges(routing: Routing, pose: tuple[int, int, int], target: Target) -> None:
     """Of a number of values that is no multiple of 4, and of so many that each lane holds several vectors."""
     case = replace(routing.case("one-position"), types=40, parents=3, pose=pose)
-    facts = dict(one.split("=") for one in target.ask("schedule", *question(routing, case, backward=False)).split(";"))
-    assert int(facts["ranges"]) > 1
+    if target.device == "cpu":
+        answer = target.ask("schedule", *question(routing, case, backward=False))
+        assert int(dict(one.split("=") for one in answer.split(";"))["ranges"]) > 1
     target.check(routing, case)
 
 
@@ -245,7 +246,7 @@ def test_every_kernel_has_a_case(routing: Routing, target: Target) -> None:
         for backward in (False, True):
             one = case if backward else target.taken(routing, case, option)
             answer = target.ask("schedule", *question(routing, one, option, backward))
-            for field in answer.split(";text=")[0].split(";"):
+            for field in answer.split(";"):
                 key, value = field.split("=")
                 single = key in ("kernel", "iterations")
                 met.setdefault(key, set()).add(value if single else "one" if value == "1" else "several")

@@ -52,6 +52,10 @@ def asked(dtype: torch.dtype = torch.float32, pose: tuple[int, int, int] = POSE,
     return backends.Call(stem, GPU, dtype, pose, 32, True, 0)
 
 
+def choose(call: Any) -> str:
+    return backends.chosen(backends.forced(), call)
+
+
 def clear() -> None:
     for cached in (backends.chosen, backends._device_problem):
         cached.cache_clear()
@@ -70,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
     cpu, there = libraries.library("cpu"), libraries.library_path
     monkeypatch.setattr(libraries, "library_path", lambda name: built if name == "cuda" else there(name))
     monkeypatch.setattr(libraries, "library", lambda name: FakeLibrary() if name == "cuda" else cpu)
-    kernels = SimpleNamespace(refusal=triton_refusal, schedule_call=lambda *_: "schedule of Triton")
+    kernels = SimpleNamespace(refusal=triton_refusal)
     monkeypatch.setattr(libraries, "triton_kernels", lambda *_: (kernels, ""))
     clear()
     yield monkeypatch
@@ -99,8 +103,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, refusal: str) -> list[tuple[str, tupl
         monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
     library = SimpleNamespace(ask=lambda function, *_: refusal if function.endswith("routing_refusal") else None)
     monkeypatch.setattr(libraries, "library", lambda _: library)
-    monkeypatch.setattr(backends, "native_facts", lambda *_: None)
-    monkeypatch.setattr(backends, "choose", lambda _: "cuda")
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(backends, "choose", lambda *_: ("cuda", 3))
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     return seen
 
@@ -139,7 +144,7 @@ def test_the_first_backend_that_can_take_a_call_does(
     gpu: object, dtype: torch.dtype, pose: tuple[int, int, int], wanted: str, stem: str
 ) -> None:
     call = asked(dtype, pose, stem)
-    assert backends.choose(call) == wanted
+    assert choose(call) == wanted
     for name in backends.NAMES[: backends.NAMES.index(wanted)]:
         assert backends.refusal(name, call)
     assert backends.refusal(wanted, call) is None
@@ -175,7 +180,7 @@ def test_what_stands_in_the_way_is_told(
     }
     gpu.setattr(*change[stage], raising=False)
     gpu.setattr(libraries, "native_build_info", lambda: {"cuda_why_not": "no CUDA toolkit when it was built"})
-    why = (backends.refusal("cuda", asked()), backends.refusal("triton", asked()), backends.choose(asked()))
+    why = (backends.refusal("cuda", asked()), backends.refusal("triton", asked()), choose(asked()))
     assert why == (cuda, triton, runs)
     listed = {entry.name: entry for entry in backends.listing()}
     if not stage.startswith("old"):  # which affects one call, whatever others do
@@ -188,37 +193,37 @@ def test_a_gpu_without_any_kernels_is_told(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(libraries, "triton_kernels", lambda *_: (None, "triton is not installed"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends.choose(asked()) == "cuda" and backends.choose(asked(torch.float64)) == "reference"
+        assert choose(asked()) == "cuda" and choose(asked(torch.float64)) == "reference"
     backends.chosen.cache_clear()
     with pytest.warns(RuntimeWarning, match="no kernels of the verbs; triton: triton is not installed"):
-        assert backends.choose(asked()._replace(stem="verbs")) == "reference"
+        assert choose(asked()._replace(stem="verbs")) == "reference"
     gpu.setattr(libraries, "library", lambda name: SimpleNamespace(problem="it does not load"))
     backends.chosen.cache_clear()
     with pytest.warns(
         RuntimeWarning, match=r"no kernels run on cuda:0.*\(cuda: it does not load; triton: triton is not"
     ):
-        assert backends.choose(asked()) == "reference"
+        assert choose(asked()) == "reference"
 
 
 def test_a_forced_backend_is_obeyed_or_raises(gpu: object) -> None:
     with fastcaps.backend("triton"):
-        assert backends.choose(asked()) == "triton"
+        assert choose(asked()) == "triton"
         with pytest.raises(fastcaps.BackendError, match=r"'triton' is forced and cannot .*got float64"):
-            backends.choose(asked(torch.float64))
+            choose(asked(torch.float64))
     with fastcaps.backend("cuda"), pytest.raises(fastcaps.BackendError, match="up to 512 numbers"):
-        backends.choose(asked(pose=(30, 2, 30)))
+        choose(asked(pose=(30, 2, 30)))
     with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match=r"'cpu' is forced"):
-        backends.choose(asked())
+        choose(asked())
     with fastcaps.backend("reference"):
-        assert backends.choose(asked(torch.float64)) == backends.choose(asked()) == "reference"
-    assert backends.choose(asked()) == "cuda"
+        assert choose(asked(torch.float64)) == choose(asked()) == "reference"
+    assert choose(asked()) == "cuda"
 
 
 @every_routing
 def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked once for the forward and once for every backward."""
     heard: list[backends.Call] = []
-    monkeypatch.setattr(backends, "choose", lambda call: heard.append(call) or "reference")
+    monkeypatch.setattr(backends, "chosen", lambda _, call: heard.append(call) or "reference")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     case = replace(routing.case("padded"), iterations=1)
     routing.call(case).training(Call.by_op)
@@ -310,9 +315,9 @@ def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
 
     gpu.setattr(libraries, "library", lambda name: Asked())
     with torch.device("meta"):
-        votes = VoteInputs(torch.empty(2, 1, 1, 5, 4, 4), None, torch.empty(1, 3, 4, 4), None, 3, SET_WINDOW)
-    call = backends.Call("attention", GPU, torch.bfloat16, POSE, 3, False, backends.ALLOW_TF32)
-    assert backends.takes_iterations(call, votes, 1, False) and not heard
-    assert not backends.takes_iterations(call, votes, 3, False)
+        children, bias = torch.empty(2, 1, 1, 5, 4, 4).bfloat16(), torch.empty(1, 3, 4, 4)
+    votes = VoteInputs(children, None, bias, None, 3, SET_WINDOW)
+    assert backends.takes_iterations("attention", votes, 1, False, backends.ALLOW_TF32) and not heard
+    assert not backends.takes_iterations("attention", votes, 3, False, backends.ALLOW_TF32)
     sizes = [2, 1, 1, 5, 4, 4, 1, 1, 3, 4, 0, *SET_WINDOW]
     assert heard == [("fastcaps_cuda_routing_refusal", "attention", sizes, [0, 2, 1, 0, 3, 2, 132, 232448])]

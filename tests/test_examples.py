@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from suite import python
+from torch import Tensor
+
+from fastcaps import Votes
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -32,22 +36,25 @@ def last_loss(printed: str) -> str:
 
 
 @slow
-def test_ddp_fsdp_and_lightning_learn_the_same() -> None:
+def test_ddp_and_fsdp_learn_the_same() -> None:
     every = [
         run(*TORCHRUN, "2", "examples/data_parallel.py", *SMALL),
         run(*TORCHRUN, "2", "examples/data_parallel.py", *SMALL, "--fsdp"),
-        run("examples/lightning_parallel.py", *SMALL),
     ]
     losses = [float(last_loss(printed)) for printed in every]
-    assert losses == pytest.approx([losses[0]] * 3, abs=1e-3)
+    assert losses == pytest.approx([losses[0]] * 2, abs=1e-3)
     assert losses[0] < 2.3  # ln 10, what guessing costs
 
 
 @slow
 def test_a_set_over_several_processes_is_the_set_of_one() -> None:
-    printed = run(*TORCHRUN, "3", "examples/million_children.py", "--children", "3000")
-    assert len(re.findall(r"1000 of them here", printed)) == 3
-    assert "step 1" in printed
+    """Parents, and the gradients of children and matrices: the second step's loss depends on these."""
+    one, three = (run(*TORCHRUN, count, "examples/million_children.py", "--children", "5000") for count in ("1", "3"))
+    assert sorted(re.findall(r": (\d+) children", three)) == ["1000", "2000", "2000"]
+    found, wanted = (
+        [float(x) for x in re.findall(r"(?:loss|dchildren\|) ([0-9.e+-]+)", text)] for text in (three, one)
+    )
+    assert len(wanted) == 6 and found == pytest.approx(wanted, rel=1e-5) and len({*wanted}) == 6
 
 
 # ---- notebooks: what their text says ---------------------------------------------------------------------------------
@@ -63,8 +70,6 @@ def test_one_import_is_swapped(capsys: pytest.CaptureFixture[str]) -> None:
     found = names("swap_one_import.py")
     assert found["losses"]["after"] == pytest.approx(found["losses"]["before"], rel=1e-5)
     assert len(set(found["losses"]["before"])) == 3
-    memory = {name: figures[0] for name, figures in found["figures"].items()}
-    assert memory["after"] < 47 <= memory["before"] or sys.platform != "linux"
     assert "1 of 1 capsule layers converted" in capsys.readouterr().out
 
 
@@ -85,6 +90,49 @@ def test_pooling_in_a_resnet(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in every bit: True" in capsys.readouterr().out
     assert min(found["accuracy"].values()) > 0.9
     assert found["share"] < 1 / 16 and found["moved"]["routing"] < found["moved"]["average"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kernel_size": 3, "padding": 1, "share": True, "bias": True},
+        {"kernel_size": "all", "share": True},
+        {"matrices": False, "bias": True},
+    ],
+    ids=str,
+)
+def test_a_fixed_point_and_its_gradient_are_those_of_many_iterations(options: dict[str, Any]) -> None:
+    found = names("equilibrium_routing.py")
+    assert found["saved"][50] == found["saved"][200] > 0
+
+    class Unrolled(found["EquilibriumRouting"]):  # type: ignore[misc]
+        def route(self, votes: Votes, activations: Tensor, iterations: int) -> Tensor:
+            parents, gate = votes.sum(0.0), votes.unfold(activations)[..., None]
+            for _ in range(iterations):
+                parents = self.step(votes, gate, parents)
+            return parents
+
+    given: dict[str, Any] = {"pose": 2, "dtype": torch.float64, **options}
+    solved = found["EquilibriumRouting"](6, 5, 8, 8, iterations=400, tolerance=1e-14, **given)
+    if solved.bias is not None:
+        torch.nn.init.uniform_(solved.bias)
+    unrolled = Unrolled(6, 5, 8, 8, iterations=200, **given)
+    unrolled.load_state_dict(solved.state_dict())
+    solved.scale = unrolled.scale = 0.2 * solved.scale  # so that parents come to rest soon
+    grid = (5, 5) if "kernel_size" in options else ()
+    children = torch.randn(2, 6, *grid, 8, dtype=torch.float64, requires_grad=True)
+    gate = torch.rand(2, 6, *grid, dtype=torch.float64, requires_grad=True)
+    parents, wanted = solved(children, gate), unrolled(children, gate)
+    torch.testing.assert_close(wanted, unrolled(children, gate, iterations=201), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(parents, wanted, rtol=1e-10, atol=1e-11)
+    head = torch.randn_like(parents)
+    got, right = (
+        torch.autograd.grad((x * head).sum(), (children, gate, *layer.parameters()))
+        for x, layer in ((parents, solved), (wanted, unrolled))
+    )
+    torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-9)
 
 
 @slow

@@ -186,20 +186,3 @@ def test_a_reason_is_told_once() -> None:
         why_not = [line.partition(": ")[2] for line in lines if line.startswith("  not ")]
         reasons = {reason for one in explained for reason in one.reasons.values() if reason != one.how}
         assert reasons and sorted(why_not) == sorted(reasons)
-
-
-@native_only
-def test_the_schedule_is_that_of_the_call() -> None:
-    """With its dtype, bias and iterations: in float32 without a bias matrices are folded, and children may stay."""
-    children, weight = torch.randn(2, 256, 1, 8), torch.randn(32, 10, 8, 16)
-    with backend("cpu"):
-        plain = explain(functional.dynamic_routing, children, weight)
-        wide = explain(functional.dynamic_routing, children.double(), weight.double())
-        biased = explain(functional.dynamic_routing, children, weight, bias=torch.randn(256, 10, 1, 16))
-        em = explain(functional.em_routing, torch.randn(64, 20, 4, 4), torch.rand(64, 20), torch.randn(20, 5, 4, 4),
-                     torch.zeros(5), torch.zeros(5))  # fmt: skip
-    assert all(isinstance(one, functional.Explanation) for one in (plain, em, biased, wide))
-    assert "any pose" in wide.forward and "folded" not in wide.forward + wide.backward
-    assert "folded" in plain.forward and "folded" in plain.backward
-    assert "folded" not in biased.forward + biased.backward
-    assert "children stay from" in em.forward

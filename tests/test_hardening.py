@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from registry import Call
+from registry import ROUTINGS, Call
 from suite import native_only, python
 
 from fastcaps.rules import Rule
@@ -98,6 +98,16 @@ def test_no_kernel_leaves_its_memory(guard: dict[str, str]) -> None:
     variables = {**environment(guarded_library(ROOT / "build" / "guards")), **guard}
     done = python("guard_worker.py", "0", "3", "1", cwd=ROOT / "tests", **variables)
     assert done.returncode == 0, done.stdout.splitlines()[-1] + done.stderr[-3000:]
+
+
+@native_only
+@pytest.mark.slow
+def test_every_schedule_and_kernel_has_a_case() -> None:
+    """By what the test build says of itself."""
+    variables = environment(guarded_library(ROOT / "build" / "guards"))
+    done = python("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", "has_a_case", "test_kernels.py",
+                  cwd=ROOT / "tests", **variables)  # fmt: skip
+    assert done.returncode == 0 and f"{len(ROUTINGS) + 1} passed" in done.stdout, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 64])

@@ -157,15 +157,12 @@ WRONG = [
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "some"}, ValueError, "kernel_size must be .*or None, got 'some'"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
     (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
-    (nn.EquilibriumRouting, (6, 3, 4, 4), {"tolerance": -1.0}, ValueError, "tolerance must be"),
     (nn.DynamicRouting, (6, 3, 4, 4), {"compete": "children", "leaky": True}, ValueError, "leaky must be False with c"),
     (nn.DynamicRouting, (6, 3, 4, 4), {"prior": True, "leaky": True}, ValueError, "leaky must be False with prior='le"),
     (nn.EMRouting, (2, 3, 4, 4), {"kernel_size": 3, "coordinates": True}, ValueError, "False without kernel_size='all"),
     (nn.EMRouting, (6, 3, 4, 4), {"inverse_temperature": [0.1]}, ValueError, "must have a value for each of the 3"),
     (nn.EMRouting, (3, 1, 4, 4), {"normalize_cost": True}, ValueError, "normalize_cost must be False for one parent"),
     (nn.InvertedAttentionRouting, (6, 3, 4, 4), {"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\)"),
-    (nn.EquilibriumRouting, (4, 3, 4, 4), {"dropout": 0.1}, ValueError, "dropout must be 0"),
-    (nn.EquilibriumRouting, (4, 3, 4, 4), {"start": "learned"}, ValueError, "start must be 'zero' or 'random'"),
 ]
 
 

@@ -26,7 +26,6 @@ every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_rows_are_the_ops_that_are_registered() -> None:
     """By torch's own list: an op that is added needs a row."""
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
-    registered -= {"fastcaps::squash_sum", "fastcaps::squash_sum_backward"}  # fastcaps.encapnet's
     registered -= {op.name() for op in verbs.ops.values()}  # which tests/test_verbs*.py hold
     names = {f"fastcaps::{routing.name}{end}" for routing in ROUTINGS for end in ("", "_backward")}
     assert registered == names

@@ -294,15 +294,13 @@ def test_a_layer_with_more_of_its_own() -> None:
     torch.nn.init.ones_(layer.bias)
     layer.reset_parameters()
     assert layer.scale == 1 and not layer.bias.any() and not torch.equal(layer.weight, before)
-    found = fastcaps.diagnose(layer, children)
-    assert found.layers[0].entropy is None and found.layers[0].measured_by == "relative length"
 
 
 def test_explanations() -> None:
     own, shared = (CASES[name].votes(Votes, CASES[name].leaves()) for name in ("own", "one-group"))
     explained = fastcaps.explain(rout, own)
     assert len(explained) == 9 and {one.backend for one in explained} <= {"cpu", "reference", "torch"}
-    assert "vote_sums of [2, 3, 3] pairs" in explained[0].call
+    assert explained[0].call.startswith("batch 2, 3 children") and explained[0].call.endswith("vote_sums")
     assert fastcaps.explain(shared.sum, 1.0).backend == "torch"
     for run in (rout, functional.dynamic_routing):
         explained = fastcaps.explain(lambda run=run: run(made(CASES["own"].leaves(), (2,), 2)))
@@ -427,14 +425,16 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "return_coefficients (and a network's return_trace) must be left out: Wrong.route",
      lambda: routed(None, return_coefficients=True)),
     (TypeError, "a call of Wrong has no argument iteration (did you mean", lambda: routed(None, iteration=3)),
-    (TypeError, "got an argument num_iterations", lambda: define(lambda self, votes, num_iterations: None)),
-    (TypeError, "must define route(self, votes, iterations) ... got route(self)", lambda: define(lambda self: None)),
+    (TypeError, "got a parameter num_iterations", lambda: define(lambda self, votes, num_iterations: None)),
+    (TypeError, "must define route(self, votes, ... got route(self)", lambda: define(lambda self: None)),
     (TypeError, "got route(votes, at)", lambda: define(staticmethod(lambda votes, at: None))),
     (TypeError, "got route(self, iterations, votes)", lambda: define(lambda self, iterations, votes: None)),
     (TypeError, "got route(self, activations, votes)", lambda: define(lambda self, activations, votes: None)),
     (TypeError, "iterations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16, iterations=2)),
     (TypeError, "pass factor in the call", lambda: Scaled(6, 3, 16, 16, factor=2.0)),
-    (TypeError, "Own.route cannot have an option bias", lambda: define(lambda self, votes, at, bias=None: None)),
+    (TypeError, "Own must define ... got a parameter bias", lambda: define(lambda self, votes, bias=None: None)),
+    (TypeError, "Own must define ... got a parameter at", lambda: define(lambda self, votes, at: None)),
+    (TypeError, "Own must define ... got a parameter more", lambda: define(lambda self, votes, **more: None)),
     (TypeError, "activations must be left out: Scaled.route", lambda: Scaled(6, 3, 16, 16)(SET.flatten(2), ONES(2, 6))),
     (ValueError, "needs must be from 0 to 31, bits for children, ... scores, sums, got 33", lambda: pull(33)),
     (NotImplementedError, "RoutingLayer must define route", lambda: RoutingLayer(6, 3, 16, 16)(SET.flatten(2))),
@@ -472,14 +472,6 @@ def test_meta_tensors_tell_shapes(name: str) -> None:
     parents = rout(votes)
     parents.sum().backward()
     assert parents.shape == votes.parents_shape and leaves["children"].grad is not None
-
-
-def test_a_route_behind_a_plain_decorator_gets_its_activations() -> None:
-    def route(self: Any, votes: Any, activations: Any) -> Any:
-        return votes.sum(activations[..., None].expand(votes.coefficients_shape))
-
-    layer = type("Own", (RoutingLayer,), {"route": lambda *given, **named: route(*given, **named)})(6, 3, 16, 16)
-    torch.testing.assert_close(layer(SET.flatten(2), 2 * ONES(2, 6)), 2 * layer(SET.flatten(2), ONES(2, 6)))
 
 
 def test_the_gradient_of_a_value_that_broadcasts_is_summed_in_float32() -> None:

@@ -33,7 +33,7 @@ from fastcaps import libraries, ops  # noqa: E402
 if problem := libraries.triton_kernels()[1]:
     pytest.skip(problem, allow_module_level=True)
 from fastcaps.rules import Rule  # noqa: E402
-from fastcaps.triton_kernels import call, forward, schedule, squash_sum, static, verbs  # noqa: E402
+from fastcaps.triton_kernels import call, forward, schedule, static, verbs  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
@@ -261,7 +261,7 @@ def every_decision(few: bool = False) -> list[call.Launch]:
         for case in (case for case in cases if case.dtype != torch.float64):
             found += steps(routing, case, (0, 3), "meta")
     by_name: dict[str, list[call.Launch]] = {}
-    for launch in (*found, *launches(_verbs), *launches(_squash_sums)):
+    for launch in (*found, *launches(_verbs)):
         by_name.setdefault(launch.name, []).append(launch)
     return [launch for some in by_name.values() for launch in covering(some)]
 
@@ -273,16 +273,6 @@ def _verbs() -> None:
         tensors = [x if x is None else x.to("meta") for x in case.tensors()]
         votes = case.inputs(tensors)
         stored_votes.op_results(lambda op, *own, v=votes, o=options: getattr(verbs, op)(v, *own, o), tensors)
-
-
-def _squash_sums() -> None:
-    for relu, summands in enumerate(("xayb", "x")):
-        with torch.device("meta"):
-            shapes = {name: (2, 12 if name in "xy" else 3, 5, 7) for name in "xayb"}
-            given = [torch.empty(shape) if name in summands else None for name, shape in shapes.items()]
-            for needs in (15, 0b1100):
-                squash_sum.squash_sum_backward(torch.empty(shapes["x"]), *given, 3, bool(relu), needs)
-            squash_sum.squash_sum(*given, 3, bool(relu))
 
 
 def hold_compiled(found: Sequence[call.Launch], target: str, spills: int, wanted: set[str]) -> None:

@@ -41,7 +41,7 @@ from tools.native import LEVEL_FLAGS, ROOT, build, environment, module_headers
 FOLDER = ROOT / "build" / "mutate"
 COPIED = ("csrc", "fastcaps", "triton_kernels", "tests", "tools", "bench", "examples", "CMakeLists.txt", "setup.py",
           "pyproject.toml")  # fmt: skip
-STEMS = {*(routing.stem for routing in ROUTINGS), "squash_sum"}
+STEMS = {routing.stem for routing in ROUTINGS}
 SOURCES = {
     "cpu": ("csrc/*.h", "csrc/*.cpp", "csrc/algebra/*.h", "csrc/cpu/*.h", "csrc/cpu/*.cpp"),
     "cuda": ("csrc/cuda/*.h", "csrc/cuda/*.cu"),
@@ -52,16 +52,15 @@ SOURCES = {
 LEFT = {"introspection.cu", "capability.cpp", "poses.h", "static.py"}
 """What no kernel is made from: what a library says of itself, which instruction set it is, what compiles for a GPU."""
 TESTS = {
-    "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
-            "tests/test_functional_extremes.py", "tests/test_explain.py", "tests/test_verbs_cpu.py",
+    "cpu": ("tests/test_kernels.py", "tests/test_errors.py", "tests/test_ops.py", "tests/test_functional_extremes.py",
+            "tests/test_explain.py", "tests/test_verbs_cpu.py",
             # sums of 512 numbers err by 4 % more than may be without FMA, beside an eager torch that has it
             "-k", "not (has_a_case or 32_bits or largest-pose or cuda or triton or reference)"),
-    "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/encapnet/test_squash_sum.py",
-             "-k", "(on-cpu and not random) or (squash_sum and cuda)"),
+    "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "-k", "on-cpu and not random"),
     "native": ("tests/native",),
-    "triton": ("tests/test_triton.py", "tests/test_verbs_triton.py", "tests/encapnet/test_squash_sum.py",
-               "-k", "ways or served or only_the_gradients or one_iteration or variances or schedules or workspace "
-                     "or triton- or triton] or every_verb or absent or squares"),
+    "triton": ("tests/test_triton.py", "tests/test_verbs_triton.py", "-k",
+               "ways or served or only_the_gradients or one_iteration or variances or schedules or workspace "
+               "or triton- or triton] or every_verb or absent or squares"),
     "python": ("tests",),
 }  # fmt: skip
 INTERPRETED = ("triton", "python")

@@ -19,31 +19,18 @@ from typing import Any
 
 import torch
 from cases import Case, on_device
-from features import squash_sum_step
 from registry import ROUTINGS, Call, Routing, gpu_cases
 from torch import Tensor
 
-from fastcaps import backends, encapnet
+from fastcaps import backends
 from fastcaps._testing.judge import Bar
 
 ROWS = (
     "pose-4x4-20", "bias-6x6", "bias-8x8", "pose-1x8", "pose-1x16", "bias-1x64", "pose-2x3", "children-float32", "conv",
     "sweeps", "sweeps-any", "one-position", "largest-pose", "same-4x4",
 )  # fmt: skip
-SQUASH_SUMS = (("xayb", 2, 3, 4, 5, 7), ("xy", 1, 5, 16, 11, 13), ("xa", 2, 2, 19, 3, 11), ("x", 1, 1, 1, 1, 1))
-"""Summands, batch, types, numbers of a capsule, height, width."""
 Checked = tuple[Callable[[str], dict[str, Tensor]], Bar]
 """What runs on a device, and what its results are held to."""
-
-
-def _of_squash_sum(sizes: tuple[Any, ...], dtype: torch.dtype) -> Checked:
-    summands, batch, types, dim, *size = sizes
-    generator, channels = torch.Generator().manual_seed(0), {"a": types, "b": types}
-    shapes = [(batch, channels.get(name, types * dim), *size) for name in (*summands, "x")]  # the last: dresult
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    options = {"types": types, "relu": "a" in summands}
-    own = lambda device: squash_sum_step(encapnet.squash_sum, summands, options, [x.to(device) for x in tensors])  # noqa: E731
-    return own, Bar(partial(squash_sum_step, encapnet.reference.squash_sum, summands, options), tensors)
 
 
 def _of_routing(routing: Routing, case: Case, dtype: torch.dtype) -> Checked:
@@ -61,7 +48,7 @@ def calls(rows: Collection[str] = ROWS) -> dict[str, Callable[[torch.dtype], Che
             some.setdefault(case.name if case.name in rows else (case.rule, case.grid == (1, 1)), case)
         for case in some.values():
             made[f"{routing.stem} {case.rule.name} {case.name}"] = partial(_of_routing, routing, case)
-    return made | {f"squash_sum {sizes[0]} {sizes[3]}": partial(_of_squash_sum, sizes) for sizes in SQUASH_SUMS}
+    return made
 
 
 def run(

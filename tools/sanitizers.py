@@ -23,7 +23,7 @@ from tools.native import LEVEL_FLAGS, ROOT, build, call, environment
 
 COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
-KERNEL_TESTS = ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py")
+KERNEL_TESTS = ("tests/test_kernels.py",)
 OTHER_PROCESSES = "instruction_set or cuda or has_a_case"  # tests of another library, or of schedules alone
 ADDRESS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
@@ -101,9 +101,8 @@ def cuda(short: bool) -> bool:
     library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, "FASTCAPS_WATCH=-Wno-all")
     variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
     some = "test_only_the_gradients_asked_for or test_a_set_is_a_grid" if short else ""
-    kept = f"on-cpu and ({some})" if short else "on-cpu or (squash_sum and cuda)"
+    kept = f"on-cpu and ({some})" if short else "on-cpu"
     tests = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_extremes")]
-    tests.append("tests/encapnet/test_squash_sum.py")
     return _run("cuda", [*PYTEST, "-k", kept, *tests], variables)
 
 

@@ -22,7 +22,7 @@ from .launches import Answer, Gradients, forward, shapes_of
 from .schedule import LIMITS, Limits
 
 ROUTING = Routing("attention", ATTENTION, sums=("pose",), gradients=("pose",))
-refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
+refusal = ROUTING.refusal
 
 
 def iteration_of(

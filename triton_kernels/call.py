@@ -60,13 +60,6 @@ class Routing:
             return f"it takes M * C * E and D * E below 2**31, got M = {parents}, (C, D, E) = {pose}"
         return None
 
-    def schedule_call(self, votes: Sequence[Any], call: Any, backward: bool) -> Schedule:
-        """Return how a call is cut up. Nothing runs, so meta tensors are enough.
-
-        ``votes``: the six leading arguments of the ops; ``call`` has the ``options``.
-        """
-        return Call(self, votes, call.options).schedule(backward)
-
 
 def served_devices() -> tuple[str, ...]:
     """Return the types of devices that the kernels serve."""

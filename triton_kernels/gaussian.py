@@ -35,7 +35,7 @@ FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """An iteration without means, which also stores their base."""
 MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
 """Measures the rest and the count of an iteration."""
-refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
+refusal = ROUTING.refusal
 
 
 def iteration_of(

@@ -26,7 +26,7 @@ ROUTING = Routing(
     gradients=("pose",),
     traits=Traits(products=2, pose=4, competing=False),
 )
-refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
+refusal = ROUTING.refusal
 
 
 def pooling_routing(

@@ -82,21 +82,11 @@ class Schedule:
     splits: int  # ranges of children
     per_split: int  # children of a range
     warps: int  # of a program
-    competing: bool = True  # whether tiles of parents depend on each other
 
     @property
     def numbers(self) -> int:
         """Numbers of a tile."""
         return self.positions * self.rows * self.parents * self.columns
-
-    def __str__(self) -> str:
-        how = f"votes by matrix products of depth {self.votes}" if self.votes else "votes column by column"
-        tiles = f"two sweeps over {self.tiles} tiles" if self.competing else f"{self.tiles} tiles"
-        sweeps = "one sweep" if self.tiles == 1 else tiles
-        return (
-            f"{sweeps}; programs of {self.positions} positions x {self.parents} parents, {self.warps} warps, "
-            f"{self.blocks * self.tiles * self.splits} of them, children in {self.splits} ranges; {how}"
-        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +155,7 @@ def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     splits = min(facts.children, max(1, limits.resident * facts.processors // (blocks * tiles * warps)))
     per_split = _ceil(facts.children, splits)
     shape = (tile_positions, rows, tile_parents, columns, votes, _DOT if products else 0)
-    return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps, traits.competing)
+    return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps)
 
 
 def matrix_schedule(facts: Facts) -> MatrixSchedule:
@@ -176,7 +166,7 @@ def matrix_schedule(facts: Facts) -> MatrixSchedule:
     # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
     tile = schedule(replace(facts, products=True), backward=True)
     least = {"positions": max(tile.positions, _ceil(_DOT, rows)), "parents": max(tile.parents, _ceil(_DOT, columns))}
-    tile = replace(tile, votes=schedule(facts).votes, **least)  # type: ignore[arg-type]
+    tile = replace(tile, votes=schedule(facts).votes, **least)
     if 2 * max(1, positions) * rows < _DOT:
         # Too few rows for one: outer products, of whose sum a thread holds 32 values.
         few = power_of_two(max(1, positions))

@@ -186,7 +186,7 @@ PULL = Routing(
     sums=(),
     traits=TRAITS,
 )
-refusal, schedule_call = SUMS.refusal, SUMS.schedule_call
+refusal = SUMS.refusal
 
 
 def verb_of(call: Call, targets: Tensor | None, precisions: Tensor | None, pairs: Tensor, squared: bool) -> Verb:

@@ -23,13 +23,6 @@ FASTCAPS_EXPORT const char* fastcaps_build_info(void);
 /* The levels in this build, lowest first, separated by commas. */
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
 
-/* Describes in one line, for people, how a call of the routing `stem` is cut up, and its kernel. `sizes`: B H W N C D
-   Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: whether it is the backward; the children's Storage;
-   the bias (0 none, 1 one for all children, 2 one for each); whether the call starts from parents; iterations; unused;
-   and how many values bias and betas have. The text of an unknown routing says so. It is valid until the thread's next
-   call. */
-FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* sizes, const int64_t* facts);
-
 #ifdef __cplusplus
 }
 #endif

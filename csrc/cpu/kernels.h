@@ -188,7 +188,9 @@ struct Functions {
                                                &scratch_bytes<Backward>,
                                                &forward_row,
                                                &backward_row,
+#ifdef FASTCAPS_GUARDS
                                                &own_pose<Forward>,
+#endif
                                                &wants_dense<Forward>,
                                                &wants_dense<Backward>};
 };

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../squash_sum.h"
+#include "../votes.h"
 
 namespace fastcaps {
 
@@ -140,16 +140,12 @@ struct Kernels {
   int64_t (*backward_scratch)(const Backward&);
   RowNumbers (*forward_row)(const Forward&);
   RowNumbers (*backward_row)(const Backward&);
-  bool (*own_pose)(const Forward&);  // whether a kernel is specialised for the call's pose
+#ifdef FASTCAPS_GUARDS
+  bool (*own_pose)(const Forward&);  // for tests: whether a kernel is specialised for the call's pose
+#endif
   // whether kernels that read matrices as they lie are missing, or so much slower that a dense copy is worth it
   bool (*forward_wants_dense)(const Forward&);
   bool (*backward_wants_dense)(const Backward&);
-};
-
-// squash_sum for rows begin to end. Rows share nothing, so the bits do not depend on the number of threads.
-struct SquashSumKernels {
-  void (*forward)(const SquashSum&, int64_t begin, int64_t end);
-  void (*backward)(const SquashSum&, int64_t begin, int64_t end);
 };
 
 }  // namespace fastcaps

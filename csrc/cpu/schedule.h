@@ -1,4 +1,4 @@
-// How a call is cut up: see Schedule in pass.h. One place decides, for the ops and for `explain`.
+// How a call is cut up: see Schedule in pass.h. One place decides.
 #pragma once
 
 #include <type_traits>

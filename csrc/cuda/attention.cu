@@ -21,7 +21,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   call.take(c);
   args.norm_weight = call.as_given(op.norm_weight), args.norm_bias = call.as_given(op.norm_bias);
   const Tensor statistics = op.query ? call.collect(c, 2) : Tensor();
-  if (op.iterations > 1 || (kOneLaunch && c.chunks == 1)) {
+  if (op.iterations > 1) {
     args.iterations = int(op.iterations), args.sums = floats(sums), args.result = data_of(result);
     call.launch(c, 0, c.parent_blocks);
     return {result, sums};

@@ -84,14 +84,14 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
         }
         barrier();
       });
-      if ((LEAN && !kOneLaunch) || args.iterations == 0) break;
-      if constexpr (!LEAN || kOneLaunch) state.finish(iteration);
-      if (LEAN || iteration + 1 == args.iterations) break;
+      if (LEAN || args.iterations == 0) break;
+      state.finish(iteration);
+      if (iteration + 1 == args.iterations) break;
       make_offsets(args, lane.shared, 0, range.first, range.last);
       barrier();
     }
     if (!LEAN && args.collect) continue;
-    if ((LEAN && !kOneLaunch) || args.iterations == 0) state.store(range.chunk);
+    if (LEAN || args.iterations == 0) state.store(range.chunk);
     barrier();  // the tile is read to the end
   }
 }

@@ -1,5 +1,6 @@
-// Descriptions of calls, for fastcaps.backends, fastcaps.explain and the tests, through ctypes. No device is needed:
-// the caller passes all that an answer depends on. An answer is valid until the thread's next call.
+// Answers about calls, for fastcaps.backends, through ctypes, and in builds for experiments about schedules, for the
+// bench and the tests. No device is needed: the caller passes all that an answer depends on. An answer is valid until
+// the thread's next call.
 //
 // op: a stem in schedule.cu's table; for any other the answer says that it is unknown. sizes: B H W N C D Ho Wo M E G
 // and the window's eight; G = 0 where votes are the children themselves. facts: whether it is the backward; the
@@ -53,6 +54,7 @@ struct Question {
   }
 };
 
+#ifdef FASTCAPS_EXPERIMENTS
 std::string n(int64_t number) { return std::to_string(number); }
 
 std::string name_of(const PassKernel& kernel, bool backward, bool lean) {
@@ -64,6 +66,7 @@ std::string name_of(const PassKernel& kernel, bool backward, bool lean) {
     name += "any " + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + " a lane";
   return name + (kernel.products == 3 ? " tensor 3xTF32" : kernel.products ? " tensor" : "") + (lean ? " lean" : "");
 }
+#endif
 
 }  // namespace
 }  // namespace fastcaps::gpu
@@ -77,9 +80,8 @@ FASTCAPS_ANSWER fastcaps_cuda_toolkit(void) { return FASTCAPS_CUDA_TOOLKIT; }
 FASTCAPS_ANSWER fastcaps_cuda_architectures(void) { return FASTCAPS_CUDA_ARCHITECTURES; }
 #endif
 
-// Why no kernel takes these poses; empty if one does. "squash_sum" takes capsules of any length.
+// Why no kernel takes these poses; empty if one does.
 FASTCAPS_ANSWER fastcaps_cuda_refusal(const char* op, int64_t C, int64_t D, int64_t E, int64_t has_weight) {
-  if (op == std::string("squash_sum")) return answer("");
   const Pass* pass = pass_of(op);
   return answer(pass ? refusal(*pass, C, D, E, !has_weight) : no_pass(op));
 }
@@ -89,7 +91,8 @@ FASTCAPS_ANSWER fastcaps_cuda_routing_refusal(const char* op, const int64_t* siz
   return answer(Question(op, sizes, facts).routing_refusal());
 }
 
-// A call's schedule: fields key=value, separated by semicolons; the last one, text, is for people.
+#ifdef FASTCAPS_EXPERIMENTS
+// A call's schedule: fields key=value, separated by semicolons; or text=, and why there is none.
 FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, const int64_t* facts) {
   Question question(op, sizes, facts);
   const fastcaps::Votes& v = question.v;
@@ -104,22 +107,15 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   const auto& w = v.window;
   const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
                     w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
-  const std::string kernel = name_of(*c.kernel, question.task.backward, lean);
-  const std::string blocks = n(c.groups * c.chunks * c.parent_blocks);
-  std::string text = "kernel " + kernel + ", " + n(c.tile_size) + " positions x " +
-                     n(int64_t(c.warps_parents) * c.parents) + " parents a block of " + n(c.threads()) + " threads, " +
-                     n(c.stage) + " children at a time, " + blocks + " blocks";
-  if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
-  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " blocks";
-  return answer("kernel=" + kernel + ";instance=" + name_of_instance(*c.kernel) +
-                ";iterations=" + (question.task.whole ? "fused" : "one") + ";parent_warps=" + n(c.warps_parents) +
-                ";position_warps=" + n(c.warps_positions) + ";positions=" + n(c.tile_size) +
-                ";threads=" + n(c.threads()) + ";ranges=" + n(c.chunks) + ";sweeps=" + n(c.parent_blocks) +
-                ";stage=" + n(c.stage) + ";blocks=" + blocks + ";groups=" + n(c.groups) + ";tiles=" + n(c.tiles) +
-                ";shared_bytes=" + n(c.shared_bytes) + ";cost=" + n(int64_t(c.cost)) + ";text=" + text);
+  return answer("kernel=" + name_of(*c.kernel, question.task.backward, lean) +
+                ";instance=" + name_of_instance(*c.kernel) + ";iterations=" + (question.task.whole ? "fused" : "one") +
+                ";parent_warps=" + n(c.warps_parents) + ";position_warps=" + n(c.warps_positions) +
+                ";positions=" + n(c.tile_size) + ";threads=" + n(c.threads()) + ";ranges=" + n(c.chunks) +
+                ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) +
+                ";blocks=" + n(c.groups * c.chunks * c.parent_blocks) + ";groups=" + n(c.groups) +
+                ";tiles=" + n(c.tiles) + ";shared_bytes=" + n(c.shared_bytes) + ";cost=" + n(int64_t(c.cost)));
 }
 
-#ifdef FASTCAPS_EXPERIMENTS
 // The kernels that can take a call, whatever its schedule, separated by semicolons: name_of_instance, parents of a
 // warp, positions of a warp, warps of a block at most, separated by spaces.
 FASTCAPS_ANSWER fastcaps_cuda_instances(const char* op, const int64_t* sizes, const int64_t* facts) {
@@ -133,7 +129,6 @@ FASTCAPS_ANSWER fastcaps_cuda_instances(const char* op, const int64_t* sizes, co
              n(kernel->positions * 32 / (kernel->columns * kernel->parents)) + " " + n(kernel->threads / 32);
   return answer(all);
 }
-#endif
 
 // The names of all kernels that an op's schedules take by themselves, as `kernel` has them above, separated by
 // semicolons.
@@ -150,3 +145,4 @@ FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
   }
   return answer(names);
 }
+#endif

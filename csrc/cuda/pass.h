@@ -31,13 +31,6 @@ struct Divider {
 
 constexpr int kMostChildren = 8;     // in shared memory at a time
 constexpr int kMostIterations = 16;  // of a routing in one launch
-// Whether an attention of one range of children finishes its parents itself, also in the lean kernels, which take up to
-// 54 registers more for that: only in a build with NVCC_APPEND_FLAGS=-DFASTCAPS_ONE_LAUNCH, until a GPU has timed it.
-#ifdef FASTCAPS_ONE_LAUNCH
-constexpr bool kOneLaunch = true;
-#else
-constexpr bool kOneLaunch = false;
-#endif
 // The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
 // would lose more digits than torch's, and all blocks would wait for each other.
 constexpr int kSharedSums = 32;
@@ -154,7 +147,7 @@ struct PassKernel {
   int weight_stride;     // from parent to parent; 0: weights are read in place
   int positions;         // R
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
-  bool by_name;          // only where tuned.h or an experiment names it
+  bool by_name;          // only where an experiment names it
   void (*run)(const PassArgs);
   void (*run_lean)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
 };

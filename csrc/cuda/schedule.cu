@@ -5,7 +5,6 @@
 #include <map>
 #include <vector>
 
-#include "tuned.h"
 #ifdef FASTCAPS_EXPERIMENTS
 #include "experiments.h"
 #endif
@@ -346,17 +345,16 @@ Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const
 #endif
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
   std::string reason;
-  const Choice* choice = tuned(kTuned, task, v, machine);
-  bool must = false;
+  Choice choice;
 #ifdef FASTCAPS_EXPERIMENTS
-  must = !forced.text.empty();
-  if (must) choice = task.backward ? &forced.backward : &forced.forward;
+  choice = task.backward ? forced.backward : forced.forward;
   reason = forced.error;
 #endif
   Schedule c{};
-  if (choice && reason.empty()) c = compute(task, v, bias, machine, *choice, reason);
-  if (!c.kernel && !must) c = compute(task, v, bias, machine, {}, reason);
-  if (must && !c.kernel && why_not) *why_not = "FASTCAPS_SCHEDULE: " + reason;
+  if (reason.empty()) c = compute(task, v, bias, machine, choice, reason);
+#ifdef FASTCAPS_EXPERIMENTS
+  if (!c.kernel && !forced.text.empty() && why_not) *why_not = "FASTCAPS_SCHEDULE: " + reason;
+#endif
   if (!c.kernel) return c;
   if (kept.size() >= kMost) kept.clear();
   return kept[key] = c;

@@ -52,7 +52,7 @@ struct Task {
   bool whole = false;     // children must not be split over blocks
 };
 
-// What tuned.h or an experiment prescribes; an empty name and 0 leave the choice to the schedule.
+// What an experiment prescribes; an empty name and 0 leave the choice to the schedule.
 struct Choice {
   std::string_view kernel{};  // see name_of_instance
   int warps_parents = 0, warps_positions = 0, stage = 0, chunks = 0, groups = 0;

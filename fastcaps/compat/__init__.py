@@ -16,14 +16,14 @@ docs/relation.md which version of the code it follows.
 
 from fastcaps.checks import suggest
 from fastcaps.compat import batch_averaged, heinsen_routing, matrix_capsules, ml_capsules
-from fastcaps.compat.convert import Conversion, ConversionReport, convert
+from fastcaps.compat.convert import ConversionReport, convert
 from fastcaps.compat.dynamic import AgreementRouting, CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.slim_capsules import ConvSlimCapsule2D, ConvSlimCapsule3D, DeconvSlimCapsule2D, DeconvSlimCapsule3D
 
 __all__ = [
     "AgreementRouting", "CapsLayer", "CapsuleLayer", "ConvCaps", "ConvSlimCapsule2D", "ConvSlimCapsule3D",
-    "Conversion", "ConversionReport", "DeconvSlimCapsule2D", "DeconvSlimCapsule3D", "DenseCapsule", "DigitCaps",
+    "ConversionReport", "DeconvSlimCapsule2D", "DeconvSlimCapsule3D", "DenseCapsule", "DigitCaps",
     "RoutingCapsules", "batch_averaged", "convert", "heinsen_routing", "matrix_capsules", "ml_capsules",
 ]  # fmt: skip
 suggest(__name__)

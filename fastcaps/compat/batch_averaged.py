@@ -7,13 +7,12 @@ and does not become NaN, and they run on their input's device.
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype, check_choice, known_arguments
-from fastcaps.compat.twin import PRIMARY, VectorTwin
+from fastcaps.checks import accumulation_dtype, known_arguments
+from fastcaps.compat.twin import VectorTwin
 from fastcaps.functional.verbs import Votes
 from fastcaps.vectors import squash
 
@@ -29,7 +28,7 @@ class BatchAveraged(VectorTwin):
     V_{im}`; in each of ``num_routing`` iterations, at least 1, :math:`b_{im}` grows by the batch's mean of
     :math:`\langle v_m, V_{im} \rangle`. The matrices are drawn from N(0, 1).
 
-    Parameters
+    Attributes
     ----------
     compete : str
         "parents" or "children", over which the softmax runs.
@@ -38,12 +37,10 @@ class BatchAveraged(VectorTwin):
     """
 
     num_routing = 3
+    compete: str = "children"
+    squashed: str
     _axes = "1imed"
-
-    def _choose(self, compete: str, squashed: str) -> None:
-        check_choice("compete", compete, tuple(SIDES))
-        check_choice("squashed", squashed, tuple(VECTORS))
-        self.compete, self.squashed = compete, squashed
+    _probes = (("num_routing", range(1, 7)), ("compete", tuple(SIDES)), ("squashed", tuple(VECTORS)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the parents."""
@@ -56,38 +53,23 @@ class BatchAveraged(VectorTwin):
         return parents.transpose(-1, -2).to(x.dtype)
 
 
-def versions(compete: str, squashed: str) -> tuple[dict[str, Any], ...]:
-    """Return the arguments of all versions, the published layer's first."""
-    every = [{"compete": side, "squashed": vector} for side, vector in product(SIDES, VECTORS)]
-    published = {"compete": compete, "squashed": squashed}
-    return (published, *(each for each in every if each != published))
-
-
 class DigitCaps(BatchAveraged):
     """``DigitCaps`` of Capsule-Network-Tutorial (higgsfield) and Pytorch-CapsuleNet (jindongwang): three iterations.
 
     It routes ``[batch, num_routes, in_channels]`` to ``[batch, num_capsules, out_channels, 1]`` by the parameter ``W``,
-    ``[1, num_routes, num_capsules, out_channels, in_channels]``. In the published layer the children compete, and each
-    value is squashed alone; :class:`BatchAveraged` describes the choices.
+    ``[1, num_routes, num_capsules, out_channels, in_channels]``. The children compete; each value is squashed
+    alone.
     """
 
     _names = ("num_routes", "in_channels", "num_capsules", "out_channels")
     _known_by = ("num_capsules", "num_routes", "in_channels", "W")
-    _versions = versions("children", "number")
+    squashed = "number"
 
     @partial(known_arguments, note="; compat.DigitCaps is the twin of another code")
     def __init__(
-        self,
-        num_capsules: int = 10,
-        num_routes: int = 32 * 6 * 6,
-        in_channels: int = 8,
-        out_channels: int = 16,
-        *,
-        compete: str = "children",
-        squashed: str = "number",
+        self, num_capsules: int = 10, num_routes: int = 32 * 6 * 6, in_channels: int = 8, out_channels: int = 16
     ) -> None:
         super().__init__()
-        self._choose(compete, squashed)
         self._make(num_routes, in_channels, num_capsules, out_channels)
 
 
@@ -96,29 +78,17 @@ class CapsuleLayer(BatchAveraged):
 
     It routes ``[batch, in_units, in_channels]``, children in channels, to ``[batch, num_units, unit_size, 1]`` by the
     parameter ``W``, ``[1, in_channels, num_units, unit_size, in_units]``. ``use_routing`` must be True: primary
-    capsules, which are convolutions, have no twin. In the published layer the children compete, and squash runs over
-    the parents; :class:`BatchAveraged` describes the choices.
+    capsules, which are convolutions, have no twin. The children compete, and squash runs over the parents.
     """
 
     _names = ("in_channels", "in_units", "num_units", "unit_size")
     _known_by: ClassVar[tuple[str, ...]] = ("in_units", "in_channels", "num_units", "use_routing")
     _given = "bdi"
-    _versions = versions("children", "parents")
+    squashed = "parents"
 
     @partial(known_arguments, note="; compat.CapsuleLayer is the twin of another code")
-    def __init__(
-        self,
-        in_units: int,
-        in_channels: int,
-        num_units: int,
-        unit_size: int,
-        use_routing: bool,
-        *,
-        compete: str = "children",
-        squashed: str = "parents",
-    ) -> None:
+    def __init__(self, in_units: int, in_channels: int, num_units: int, unit_size: int, use_routing: bool) -> None:
         super().__init__()
-        self._choose(compete, squashed)
         self._only_routes(use_routing)
         self._make(in_channels, in_units, num_units, unit_size)
 
@@ -128,8 +98,8 @@ class CapsuleLayer(BatchAveraged):
         self.use_routing = True
 
     @classmethod
-    def _unfit(cls, old: Any) -> str:
-        return "" if old.use_routing else PRIMARY
+    def _routes(cls, old: Any) -> bool:
+        return bool(old.use_routing)
 
 
 class RoutedCapsuleLayer(CapsuleLayer):
@@ -138,15 +108,14 @@ class RoutedCapsuleLayer(CapsuleLayer):
     It routes ``[batch, in_unit, in_channel]``, children in channels, to ``[batch, num_unit, unit_size, 1]`` by the
     parameter ``weight``, ``[1, in_channel, num_unit, unit_size, in_unit]``. ``use_routing`` must be True: primary
     capsules, which are convolutions, have no twin. ``cuda_enabled`` is stored without effect (in the published layer it
-    places the logits). In the published layer the parents compete, and squash runs over a pose; :class:`BatchAveraged`
-    describes the choices.
+    places the logits). The parents compete, and squash runs over a pose.
     """
 
     num_routing: int
     _names = ("in_channel", "in_unit", "num_unit", "unit_size")
     _known_by = ("in_unit", "in_channel", "num_unit", "use_routing", "num_routing", "cuda_enabled")
     _drawn = "weight"
-    _versions = versions("parents", "pose")
+    compete, squashed = "parents", "pose"
 
     def __init__(
         self,
@@ -157,12 +126,8 @@ class RoutedCapsuleLayer(CapsuleLayer):
         use_routing: bool,
         num_routing: int,
         cuda_enabled: bool,
-        *,
-        compete: str = "parents",
-        squashed: str = "pose",
     ) -> None:
         BatchAveraged.__init__(self)
         self.cuda_enabled = cuda_enabled
-        self._choose(compete, squashed)
         self._only_routes(use_routing)
         self._make(in_channel, in_unit, num_unit, unit_size, num_routing=num_routing)

@@ -7,23 +7,35 @@ votes add up to zero is zero, not NaN, and they run on their input's device.
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
 from fastcaps.checks import check_count, known_arguments, require_tensor, shape_text
-from fastcaps.compat.twin import PRIMARY, Twin, VectorTwin, arranged
+from fastcaps.compat.twin import Probes, Twin, VectorTwin, arranged
 from fastcaps.vectors import length, squash
 
 
 class DynamicTwin(VectorTwin):
-    """A layer of dynamic routing."""
+    """A layer of dynamic routing.
 
-    def _parents(self, name: str, children: Tensor, **options: Any) -> Tensor:
+    Attributes
+    ----------
+    compete : "parents" or "children"
+        Over which the softmax runs.
+    detach : bool
+        Whether the gradient flows through the last iteration only.
+    """
+
+    compete: str = "parents"
+    detach: bool = False
+    _probes: ClassVar[Probes] = (("compete", ("parents", "children")), ("detach", (True, False)))
+
+    def _parents(self, name: str, children: Tensor, iterations: int, **options: Any) -> Tensor:
         """Return the parents ``[b, m, e]`` of children, an argument called ``name``."""
+        options |= {"iterations": iterations, "compete": self.compete, "detach": self.detach}
         return routed(*self._checked(name, children), **options)
 
 
@@ -60,16 +72,6 @@ class DenseCapsule(DynamicTwin):
     coefficients are constants. Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with
     :math:`n = \lVert s \rVert`.
 
-    Parameters
-    ----------
-    stored : (str, str)
-        The name of the matrices, and their dimensions: i and m for children and parents, d and e for the components of
-        their poses. Copies of the code differ in both.
-    returned : str
-        The dimensions of the result, where b is the batch.
-    detach : bool
-        Whether the coefficients are constants in the gradient; copies differ.
-
     Examples
     --------
     >>> import torch
@@ -78,48 +80,22 @@ class DenseCapsule(DynamicTwin):
     torch.Size([2, 10, 16])
     """
 
+    routings: int
     _names = ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps")
     _known_by = (*_names, "routings")
-    _std = 0.01
+    _drawn, _axes, _std = "weight", "mied", 0.01
+    _probes = (("routings", range(1, 7)), *DynamicTwin._probes)
+    detach = True
 
     def __init__(
-        self,
-        in_num_caps: int,
-        in_dim_caps: int,
-        out_num_caps: int,
-        out_dim_caps: int,
-        routings: int = 3,
-        *,
-        stored: tuple[str, str] = ("weight", "mied"),
-        returned: str = "bme",
-        detach: bool = True,
+        self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3
     ) -> None:
         super().__init__()
-        self.stored, self.returned, self.detach = stored, returned, detach
-        self._drawn, self._axes = stored
         self._make(in_num_caps, in_dim_caps, out_num_caps, out_dim_caps, routings=routings)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the parents."""
-        parents = shorten(self._parents("x", x, iterations=self.routings, detach=self.detach))
-        return arranged(parents, "bme", self.returned)
-
-    @classmethod
-    def _renamed(cls, old: Any) -> list[dict[str, Any]]:
-        """Return the possible sizes of a copy, from its only parameter with dimensions in one of several orders."""
-        found = list(old.named_parameters())
-        shape = list(found[0][1].shape) if len(found) == 1 else []
-        ones = "1" * (len(shape) - 4)
-        if len(shape) < 4 or any(size != 1 for size in shape[:-4]):
-            return []
-        counts = [x for name, x in vars(old).items() if type(x) is int and ("iter" in name or "routing" in name)]
-        options = []
-        for axes, detach, returned in product(("mied", "imed", "imde", "mide"), (True, False), ("bme", "b1me1")):
-            sizes = {name: shape[-4:][axes.index(axis)] for axis, name in zip("idme", cls._names, strict=True)}
-            guess = {"stored": (found[0][0], ones + axes), "returned": returned, "detach": detach}
-            if sizes["in_num_caps"] > 1:  # else all children may share the matrices, and one would agree
-                options.append(sizes | guess | {"routings": [*counts, 3][0]})
-        return options
+        return shorten(self._parents("x", x, self.routings))
 
 
 class RoutingCapsules(DynamicTwin):
@@ -134,6 +110,8 @@ class RoutingCapsules(DynamicTwin):
     _names = ("in_caps", "in_dim", "num_caps", "dim_caps")
     _known_by = (*_names, "num_routing")
     _axes, _std = "1mied", 0.01
+    _probes = (("num_routing", range(1, 7)), *DynamicTwin._probes)
+    detach = True
 
     def __init__(
         self,
@@ -150,7 +128,7 @@ class RoutingCapsules(DynamicTwin):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the parents."""
-        return shorten(self._parents("x", x, iterations=self.num_routing, detach=True))
+        return shorten(self._parents("x", x, self.num_routing))
 
 
 class DigitCaps(DynamicTwin):
@@ -163,6 +141,8 @@ class DigitCaps(DynamicTwin):
     _names = ("previous_layer_nodes", "in_channels", "num_capsules", "out_channels")
     _known_by = _names[:3]
     _axes = "mide"
+    _probes = (("iterations", range(1, 7)), *DynamicTwin._probes)
+    compete, iterations = "children", 3
 
     @partial(known_arguments, note="; compat.batch_averaged.DigitCaps is the twin of other implementations")
     def __init__(
@@ -177,7 +157,7 @@ class DigitCaps(DynamicTwin):
 
     def forward(self, u: Tensor) -> Tensor:
         """Return the parents."""
-        return standing(self._parents("u", u, iterations=3, compete="children"))
+        return standing(self._parents("u", u, self.iterations))
 
 
 class CapsuleLayer(DynamicTwin):
@@ -207,6 +187,8 @@ class CapsuleLayer(DynamicTwin):
     _names = ("num_route_nodes", "in_channels", "num_capsules", "out_channels")
     _known_by = ("num_capsules", "num_route_nodes", "num_iterations")
     _drawn, _axes = "route_weights", "mide"
+    _probes = (("num_iterations", range(1, 7)), *DynamicTwin._probes)
+    compete = "children"
 
     @partial(known_arguments, note="; compat.batch_averaged.CapsuleLayer is the twin of another code")
     def __init__(
@@ -250,15 +232,15 @@ class CapsuleLayer(DynamicTwin):
             require_tensor(x, "x")
             return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
         options = {"prior": self.route_logits.flatten(1).T} if self.learned_logits else {}
-        return standing(self._parents("x", x, iterations=self.num_iterations, compete="children", **options))
+        return standing(self._parents("x", x, self.num_iterations, **options))
 
     @classmethod
-    def _unfit(cls, old: Any) -> str:
-        return PRIMARY if old.num_route_nodes == -1 else ""
+    def _routes(cls, old: Any) -> bool:
+        return bool(old.num_route_nodes != -1)
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, learned_logits=hasattr(old, "route_logits"), **options)
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
+        return super()._like(old, *parts, learned_logits=hasattr(old, "route_logits"), **options)
 
 
 class AgreementRouting(Twin):
@@ -331,12 +313,7 @@ class CapsLayer(DynamicTwin):
     def forward(self, caps_output: Tensor) -> Tensor:
         """Return the parents."""
         routing: Any = self.routing_module
-        return self._parents("caps_output", caps_output, iterations=routing.n_iterations + 1, prior=routing.b)
+        return self._parents("caps_output", caps_output, routing.n_iterations + 1, prior=routing.b)
 
     def _matrices(self) -> Tensor:
         return self.weights.unflatten(2, (-1, self.output_dim)).movedim(2, 1)
-
-    @classmethod
-    def _unfit(cls, old: Any) -> str:
-        name = type(old.routing_module).__name__
-        return "" if name == "AgreementRouting" else f"routing_module must be an AgreementRouting, got {name}"

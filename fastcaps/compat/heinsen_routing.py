@@ -60,6 +60,7 @@ class GenerativeMatrixRouting(Twin):
     d_inp: int
     n_iters: int
     _known_by = ("n_inp", "n_out", "d_cov", "d_inp", "d_out", "n_iters", "single_beta", "p_model", "eps", "return_dict")
+    _probes = (("n_iters", range(1, 7)), ("p_model", tuple(MODELS)))
 
     def __init__(
         self,

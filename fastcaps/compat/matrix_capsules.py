@@ -44,6 +44,7 @@ class ConvCaps(Twin):
     iters: int
     _known_by = ("B", "C", "K", "P", "stride", "iters", "coor_add", "w_shared")
     _drawn = "weights"
+    _probes = (("iters", range(1, 7)),)
 
     def __init__(
         self,

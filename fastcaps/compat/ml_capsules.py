@@ -31,6 +31,8 @@ class _Capsule(Twin):
     in_d_capsules: int
     out_n_capsules: int
     out_d_capsules: int
+    kernel_size: int
+    stride: int
     window: Window | None = None
     _known_by: ClassVar[tuple[str, ...]] = (
         "in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", "nonlinear_act", "drop",
@@ -38,26 +40,20 @@ class _Capsule(Twin):
 
     def _make(self, sides: tuple[int, ...], matrix_pose: bool, dp: float) -> None:
         """Create what the layer holds; on a grid, ``sides`` are the window's."""
-        in_n_capsules, in_d_capsules = self.in_n_capsules, self.in_d_capsules
-        out_n_capsules, out_d_capsules = self.out_n_capsules, self.out_d_capsules
-        lead = (*sides, in_n_capsules)
+        n, d, m, e = self.in_n_capsules, self.in_d_capsules, self.out_n_capsules, self.out_d_capsules
         self.matrix_pose = bool(matrix_pose)
-        if matrix_pose and out_d_capsules != in_d_capsules:
-            raise ValueError(
-                "out_d_capsules must equal in_d_capsules with matrix_pose=True, "
-                f"got {out_d_capsules} and {in_d_capsules}"
-            )
-        self.pose_shape = pose_shape(in_d_capsules, out_d_capsules, "matrix" if matrix_pose else "vector")
-        if self.matrix_pose:
+        if matrix_pose and d != e:
+            raise ValueError(f"out_d_capsules must equal in_d_capsules with matrix_pose=True, got {e} and {d}")
+        self.pose_shape = pose_shape(d, e, "matrix" if matrix_pose else "vector")
+        if matrix_pose:
             self.sqrt_d = self.pose_shape[0]
-        contracted = self.pose_shape[1]
-        self.weight_init_const = math.sqrt(out_n_capsules / (contracted * math.prod(lead)))
-        tail = (contracted, out_n_capsules) if self.matrix_pose else (out_n_capsules, out_d_capsules)
-        self.w = nn.Parameter(torch.empty(*lead, contracted, *tail))
+        inner = self.pose_shape[1]
+        self.weight_init_const = math.sqrt(m / (inner * math.prod(sides) * n))
+        self.w = nn.Parameter(torch.empty(*sides, n, inner, *((inner, m) if matrix_pose else (m, e))))
         self.dropout_rate = dp
-        self.nonlinear_act = nn.LayerNorm(out_d_capsules)
+        self.nonlinear_act = nn.LayerNorm(e)
         self.drop = nn.Dropout(dp)
-        self.scale = 1.0 / math.sqrt(out_d_capsules)
+        self.scale = 1.0 / math.sqrt(e)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -80,25 +76,21 @@ class _Capsule(Twin):
         ``num_iter`` is unused, as in the authors' layer: a call is one iteration. The result is ``[b, m, d]``, of
         :class:`CapsuleCONV` ``[b, m, h', w', d]``.
         """
-        require_tensor(input, "input")
-        children, parents = self._flat(input), next_capsule_value
-        self._check("input", children, self.in_n_capsules, self.in_d_capsules)
+        children = self._checked("input", input, self.in_n_capsules, self.in_d_capsules)
+        parents = next_capsule_value
         if parents is not None:
-            require_tensor(parents, "next_capsule_value")
-            parents = self._flat(parents)
-            self._check("next_capsule_value", parents, self.out_n_capsules, self.out_d_capsules)
+            parents = self._checked("next_capsule_value", parents, self.out_n_capsules, self.out_d_capsules)
         return self._pass(children, parents)
 
-    def _flat(self, poses: Tensor) -> Tensor:
-        """Return flat poses; 1 x 1 poses may have one more dimension, as this module returns them."""
-        lead = 2 if self.window is None else 4
-        return poses.flatten(lead) if poses.dim() == lead + 2 else poses
-
-    def _check(self, name: str, poses: Tensor, count: int, numbers: int) -> None:
-        """Raise unless the argument ``name`` has ``count`` poses of ``numbers`` values."""
-        grid = "" if self.window is None else "h, w, "
-        if poses.dim() != (5 if grid else 3) or (poses.shape[1], poses.shape[-1]) != (count, numbers):
+    def _checked(self, name: str, poses: Tensor, count: int, numbers: int) -> Tensor:
+        """Return flat poses; raise unless the argument ``name`` has ``count`` poses of ``numbers`` values."""
+        require_tensor(poses, name)
+        lead, grid = (2, "") if self.window is None else (4, "h, w, ")
+        if poses.dim() == lead + 2:  # as this module returns 1 x 1 poses
+            poses = poses.flatten(lead)
+        if poses.dim() != lead + 1 or (poses.shape[1], poses.shape[-1]) != (count, numbers):
             raise ValueError(f"{name} must be [b, {count}, {grid}{numbers}], got {shape_text(poses)}")
+        return poses
 
     def _pass(self, children: Tensor, parents: Tensor | None) -> Tensor:
         norm = self.nonlinear_act
@@ -121,13 +113,8 @@ class _Capsule(Twin):
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
     @classmethod
-    def _unfit(cls, old: Any) -> str:
-        fits = isinstance(old.nonlinear_act, nn.LayerNorm) and isinstance(old.drop, nn.Dropout)
-        return "" if fits else "nonlinear_act must be a LayerNorm and drop a Dropout"
-
-    @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        return super()._like(old, dp=old.drop.p, **options)
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
+        return super()._like(old, *parts, dp=old.drop.p, **options)
 
     def _adopt(self, old: Any) -> None:
         super()._adopt(old)
@@ -136,12 +123,9 @@ class _Capsule(Twin):
         self.scale = float(self.scale)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        grid, above = self._grids()
+        grid, above = ((), ()) if self.window is None else ((self.kernel_size, self.kernel_size + self.stride), (1, 2))
         children = draw(2, self.in_n_capsules, *grid, self.in_d_capsules)
         return [(children, 0, None), (children, 0, draw(2, self.out_n_capsules, *above, self.out_d_capsules))]
-
-    def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (), ()
 
 
 class CapsuleFC(_Capsule):
@@ -174,8 +158,9 @@ class CapsuleFC(_Capsule):
         self._count(out_n_capsules=out_n_capsules, out_d_capsules=out_d_capsules)
         self._make((), matrix_pose, dp)
 
-    def _flat(self, poses: Tensor) -> Tensor:
-        return poses.flatten(1, 3) if poses.dim() == 5 else super()._flat(poses)
+    def _checked(self, name: str, poses: Tensor, count: int, numbers: int) -> Tensor:
+        require_tensor(poses, name)
+        return super()._checked(name, poses.flatten(1, 3) if poses.dim() == 5 else poses, count, numbers)
 
 
 class CapsuleCONV(_Capsule):
@@ -196,8 +181,6 @@ class CapsuleCONV(_Capsule):
     torch.Size([2, 4, 3, 3, 16])
     """
 
-    kernel_size: int
-    stride: int
     _known_by = (*_Capsule._known_by, "kernel_size", "stride")
     _versions = ({}, {"mixed_windows": True})
 
@@ -235,6 +218,3 @@ class CapsuleCONV(_Capsule):
         seen = input.unfold(2, size, step).unfold(3, size, step).permute(0, 1, 5, 6, 4, 2, 3)  # b n k l d h w
         mixed = seen.reshape(*seen.shape[:4], *seen.shape[5:], self.in_d_capsules)  # read as h w d
         return mixed.permute(0, 1, 4, 2, 5, 3, 6).flatten(4, 5).flatten(2, 3)
-
-    def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (self.kernel_size, self.kernel_size + self.stride), (1, 2)

@@ -130,6 +130,7 @@ class SlimTwin(Twin):
 
     _places: ClassVar[tuple[str, str]]
     _kind: ClassVar[Any]
+    _probes = (("num_routing", range(1, 7)),)
     input_dim: int
     output_dim: int
     input_atoms: int
@@ -292,9 +293,9 @@ class SlimTwin(Twin):
         return votes.unflatten(2, self.biases.shape[:2])
 
     @classmethod
-    def _holders(cls, old: Any) -> list[Any]:
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
         votes = getattr(old, cls._places[0])
-        return [getattr(votes, cls._places[1]), votes, old]
+        return super()._like(old, votes, getattr(votes, cls._places[1]), *parts, **options)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         made = self._convolution

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,7 @@ from fastcaps.checks import check_count, require_tensor, shape_text
 
 Draw = Callable[..., Tensor]
 """Returns random values of a shape, given as several ints."""
-
-
-PRIMARY = "computes primary capsules by convolutions, routes nothing"
-"""What :meth:`Twin._unfit` returns for a layer that there is no reason to convert."""
+Probes = tuple[tuple[str, Sequence[Any]], ...]
 
 
 class Twin(nn.Module):
@@ -32,6 +29,8 @@ class Twin(nn.Module):
         Scales of the children on which the published layer and its twin are compared.
     _versions : tuple of dict
         Further arguments of the twin for each public version of the layer, the maintained one first.
+    _probes : tuple of (str, sequence)
+        Attributes of the twin, and values of each with which it may agree with a changed copy of the code.
     _drawn, _std : str and float
         The parameter drawn from a normal distribution, and its standard deviation; all others start at zero.
     """
@@ -39,6 +38,7 @@ class Twin(nn.Module):
     _known_by: ClassVar[tuple[str, ...]]
     _sizes: ClassVar[tuple[float, ...]] = (1.0,)
     _versions: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    _probes: ClassVar[Probes] = ()
     _drawn: str = "W"
     _std: ClassVar[float] = 1.0
 
@@ -58,28 +58,19 @@ class Twin(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in given.items() if not isinstance(value, nn.Module))
 
     @classmethod
-    def _unfit(cls, old: Any) -> str:
-        """Return why a layer with the right attributes must be left unchanged; else an empty string."""
-        return ""
+    def _routes(cls, old: Any) -> bool:
+        """Return whether a layer with the right attributes routes, or makes primary capsules by convolutions."""
+        return True
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
-        """Return a twin, newly initialised, from a layer's attributes and further arguments."""
-        arguments = inspect.signature(cls).parameters.values()
-        published = {each.name for each in arguments if each.kind is not each.KEYWORD_ONLY} - options.keys()
-        for holder in cls._holders(old):
-            options = {name: getattr(holder, name) for name in published if hasattr(holder, name)} | options
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
+        """Return a twin, newly initialised, from the attributes of ``parts`` of a layer, or else its own, and further
+        arguments."""
+        for name, argument in inspect.signature(cls).parameters.items():
+            holder = next((each for each in (*parts, old) if hasattr(each, name)), None)
+            if holder is not None and argument.kind is not argument.KEYWORD_ONLY:
+                options.setdefault(name, getattr(holder, name))
         return cls(**options)
-
-    @classmethod
-    def _holders(cls, old: Any) -> list[Any]:
-        """Return a layer, after the parts of it that hold some of its arguments."""
-        return [old]
-
-    @classmethod
-    def _renamed(cls, old: Any) -> list[dict[str, Any]]:
-        """Return the arguments of the possible twins of a layer with other attribute names."""
-        return []
 
     def _adopt(self, old: Any) -> None:
         """Use a layer's parameters, submodules and buffers."""
@@ -107,8 +98,8 @@ class VectorTwin(Twin):
         The dimensions of the matrices, the parameter ``_drawn``.
     """
 
-    # small children agree almost equally with all parents, which hides differences between copies of the code
-    _sizes = (1.0, 10.0)
+    # children that are small beside the weights agree almost equally with all parents, which hides differences
+    _sizes = (1.0, 30.0)
     _names: ClassVar[tuple[str, str, str, str]]
     _given: ClassVar[str] = "bid"
     _axes: str
@@ -135,11 +126,11 @@ class VectorTwin(Twin):
         return arranged(getattr(self, self._drawn), self._axes, "imde")
 
     @classmethod
-    def _like(cls, old: Any, **options: Any) -> Twin:
+    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
         for axis, name in zip("idme", cls._names, strict=True):
             if name not in options and not hasattr(old, name):  # some layers do not store all sizes
                 options[name] = getattr(old, cls._drawn).shape[cls._axes.index(axis)]
-        return super()._like(old, **options)
+        return super()._like(old, *parts, **options)
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, *map(self._size, self._given[1:])),)]

@@ -1,7 +1,4 @@
-"""What :func:`fastcaps.explain` answers: which backend runs a call, by which kernel, and why not the others.
-
-It makes the call with fake tensors, which have shapes and no values; the ops' fake kernels report to its listener.
-"""
+"""Which backend runs a call, by which kernel, and why not the others: what :mod:`fastcaps.backends` chooses."""
 
 from __future__ import annotations
 
@@ -9,24 +6,22 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastcaps import backends, libraries
+from fastcaps import backends
 from fastcaps.functional.inverted_attention import inverted_attention_routing
-from fastcaps.ops import Routing
+from fastcaps.ops import ROUTINGS
+from fastcaps.ops.signature import COUNT
 from fastcaps.votes import VoteInputs
-from fastcaps.watchers import listener
 
 
 @dataclass(frozen=True)
@@ -36,16 +31,15 @@ class Explanation:
     Attributes
     ----------
     backend
-        The name of the backend that runs, ``"torch"`` for the library's own convolution or matmul, or None if a forced
-        backend cannot take the call.
+        Its name; ``"torch"`` for the library's own products; None if a forced backend cannot take the call.
     how
         One sentence about what runs.
     reasons
         Why the others do not run: the backends of the call's device, and a forced one.
     forward, backward
-        The kernel of each half and its schedule (how it splits the call), as the backend reports them; else empty.
+        The backend's kernel of each half, or what runs instead; else empty.
     call
-        The call in one line: sizes, dtype, device.
+        The call in one line: sizes, dtype, device, op.
     """
 
     backend: str | None
@@ -56,54 +50,37 @@ class Explanation:
     call: str = ""
 
     def __str__(self) -> str:
-        return "\n".join([self._answer(), *_reasons((self,))])
-
-    def _answer(self) -> str:
-        """Return what runs, without the reasons."""
-        lines = [f"  {name}: {text}" for name in ("call", "forward", "backward") if (text := getattr(self, name))]
-        return "\n".join([f"{self.backend or 'nothing'}: {self.how}", *lines])
+        return _text((self,))
 
 
 class Explanations(tuple[Explanation, ...]):
-    """The explanations of a module's calls of routings, verbs and ``squash_sum``, in the order in which it makes
-    them."""
+    """The explanations of a module's calls of routings and verbs, in the order in which it makes them."""
 
     def __str__(self) -> str:
-        same: dict[str, list[int]] = {}
-        for k, call in enumerate(self):
-            same.setdefault(call._answer(), []).append(k)
-        lines = [*(f"{which} {answer}" for answer, which in same.items()), *_reasons(self)]
-        return "\n".join(lines) or "no routing call of fastcaps (fastcaps.convert(model) swaps published layers)"
+        return _text(self) or "no routing call of fastcaps (fastcaps.convert(model) swaps published layers)"
 
 
-def _reasons(calls: Sequence[Explanation]) -> list[str]:
-    """Return lines with why other backends do not run, which name the calls if it is not all of them."""
-    found: dict[str, dict[str, list[int]]] = {}  # calls by reason and backend
-    for k, call in enumerate(calls):
-        for name, reason in call.reasons.items():
-            if reason != call.how:
-                found.setdefault(reason, {}).setdefault(name, []).append(k)
-    lines = []
-    for reason, names in found.items():
-        for which in dict.fromkeys(map(tuple, names.values())):
-            of = "" if len(which) == len(calls) else f" in {[*which]}"
-            lines.append(f"  not {', '.join(name for name in names if tuple(names[name]) == which)}{of}: {reason}")
-    return lines
-
-
-_MOST_CALLS = 1000  # a module that makes more of them iterates absurdly often by itself
+def _text(calls: Sequence[Explanation]) -> str:
+    """Return what runs, equal calls in one paragraph, and each reason once."""
+    same: dict[str, list[int]] = {}
+    for k, one in enumerate(calls):
+        lines = [f"  {name}: {text}" for name in ("call", "forward", "backward") if (text := getattr(one, name))]
+        same.setdefault("\n".join([f"{one.backend or 'nothing'}: {one.how}", *lines]), []).append(k)
+    paragraphs = [text if len(calls) == 1 else f"{which} {text}" for text, which in same.items()]
+    reasons = (f"  not {name}: {why}" for one in calls for name, why in one.reasons.items() if why != one.how)
+    return "\n".join([*paragraphs, *dict.fromkeys(reasons)])
 
 
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
-    """Return which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
+    """Return which backend and kernel would run a call of a routing, and why not the others.
 
     Nothing is computed: the call runs on a copy of the module, with tensors that have shapes and no values.
 
     Parameters
     ----------
     call : Module or function
-        A routing layer, a whole network, a routing function or any function that calls them. Tensors alone are the
-        arguments of :func:`~fastcaps.functional.inverted_attention_routing`.
+        A layer, a network, or any function that calls routings. Tensors alone are the arguments of
+        :func:`~fastcaps.functional.inverted_attention_routing`.
     *inputs, **options
         Its arguments. A routing layer needs none: it is then explained for a batch of 1 (on a grid, the smallest).
 
@@ -114,16 +91,11 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
 
     Raises
     ------
-    TypeError
-        If ``call`` cannot be called, or is a module that needs inputs and got none.
-    ValueError
-        If the way through a module depends on values (``if x.sum() > 0``), or has more than 1000 calls of routings.
-    Exception
-        What the call would raise for wrong arguments. If a forced backend cannot take the call, the answer says so.
+    TypeError, ValueError
+        If ``call`` cannot be called, has no inputs, or looks at values (``if x.sum() > 0``); and what the call raises.
+        If a forced backend cannot take the call, the answer says so.
     """
     if isinstance(call, Tensor):
-        if isinstance(next(iter(inputs), None), torch.nn.Module):
-            raise TypeError("explain: the module comes first: explain(module, inputs)")
         call, inputs = inverted_attention_routing, (call, *inputs)
     if isinstance(call, torch.nn.Module) and not inputs:
         if not hasattr(call, "smallest_inputs"):
@@ -136,113 +108,86 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
             for when in ("forward_pre", "forward", "backward_pre", "backward"):
                 getattr(module, f"_{when}_hooks").clear()
         inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
-        found = _Listener()
-        token = listener.set(found)
+        calls = _Calls()
+        token = backends.observer.set(calls.add)
         try:
-            fake(*inputs, **options)
+            with calls:
+                fake(*inputs, **options)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            name = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "function")
-            raise ValueError(
-                f"explain: what {name} does depends on the numbers in its tensors ({error.func}), and it is called "
-                "with shapes alone; explain its layers one by one"
-            ) from None
+            name = getattr(call, "__name__", type(call).__name__)
+            why = f"what {name} does depends on the numbers in its tensors ({error.func})"
+            raise ValueError(f"explain: {why}, and explain has shapes alone: explain its layers one by one") from None
         finally:
-            listener.reset(token)
-    return found[0] if len(found) == 1 else Explanations(found)
-
-
-@contextmanager
-def shapes_alone(call: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], FakeTensorMode]]:
-    """Yield a copy of a module that computes shapes alone, and the mode that makes tensors for it."""
-    with _uncompiled(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        mode.cache_enabled = False  # a call that was seen before must be explained again
-        yield _faked(call, mode), mode
+            backends.observer.reset(token)
+    return calls.found[0] if len(calls.found) == 1 else Explanations(calls.found)
 
 
 _one_stance = threading.RLock()  # torch's is one for the process: each puts back what it found
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Run what :func:`torch.compile` made as it was written: compiled code reads memory, and fake tensors have none."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes long
-        yield
-        return
-    with _one_stance, torch.compiler.set_stance("force_eager"):
-        yield
+def shapes_alone(call: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], FakeTensorMode]]:
+    """Yield a copy of a module that computes shapes alone, uncompiled, and the mode that makes tensors for it."""
+    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and its import takes long
+    eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+    with _one_stance, eager, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        if isinstance(call, torch.nn.Module):
+            held = torch.utils._pytree.tree_leaves([vars(module) for module in call.modules()])
+            # what a graph led to, as pruned weights and results that a module keeps, cannot be copied otherwise
+            tensors = [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
+            tensors += [*call.parameters(), *call.buffers()]
+            memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+            with real_tensors():  # other tensors stay real
+                call = copy.deepcopy(call, memo)
+        yield call, mode
 
 
-def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """Return a copy of a module whose parameters and buffers are fake; anything else as it is."""
-    if not isinstance(call, torch.nn.Module):
-        return call
-    tensors = [*call.parameters(), *call.buffers()]
-    held = torch.utils._pytree.tree_leaves([vars(module) for module in call.modules()])
-    # what a graph led to, as pruned weights and results that a module keeps, cannot be copied otherwise
-    tensors += [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
-    memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
-    with unset_fake_temporarily():  # other tensors stay real
-        return copy.deepcopy(call, memo)
+class _Calls(TorchDispatchMode):
+    """The explanations of the ops that a call reaches, and of the formulas that run instead of one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Explanation] = []
 
-class _Listener(list[Explanation]):
-    """The explanations of the calls so far, in one thread."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fastcaps":
+            self.add(func.name().removeprefix("fastcaps::"), VoteInputs(*args[:COUNT]))
+        return func(*args, **(kwargs or {}))
 
-    def routing(self, op: Routing, votes: VoteInputs, own: Any, runs: tuple[str, str] | None = None) -> None:
-        """Explain a call of a routing's op; ``runs`` is what runs it, and why, if it is none of the op's kernels."""
-        if len(self) == _MOST_CALLS:
-            raise ValueError(
-                f"explain: the module makes more than {_MOST_CALLS} calls of routings; explain fewer iterations"
-            )
-        call, count = backends.Call.under_autocast(op.stem, votes), op.iterations(own)
-        described = _describe(votes, call) + (f", {count} iterations" if count > 1 else "")
-        self.other(call, described, runs or op.library(votes, backward=False))
-        if self[-1].backend in backends.NAMES:
-            copied = sum(table.numel() for table in (votes.bias, *op.tables(own)) if table is not None)
-            facts = (count, getattr(own, op.state[0]) is not None)
-            forward, backward = (
-                _schedule(self[-1].backend, call, votes, (*facts, half, copied)) for half in (False, True)
-            )
-            products = op.library(votes, backward=True)
-            backward = backward if products is None else f"{products[0]}: {products[1]}"
-            self[-1] = replace(self[-1], forward=forward, backward=backward)
-
-    def other(self, call: backends.Call, described: str, runs: tuple[str, str] | None = None) -> None:
-        """Explain any call; ``runs`` is what runs it, and why, if no backend is chosen."""
-        refusals, forced = {name: backends.refusal(name, call) for name in backends.NAMES}, backends.forced()
-        name: str | None
-        if forced is not None and refusals[forced] is not None:
-            name, how, others = None, f"backend {forced!r} is forced and cannot take this call", f"{forced!r} is forced"
+    def add(self, op: str, votes: VoteInputs, runs: tuple[str, str] | None = None) -> None:
+        """Explain a call; ``runs`` is what runs it, and why, if it is a formula."""
+        routing = next((one for one in ROUTINGS if one.name == op), None)
+        stem, reverse = "verbs", None
+        if routing is not None:
+            stem, reverse = routing.stem, routing.library(votes, backward=True)
+            runs = runs or routing.library(votes, backward=False)
+        call, forced = backends.Call.of(stem, votes), backends.forced()
+        refusals = {name: backends.refusal(name, call) for name in backends.NAMES}
+        name: str | None = forced
+        how, others = "forced", f"{forced!r} is forced"
+        if forced and refusals[forced]:
+            name, how = None, f"backend {forced!r} is forced and cannot take this call"
         elif runs is not None:
             (name, how), others = runs, runs[1]
-        elif forced is not None:
-            name, how, others = forced, "forced", f"{forced!r} is forced"
-        else:
+        elif forced is None:
             name = backends.chosen(None, call)
             how, others = next(one.detail for one in backends.listing() if one.name == name), f"{name} comes first"
-        order = sorted(backends.NAMES, key=lambda each: each != forced)
-        order = [
-            each for each in order if each in (forced, "reference") or backends.device_of(each) == call.device.type
-        ]
-        reasons = {each: refusals[each] or others for each in order if each != name}
-        self.append(Explanation(name, how, reasons, call=described))
-
-
-def _schedule(name: str | None, call: backends.Call, votes: VoteInputs, facts: tuple[int, bool, bool, int]) -> str:
-    """Return what a backend says of kernel and schedule, in a line. ``facts``: iterations, start, backward, copied."""
-    if name in ("cpu", "cuda"):
-        asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
-        ask = libraries.library(name).ask
-        answer = ask("fastcaps_cpu_schedule", *asked) if name == "cpu" else ask("fastcaps_cuda_schedule", *asked)
-        return (answer or "").split("text=")[-1]
-    if name == "triton":
-        return str(backends.triton_kernels(call.stem).schedule_call(votes, call, facts[2]))
-    return ""
+        reasons = {
+            one: why or others
+            for one, why in refusals.items()
+            if one != name and (one in (forced, "reference") or backends.device_of(one) == call.device.type)
+        }
+        forward = backward = ""
+        if runs is None and name is not None:
+            room = {"triton": f"fastcaps.triton_kernels.{stem}.", "reference": f"fastcaps.reference.{stem}."}
+            forward = room.get(name, f"fastcaps_{name}::") + op
+            backward = "" if routing is None else f"{forward}_backward" if reverse is None else ": ".join(reverse)
+        self.found.append(Explanation(name, how, reasons, forward, backward, f"{_describe(votes, call)}, {op}"))
 
 
 def _describe(votes: VoteInputs, call: backends.Call) -> str:
-    batch, height, width, types = votes.sizes[:4]
-    (rows, depth, columns), (ho, wo), (kh, kw) = votes.pose, votes.grid, votes.window[:2]
+    (batch, height, width, types), (rows, depth, columns) = votes.sizes[:4], votes.pose
+    (ho, wo), (kh, kw) = votes.grid, votes.window[:2]
     where = f"{types} children" if height * width * kh * kw == 1 else f"{height}x{width} x {types} children"
     seen = "" if kh * kw == 1 else f" by {kh}x{kw} windows"
     to = f"{call.parents} parents" if ho * wo == 1 else f"{ho}x{wo} x {call.parents} parents"

@@ -4,7 +4,6 @@ from fastcaps.checks import suggest
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
-from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -14,7 +13,7 @@ from fastcaps.nn.routing_pool import RoutingPool, RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
-    "CapsNet", "CapsuleSpec", "ClassHead", "DynamicRouting", "EMRouting", "EquilibriumRouting", "HeinsenRouting",
+    "CapsNet", "CapsuleSpec", "ClassHead", "DynamicRouting", "EMRouting", "HeinsenRouting",
     "InvertedAttentionRouting", "PrimaryCapsules", "RoutingLayer", "RoutingPool", "RoutingPool2d", "RoutingStack",
     "RoutingTrace",
 ]  # fmt: skip

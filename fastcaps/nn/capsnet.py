@@ -15,13 +15,13 @@ from fastcaps.checks import (
     check_choice,
     check_count,
     check_flag,
-    check_images,
+    check_map,
+    check_pair,
     did_you_mean,
     known_arguments,
     one_line,
     shape_text,
 )
-from fastcaps.checks import image_size as checked_size
 from fastcaps.functional.explanation import shapes_alone
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.nn.head import READS, ClassHead
@@ -188,7 +188,7 @@ class CapsNet(nn.Module):
         if isinstance(whole, str) or not isinstance(whole, (bool, Sequence)):
             raise TypeError(f"decoder must be True, False or a sequence of ints, got {one_line(decoder)}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
+        size, in_channels = check_pair("image_size", image_size, 1), check_count("in_channels", in_channels)
         channels, *features = feature_shape(backbone, in_channels, size)
         check_choice("head", head, READS)
         lowest = {**options, **specs[0].options}
@@ -261,7 +261,9 @@ class CapsNet(nn.Module):
         poses, activations, coefficients of every layer. Images that do not fit, or ``reconstruct`` without a decoder,
         raise ValueError or TypeError.
         """
-        check_images(images, self.in_channels)
+        check_map("images", images, self.in_channels)
+        if not images.is_floating_point():  # they are often bytes
+            raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")
         if not isinstance(reconstruct, Tensor):
             reconstruct = check_flag("reconstruct, if no tensor of labels,", reconstruct)
         if reconstruct is not False and self.decoder is None:

@@ -196,18 +196,14 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
             iterations=iterations,
             return_coefficients=return_coefficients,
         )
-        return self.found(poses, coefficients)
-
-    def unflattened(self, parents: Tensor) -> Tensor:
-        """Return flat poses of parents as C x E matrices."""
-        return parents.view(*parents.shape[:-1], *self.pose_shape[::2])
-
-    def found(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Return poses and coefficients, with activations if the layer computes them."""
         if not self.activations:
             return poses if coefficients is None else Routed(poses, coefficients)
         active = self.read_activations(poses.flatten(-2))
         return Capsules(poses, active) if coefficients is None else RoutedCapsules(poses, active, coefficients)
+
+    def unflattened(self, parents: Tensor) -> Tensor:
+        """Return flat poses of parents as C x E matrices."""
+        return parents.view(*parents.shape[:-1], *self.pose_shape[::2])
 
     def with_parent_count(self, call: LayerCall) -> LayerCall:
         """Return the call with a bias of as many parents as the call has, if it has no weight, from which M is read."""

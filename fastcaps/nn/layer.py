@@ -18,8 +18,8 @@ from fastcaps.nn.poses import arguments, arguments_repr, pose_shape, shape_hint
 from fastcaps.votes import Window, autocast_dtype
 
 Pair = int | tuple[int, int]
-_OF_ROUTE = ("iterations", "return_coefficients")  # a layer passes them to a route with such arguments
-_ROUTE = "route(self, votes, iterations) or route(self, votes, activations, iterations)"
+_OF_ROUTE = ("iterations", "return_coefficients")
+_ROUTE = "route(self, votes, activations, iterations), of which it may leave out the last two, with defaults for others"
 Plain = TypeVar("Plain")  # what a call returns without coefficients
 Full = TypeVar("Full")  # and with them
 
@@ -136,14 +136,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
 
     Your own routing
     ----------------
-    A subclass defines ``route(self, votes, iterations)`` or ``route(self, votes, activations, iterations)`` with the
-    verbs of :class:`~fastcaps.Votes`; it inherits poses, windows, matrices, biases, sharing and checks. ``activations``
-    is the call's second argument, ``[B, I]`` or ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None; if
-    ``route`` lacks this parameter, calls with activations raise. ``route`` returns the parents in the layout of
-    ``votes.sum``, or a tuple that starts with them, such as :class:`~fastcaps.functional.Capsules`; the layer returns
-    the same with flat poses. If ``route`` takes ``iterations``, ``return_coefficients`` or further keyword arguments,
-    so do calls; coefficients come last in the result. The page "Your own routing" (docs/routings/your-own.md) has
-    examples.
+    A subclass defines ``route(self, votes, activations, iterations)`` with the verbs of :class:`~fastcaps.Votes`; it
+    inherits poses, windows, matrices, biases, sharing and checks. All but the votes are passed by name, and ``route``
+    may leave them out: a call that sets one of these then raises. ``activations`` is the call's second argument, ``[B,
+    I]`` or ``[B, N, H, W]`` (``votes.unfold`` cuts it into windows), or None. ``iterations`` is the call's or the
+    layer's. Further parameters have defaults, and calls may set them; with ``return_coefficients`` among them
+    coefficients come last in the result. ``route`` returns the parents in the layout of ``votes.sum``, or a tuple that
+    starts with them, such as :class:`~fastcaps.functional.Capsules`; the layer returns the same with flat poses. The
+    page "Your own routing" (docs/routings/your-own.md) has examples.
 
     The package's own layers define ``run(call, iterations, return_coefficients)`` and their call options instead.
 
@@ -168,29 +168,24 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
     route: Callable[..., Any]  # a subclass defines it
-    route_options: tuple[str, ...] | None = None  # its keyword arguments beside votes and activations; None: no route
+    route_options: tuple[str, ...] | None = None  # its parameters beside votes and activations; None: no route
     route_takes_activity = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "route" not in vars(cls):
             return
-        takes = inspect.signature(cls.route).parameters
-        places = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-        star = any(x.kind is x.VAR_POSITIONAL for x in [*takes.values()][:3])
-        third = [takes[name] for name in places[2:3] if name not in _OF_ROUTE]  # the activations, or an option
-        active = star or any(x.default is None or x.default is x.empty or x.name == cls.activity_name for x in third)
-        fixed = isinstance(vars(cls)["route"], (staticmethod, classmethod))
-        if any(word.startswith(("iter", "return")) for x in third for word in x.name.split("_")):  # no activations
-            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got an argument {third[0].name}")
-        if fixed or (len(places) < 2 and not star) or {*places[:2]} & {"activations", cls.activity_name, *_OF_ROUTE}:
-            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(takes)})")
-        by_name = [name for name, x in takes.items() if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-        named = tuple(name for name in by_name if name not in places[: 2 + active])
-        for name in ("children", "activations", cls.activity_name, "out_capsules", "bias"):
-            if name in named:
-                raise TypeError(f"{cls.__name__}.route cannot have an option {name}: calls pass it to the layer")
-        cls.route_options, cls.route_takes_activity = named, active
+        takes = [*inspect.signature(cls.route).parameters.values()]
+        usual, reserved = {cls.activity_name, *_OF_ROUTE}, {"children", "activations", "out_capsules", "bias"}
+        if [x.name for x in takes[1:2]] != ["votes"]:
+            raise TypeError(f"{cls.__name__} must define {_ROUTE}, got route({', '.join(x.name for x in takes)})")
+        for x in takes[2:]:
+            by_name = x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)
+            if x.name not in usual and (not by_name or x.default is x.empty or x.name in reserved):
+                raise TypeError(f"{cls.__name__} must define {_ROUTE}, got a parameter {x.name}")
+        names = [x.name for x in takes[2:]]
+        cls.route_takes_activity = cls.activity_name in names
+        cls.route_options = tuple(name for name in names if name != cls.activity_name)
 
     def __init__(
         self,
@@ -384,18 +379,20 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         takes = self.route_options
         if takes is None:
             raise NotImplementedError(f"{type(self).__name__} must define {_ROUTE}")
-        activity = (call.activity,) if self.route_takes_activity else ()
-        if call.activity is not None and not activity:
+        if call.activity is not None and not self.route_takes_activity:
             raise TypeError(f"{self.activity_name} must be left out: {type(self).__name__}.route does not take them")
         usual = {"iterations": self.iterations, "return_coefficients": False}
-        given = {"iterations": iterations, "return_coefficients": return_coefficients}
+        given: dict[str, Any] = {"iterations": iterations, "return_coefficients": return_coefficients}
         for name, value in given.items():
             if name not in takes and value != usual[name]:
                 also = " (and a network's return_trace)" * (name == "return_coefficients")
                 raise TypeError(f"{name}{also} must be left out: {type(self).__name__}.route does not take it")
         votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
         inputs_of(votes, None, None, call.activity, None, gate_name=self.activity_name)  # checks the activity
-        found = self.route(votes, *activity, **{k: x for k, x in given.items() if k in takes}, **options)
+        given = {name: value for name, value in given.items() if name in takes}
+        if self.route_takes_activity:
+            given[self.activity_name] = call.activity
+        found = self.route(votes, **given, **options)
         poses = _checked(found, votes)
         dtype = autocast_dtype(votes.device.type) or votes.dtype
         if votes.dtype == torch.float64 or poses.dtype == dtype:

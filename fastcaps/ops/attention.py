@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends, reference
-from fastcaps.checks import accumulation_dtype, is_tracing, widen
+from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import products, uniform
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.shared import EVEN, LIBRARY
-from fastcaps.ops.signature import Results
+from fastcaps.ops.signature import Gradients, Results
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.verbs import blocks_of
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import VoteInputs, autocast_dtype
-from fastcaps.watchers import listener
+from fastcaps.votes import VoteInputs, autocast_dtype, without_autocast
 
 
 class Attention(NamedTuple):
@@ -58,11 +57,6 @@ class AttentionRouting(QueryRouting):
         """Run the op, except a first iteration that torch's convolution or matmul computes."""
         if own.query is not None or self.adds(own) or not uniform.torch_runs_first_iteration(votes):
             return self.route(votes, own)
-        if not is_tracing():
-            if (explainer := listener.get()) is not None:
-                explainer.routing(self, votes, own._replace(iterations=1), EVEN)
-            elif backends.forced() is not None:  # raises where that backend cannot take the call
-                backends.choose(backends.Call.under_autocast(self.stem, votes))
         parents = self._without_parents(votes, own)
         if own.iterations > 1:
             return self.route(votes, own._replace(query=parents, iterations=own.iterations - 1))
@@ -71,29 +65,23 @@ class AttentionRouting(QueryRouting):
     def _without_parents(self, votes: VoteInputs, own: Attention) -> Tensor:
         """Return the parents of a first iteration by the library's product, under the op's rule for autocast."""
         device, norm = votes.children.device.type, own.rule == Rule.LAYER_NORM
-        if autocast_dtype(device) is None:
-            return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
-        votes, own = self.given(self.cast((*votes, *own)))
-        with torch.autocast(device, enabled=False):
+        if autocast_dtype(device) is not None:
+            votes, own = self.given(self.cast((*votes, *own)))
+        backends.choose_formula(self.name, self.stem, votes, EVEN)
+        with without_autocast(device):
             return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
 
     def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
         return LIBRARY if products.serves(votes, backward) else None
 
-    def compute(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
-        """Run a call by the library's products where they serve, else by the chosen backend."""
-        if not products.serves(votes, backward=False):
-            return super().compute(votes, own)
+    def by_library(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
         return self.joined_by(products.attention_routing, products.cleaned(votes), own)
 
-    def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a backward by the library's products where they serve, else by the chosen backend."""
-        (grad,), votes, rest, needs = self.given_backward(arguments)
-        if not products.serves(votes, backward=True):
-            return super().run_backward(*arguments)
+    def backward_by_library(self, heads: Gradients, votes: VoteInputs, rest: Backward, needs: int) -> Sequence[Tensor]:
+        (grad,) = heads
         assert grad is not None
-        self.check_backward((grad,), votes, rest)
-        given = dict(zip(self.backward_names, arguments, strict=True))
+        self.check_backward(heads, votes, rest)
+        given = {**votes._asdict(), **rest._asdict()}
         names = {name for name in self.tensors if needs & self.bit[name] and self.gradient_shape(name, given)}
         reverse = products.Reverse(self, self.run_backward, votes, len(grad), names - {"query"}, False)
         found: dict[str, Tensor] = {}
@@ -101,10 +89,10 @@ class AttentionRouting(QueryRouting):
             found = reverse.ask(k, (grad[k].unsqueeze(0),), rest, names & {"query"}, bool(needs & DETACH))
         found |= reverse.gradients
         empty = votes.children.new_empty
-        return tuple(found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors)
+        return [found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors]
 
     def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
-        if eager and products.serves(votes, backward=True):
+        if eager and self.library(votes, backward=True) is not None:
             return products.Reverse(self, self.run_backward, votes, count, needs, False)
         return super().reverse(votes, count, needs, eager)
 

@@ -92,22 +92,21 @@ def define(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     flops: Callable[..., int],
-    native: tuple[str, str] | None = None,
+    native: tuple[str, str],
 ) -> tuple[Any, dict[str, Any]]:
     """Define an op; return it, and the native libraries' ops of the same name, by backend.
 
-    ``takes`` and ``returns`` are its schema, ``native`` that of the native ops if it differs. ``run`` is the kernel for
-    every device, ``fake`` returns empty tensors, ``flops`` counts operations.
+    ``takes`` and ``returns`` are its schema, ``native`` that of the native ops. ``run`` is the kernel for every device,
+    ``fake`` returns empty tensors, ``flops`` counts operations.
     """
     LIBRARY.define(f"{name}({takes}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
     packet = getattr(torch.ops.fastcaps, name)
     _count_flops_of(packet, flops)
-    takes, returns = native or (takes, returns)
     below = {}
     for backend, library in NATIVE.items():
-        library.define(f"{name}({takes}) -> {returns}".replace("SymInt", "int"))
+        library.define("{}({}) -> {}".format(name, *native).replace("SymInt", "int"))
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the op above has the derivative
         below[backend] = getattr(getattr(torch.ops, f"fastcaps_{backend}"), name).default
     return packet.default, below

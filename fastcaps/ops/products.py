@@ -35,7 +35,7 @@ from fastcaps.votes import (
     hidden,
     positions_of,
 )
-from fastcaps.watchers import are_batched, are_plain, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_transformed, is_watched
 
 _BLOCK = 1 << 20  # values of children, or of coefficients, in a block on the CPU: half of it takes 1.1 times as long
 _BLOCK_ELSEWHERE = 1 << 26  # each block is some launches
@@ -108,7 +108,7 @@ def with_one_vote(votes: VoteInputs) -> VoteInputs:
         return votes
     if votes[0].dtype not in (torch.float32, torch.float64) or is_tracing():
         return votes
-    if listener.get() is not None:  # fake tensors, of a call that nobody watches
+    if backends.is_explaining():
         return shared.without_matrix(votes)
     if is_watched() or is_transformed() or not are_plain(votes[:2]):
         return votes
@@ -373,7 +373,7 @@ def takes_dynamic(votes: VoteInputs, prior: Tensor | None) -> bool:
     """Return whether :func:`dynamic` takes a call: no compiler, autocast, transform or subclass must see its ops."""
     if isinstance(votes, MadeVotes) or not takes(votes):
         return False
-    if not is_tracing() and listener.get() is not None:  # an explanation is of the call without its listener
+    if backends.is_explaining():  # of the call as it runs without an explanation
         return True
     return are_plain((votes[0], votes[3], prior)) and not (is_watched() or is_transformed())
 
@@ -384,9 +384,10 @@ def dynamic(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps
     ``routing`` is the attention op, ``own`` its arguments without a query, ``eps`` that of squash. Second derivatives
     go through ``formula(votes, prior)``, which returns the same.
     """
-    if not is_tracing() and (explainer := listener.get()) is not None:
-        explainer.routing(routing, votes, own, shared.LIBRARY)
-        return routing.fakes(votes, own)[0]
+    backends.choose_formula(routing.name, routing.stem, votes, shared.LIBRARY)
+    if backends.is_explaining():
+        found: Tensor = routing.fakes(votes, own)[0]
+        return found
     tensors = votes.children, votes.gate, prior
-    found: Tensor = _Dynamic.apply(routing, formula, own, votes.parents, eps, *tensors)
+    found = _Dynamic.apply(routing, formula, own, votes.parents, eps, *tensors)
     return found

@@ -22,7 +22,7 @@ from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State, gradient_strides
 from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
-from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -44,9 +44,6 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
 
 class Routing(Signature, ABC):
     """A routing for PyTorch and the backends: its two ops, and the step between two iterations."""
-
-    sharded: Callable[..., tuple[Any, ...]]
-    """Routes DTensors; the package sets it, so that this module need not import :mod:`fastcaps.distributed`."""
 
     # ---- defined by each routing -------------------------------------------------------------------------------------
 
@@ -75,8 +72,16 @@ class Routing(Signature, ABC):
         return ()
 
     def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
-        """Return what runs a call, or its backward, instead of a backend, and why."""
+        """Return what runs a call, or its backward, instead of a backend, and why: then :meth:`by_library` does."""
         return None
+
+    def by_library(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
+        """Run a call by products of PyTorch."""
+        raise NotImplementedError
+
+    def backward_by_library(self, heads: Gradients, votes: VoteInputs, rest: Any, needs: int) -> Sequence[Tensor]:
+        """Run a backward by products of PyTorch."""
+        raise NotImplementedError
 
     @abstractmethod
     def check(self, votes: VoteInputs, own: Any) -> None:
@@ -100,10 +105,7 @@ class Routing(Signature, ABC):
         """Run the op by a backend, in the way that its watchers need (:mod:`fastcaps.watchers`)."""
         if isinstance(votes, MadeVotes):
             backends.refuse_unless_reference(self.stem)
-            if not torch.compiler.is_compiling() and (explainer := listener.get()) is not None:
-                explainer.other(
-                    backends.Call.of(self.stem, votes), f"{self.name} of {list(votes.coefficients_shape)} pairs", MADE
-                )
+            backends.choose_formula(self.name, self.stem, votes, MADE)
             return self._each(votes, own)
         if torch.compiler.is_compiling():
             return self.op(*votes, *own)
@@ -113,7 +115,9 @@ class Routing(Signature, ABC):
         tensors = self.tensors_of((*votes, *own))
         plain = are_plain(tensors)
         if not plain and is_sharded(tensors):
-            return self.sharded(self, votes, own)
+            from fastcaps.ops import sharding  # whose import of DTensors takes long
+
+            return sharding.route(self, self, votes, own)
         if is_watched() or not plain:
             return self.op(*votes, *own)
         if torch.is_grad_enabled():
@@ -140,50 +144,46 @@ class Routing(Signature, ABC):
 
     def compute(self, votes: VoteInputs, own: Any) -> tuple[Any, ...]:
         """Run a call by the chosen backend."""
-        if backends.on_cpu(self.stem, votes.children):
-            results: Results = self.native["cpu"](*votes, *own[: self.native_count], 0)
+        if self.library(votes, backward=False) is not None:
+            return self.by_library(votes, own)
+        chosen, options = backends.choose(self.stem, votes)
+        if chosen == "cpu":
+            results: Results = self.native[chosen](*votes, *own[: self.native_count], options)
             return (*results, self._coefficients(votes, own, results))
-        call = backends.Call.of(self.stem, votes)
-        chosen = backends.choose(call)
-        if chosen in NATIVE:
+        if chosen == "cuda":
 
             def run(votes: VoteInputs, own: Any) -> Any:
-                return self.native[chosen](*votes, *own[: self.native_count], call.options)
+                return self.native[chosen](*votes, *own[: self.native_count], options)
 
             begins = getattr(own, self.state[0]) is not None
-            whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
+            whole = backends.takes_iterations(self.stem, votes, self.iterations(own), begins, options)
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
             return (*results, self._coefficients(votes, own, results))
         if chosen == "triton":
-            kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
+            kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=options)
             return self.joined_by(kernel, votes, own)
         return self.joined_by(self._reference, votes, own)
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the chosen backend. All backends store the same, so it may differ from the forward's."""
         heads, votes, rest, needs = self.given_backward(arguments)
-        if backends.on_cpu(self.stem, votes.children):
-            return self.run_backward_on_cpu(*arguments)
-        call = backends.Call.of(self.stem, votes)
-        chosen = backends.choose(call)
+        if self.library(votes, backward=True) is not None:
+            return tuple(self.backward_by_library(heads, votes, rest, needs))
+        chosen, options = backends.choose(self.stem, votes)
         if chosen in NATIVE:
-            found = self.native_backward[chosen](*arguments, call.options)
+            found = self.native_backward[chosen](*arguments, options)
         elif chosen == "reference":
             found = self._reference_backward(heads, votes, rest, needs)
         else:
             kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
-            found = kernel(heads, votes, rest, needs, call.options)
+            found = kernel(heads, votes, rest, needs, options)
         weight, place = votes.weight, self.tensors.index("weight")
-        if weight is not None and needs & self.bit["weight"]:  # the CPU's kernels write it so themselves
+        if chosen != "cpu" and weight is not None and needs & self.bit["weight"]:  # the CPU's kernels write it so
             strides = gradient_strides(weight)
             if found[place].stride() != strides:
                 found = [*found]
                 found[place] = weight.new_empty_strided(weight.shape, strides).copy_(found[place])
         return tuple(found)
-
-    def run_backward_on_cpu(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a backward by the CPU's kernels."""
-        return tuple(self.native_backward["cpu"](*arguments, 0))
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
         formula: Callable[..., Results] = getattr(reference, self.name)
@@ -275,13 +275,11 @@ class Routing(Signature, ABC):
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors of the op's results, and report the call to a listener."""
+        """Return empty tensors of the op's results."""
         votes, own = self.given(arguments)
         for name, tensor in zip(self.tensors, self.tensors_of(arguments), strict=True):
             if tensor is not None and tensor.device != votes.children.device:  # such as a meta tensor among others
                 raise ValueError(f"{name} must be on {votes.children.device}, got {tensor.device}")
-        if (explainer := listener.get()) is not None:
-            explainer.routing(self, votes, own)
         let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
         shares = votes.children.new_empty(votes.coefficients_shape if own.coefficients else (0,), dtype=wide)
@@ -339,9 +337,11 @@ class Routing(Signature, ABC):
 
     def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
         """Return what computes the backward of ``count`` iterations; unless ``eager``, by the op."""
-        on_cpu, run = backends.on_cpu(self.stem, votes.children), self.backward_op
-        if eager:
-            run = self.run_backward_on_cpu if on_cpu else self.run_backward
+        on_cpu = backends.on_cpu(self.stem, votes.children)
+        run: Any = self.run_backward if eager else self.backward_op
+        if eager and on_cpu:  # without the choice, which each iteration would make
+            native = self.native_backward["cpu"]
+            run = lambda *arguments: native(*arguments, 0)  # noqa: E731
         return Reverse(self, run, votes, count, needs, on_cpu)
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:

@@ -30,7 +30,7 @@ from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differen
 from fastcaps.ops.signature import COUNT, votes_and_sum
 from fastcaps.reference import verbs as reference
 from fastcaps.votes import VoteInputs, autocast_dtype, without_autocast
-from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched, listener
+from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched
 
 STEM = "verbs"
 _VOTES = written(VoteInputs.__annotations__)
@@ -76,17 +76,16 @@ def _runner(name: str) -> Callable[..., Any]:
                 raise ValueError(
                     f"needs must be from 0 to {most}, bits for children, weight, bias, {others}, got {needs}"
                 )
-        call = backends.Call.of(STEM, votes)
-        chosen = backends.choose(call)
+        chosen, options = backends.choose(STEM, votes)
         if chosen in NATIVE:  # checks for itself
-            return native[name][chosen](*votes, *rest, call.options)
+            return native[name][chosen](*votes, *rest, options)
         _check(name, votes, rest)
         if chosen == "reference":
             with without_autocast(votes.children.device.type):
                 found = getattr(reference, name)(votes, *rest)
         else:
             kernel = getattr(backends.triton_kernels(STEM), name)
-            found = kernel(votes, *rest, call.options)
+            found = kernel(votes, *rest, options)
         if name == "vote_pull":
             found = _with_others(found, votes, *rest)
         return found.contiguous() if isinstance(found, Tensor) else tuple(found)
@@ -115,7 +114,7 @@ def _with_others(gradients: Sequence[Tensor], votes: VoteInputs, *rest: Any) -> 
 
 
 def _faker(name: str) -> Callable[..., Any]:
-    """Return an op's fake kernel, which returns empty results and reports the call to :func:`fastcaps.explain`."""
+    """Return an op's fake kernel, which returns empty results."""
 
     def fake(*arguments: Any) -> Any:
         votes, rest = VoteInputs(*arguments[:COUNT]), arguments[COUNT:]
@@ -123,8 +122,6 @@ def _faker(name: str) -> Callable[..., Any]:
         for key, value in zip((*VoteInputs._fields[:4], *_NAMES[name]), (*votes[:4], *rest), strict=False):
             if value is not None and value.device != votes.children.device:  # such as a meta tensor among others
                 raise ValueError(f"{key} must be on {votes.children.device}, got {value.device}")
-        if (explainer := listener.get()) is not None:
-            explainer.other(backends.Call.of(STEM, votes), f"{name} of {list(votes.coefficients_shape)} pairs")
         children, wide = votes.children, accumulation_dtype(votes.children.dtype)
         if name == "vote_pull":
             shapes: list[Any] = [None if x is None else x.shape for x in votes[:3]]
@@ -374,17 +371,12 @@ def _called(name: str, votes: VoteInputs, *rest: Any) -> Tensor:
 def _plainly(
     name: str, formula: Callable[..., Tensor], votes: VoteInputs, *rest: Any, runs: tuple[str, str] = shared.LIBRARY
 ) -> Tensor:
-    """Run a formula in plain PyTorch, and report it to a listener with ``runs``, what runs and why.
+    """Run a formula in plain PyTorch; ``runs``: what runs, and why.
 
     Autocast stays on only where a function of the user makes the votes.
     """
     made = isinstance(votes, MadeVotes)
-    if not is_tracing():
-        call = backends.Call.of(STEM, votes)
-        if (explainer := listener.get()) is not None:
-            explainer.other(call, f"{name} of {list(votes.coefficients_shape)} pairs", MADE if made else runs)
-        elif not made and backends.forced() is not None:  # raises where that backend cannot take the call
-            backends.choose(call)
+    backends.choose_formula(name, STEM, votes, MADE if made else runs)
     with nullcontext() if made else without_autocast(votes.children.device.type):
         return formula(votes, *rest)
 

@@ -117,9 +117,8 @@ def pooling_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one iteration; ``grad`` is that of S, in the accumulation dtype.
 
-    S and the log-sum-exp may be those of more children than the votes have (:mod:`fastcaps.distributed`). So it
-    differentiates ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with both as constants, which has the derivatives
-    of S.
+    It differentiates ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with S and the log-sum-exp as constants, which
+    has the derivatives of S.
     """
     empty = (logsumexp == -torch.inf).unsqueeze(-2)
 

@@ -141,17 +141,6 @@ std::vector<std::string> cuda_instances(const std::string& op, bool backward) {
   return names;
 }
 
-// The chunks that a table of two rows chooses for a call; 0 if none is for it.
-int64_t cuda_tuned(const std::string& op, const Numbers& sizes, const Fields& facts) {
-  const Asked asked(op, sizes, facts);
-  const gpu::Tuned row{227 << 10, {100, 132},        "attention", true,        4,      4,
-                       4,         Storage::kFloat32, 0,           {100, 1000}, {8, 8}, {}};
-  gpu::Tuned rows[] = {row, row};
-  rows[0].choice.chunks = 2, rows[0].parents = {32, 32}, rows[1].choice.chunks = 3;
-  const gpu::Choice* choice = gpu::tuned(rows, asked.task, asked.votes, asked.machine);
-  return choice ? choice->chunks : 0;
-}
-
 bool cuda_countable(const Numbers& sizes) { return gpu::fits_30_bits(votes_of(sizes.data(), Storage::kFloat32)); }
 
 Numbers divided(int64_t number, int64_t divisor) {

@@ -8,7 +8,6 @@
 #include "algebra/layer_norm.h"
 #include "algebra/pooling.h"
 #include "algebra/pose.h"
-#include "algebra/squash_sum.h"
 #include "native.h"
 
 namespace py = pybind11;
@@ -85,7 +84,6 @@ void add_formulas(py::module_ m) {
                               dweight.empty() ? nullptr : dweight.data(), dbias.empty() ? nullptr : dbias.data());
           return std::tuple(dY, dweight, dbias);
         });
-  m.def("shrink", [](X largest) { return shrink(largest); });
 }
 
 }  // namespace
@@ -100,7 +98,6 @@ PYBIND11_MODULE(fastcaps_native, m) {
   m.def("cuda_routing_refusal", &native::cuda_routing_refusal);
   m.def("cuda_experiment_refusal", &native::cuda_experiment_refusal);
   m.def("cuda_instances", &native::cuda_instances);
-  m.def("cuda_tuned", &native::cuda_tuned);
   m.def("cuda_countable", &native::cuda_countable);
   m.def("divided", &native::divided);
 }

@@ -22,7 +22,6 @@ std::string cuda_refusal(const std::string& op, int64_t C, int64_t D, int64_t E,
 std::string cuda_routing_refusal(const std::string& op, const Numbers& sizes, const Fields& facts);
 std::string cuda_experiment_refusal(const std::string& op, const Numbers& sizes, const Fields& facts);
 std::vector<std::string> cuda_instances(const std::string& op, bool backward);
-int64_t cuda_tuned(const std::string& op, const Numbers& sizes, const Fields& facts);
 bool cuda_countable(const Numbers& sizes);
 Numbers divided(int64_t number, int64_t divisor);
 

@@ -371,22 +371,6 @@ def test_names_of_kernels_are_their_own(native: ModuleType, op: str, backward: b
     assert len({*keys}) == len(keys)
 
 
-def test_a_row_of_measured_choices_is_found_by_the_call(native: ModuleType) -> None:
-    """The first that matches, of two rows: 32 parents, any number; both of 8 children, 100 to 1000 positions."""
-
-    def chunks(op: str = "attention", backward: bool = True, **changed: Any) -> int:
-        call = replace(Call(10, (5, 5), 8, (4, 4, 4), 32, (1, 1, 1, 1, 0, 0, 1, 1), 8, 0, 0), **changed)
-        found: int = native.cuda_tuned(op, call.sizes, call.facts(backward))
-        return found
-
-    assert [chunks(), chunks(parents=31)] == [2, 3]
-    assert not any([
-        chunks("pooling"), chunks(backward=False), chunks(batch=3), chunks(batch=41), chunks(types=9, groups=9),
-        chunks(pose=(4, 4, 8)), chunks(storage=2), chunks(products=1), chunks(groups=0), chunks(multiprocessors=133),
-        chunks(shared_limit=99 << 10),
-    ])  # fmt: skip
-
-
 def test_kept_schedules_are_those_of_their_calls(native: ModuleType) -> None:
     """Of more calls than a thread keeps."""
     calls = [replace(CONV, batch=batch) for batch in range(1, 400)]
