@@ -59,7 +59,7 @@ demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, s
 
 test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode (speed is no reason to fail here)
 	$(BIN)/python -m pytest tests lab/tests $(SIDE_BY_SIDE) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest bench --no-goals
+	$(BIN)/python -m pytest bench
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow
 	$(BIN)/python -m pytest tests lab/tests -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS)

@@ -12,9 +12,7 @@ else of the whole. Each takes a routing's arguments by name, in public layout, a
 
 from __future__ import annotations
 
-import json
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 
 import fastcaps
-from bench.verbs import by_verbs
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload
 from bench.workloads import WORKLOADS
@@ -30,8 +27,7 @@ from bench.workloads import WORKLOADS
 OURS, STORED, BLOCKED, FOLDED, EINSUM = (
     "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "einsum-compiled",
 )  # fmt: skip
-VERBS = "verbs"  # this package's, over fastcaps.Votes (bench/verbs.py): only where asked for
-BEFORE = "before"  # this package at another commit (bench/compare.py)
+TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 _SUFFIX = "-compiled"
 ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), EINSUM)
 
@@ -61,10 +57,10 @@ def suited(names: Sequence[str], work: Workload, batch: int, on_cpu: bool = True
     megabytes.
     """
     if not work.routing.makes_votes:
-        return [one for one in names if one.startswith((STORED, VERBS, BEFORE))]
+        return [one for one in names if one.startswith(STORED)]
     wide = work.routing.subject == "gaussian" and work.columns_in > 4 * work.pose
     folded = work.children >= 32 * work.matrices and not wide
-    found = {VERBS, BEFORE, *((FOLDED, FOLDED + _SUFFIX) if folded else (BLOCKED, BLOCKED + _SUFFIX))}
+    found = {FOLDED, FOLDED + _SUFFIX} if folded else {BLOCKED, BLOCKED + _SUFFIX}
     if (not on_cpu or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
         found |= {STORED + _SUFFIX, EINSUM}
     if not on_cpu:  # a GPU would wait for the launches of blocks; stored votes have a column for their memory
@@ -91,7 +87,7 @@ def axes_of(work: Workload) -> str:
     return "imecp" if work.rows > 1 and work.positions > 1 else "pmice"
 
 
-def build(name: str, work: Workload, safe: bool = False, batch: int | None = None) -> Implementation:
+def build(name: str, work: Workload, batch: int | None = None, safe: bool = False) -> Implementation:
     """Return the implementation ``name`` of a workload; compiled ones compile at their first call.
 
     ``safe`` leaves out the vectorised loop tails of torch.compile's C++ code (torch 2.13), which write past their
@@ -99,10 +95,8 @@ def build(name: str, work: Workload, safe: bool = False, batch: int | None = Non
     """
     if name == OURS:
         return work.routing.ours(work)
-    if name == VERBS:
-        return by_verbs(work)
-    if name not in ALTERNATIVES:
-        raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
+    if name == TRITON:
+        return fastcaps.backend("triton")(work.routing.ours(work))  # type: ignore[operator, no-any-return]
     batch, kind = batch or work.batch, name.removesuffix(_SUFFIX)
     layout: dict[str, Any] = {"axes": axes_of(work), **_LAYOUTS[kind]}
     options = {"cpp.enable_loop_tail_vec": False} if safe else {}
@@ -137,10 +131,17 @@ def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], 
     return step
 
 
-if __name__ == "__main__":  # python -m bench.alternatives [--json]: what fastcaps bench --list prints
+def main() -> None:
+    """Print the workloads and the alternatives, with --json as a document."""
+    import json
+
     known = {name: f"{one.source}; batch {', '.join(map(str, one.batches))}" for name, one in WORKLOADS.items()}
     if "--json" in sys.argv:
         print(json.dumps({"workloads": known, "alternatives": ALTERNATIVES}, indent=2))
     else:
         print(*(f"{name:<22}  {what}" for name, what in known.items()), sep="\n")
-        print(textwrap.fill(f"alternatives: {', '.join(ALTERNATIVES)}", 80, break_on_hyphens=False))
+        print("alternatives:", ", ".join(ALTERNATIVES))
+
+
+if __name__ == "__main__":  # what fastcaps bench --list prints
+    main()

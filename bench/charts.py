@@ -1,15 +1,16 @@
-"""Bar charts of the records, as SVG: for README, docs and the page of all rows. matplotlib draws them."""
+"""Bar charts of the records, as SVG, for README and docs. matplotlib draws them."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from bench.goals import number
-
-Row = dict[str, Any]
+from bench.alternatives import OURS, STORED
+from bench.figures import MODES, extra_bytes, number, ratio, speedup
+from bench.record import Calls
+from bench.workloads import WORKLOADS
 
 CHOSEN = (  # noqa: SIM905
     "tsai-c10-conv1 tsai-c10-fc tsai-c100-fc1 tsai-dmm-matrix-conv tsai-dmm-vector-set sabour-mnist tsai-dr-c100 "
@@ -28,14 +29,7 @@ FIRST = {
 }
 """The layers of the README's pictures, and what they call them: own matrices, and shared ones."""
 
-BLUE, LIGHT_BLUE, ORANGE, GREY = "#0072B2", "#56B4E9", "#D55E00", "#8C8C8C"  # distinguishable with every colour vision
-MODES = ("forward", "training step")
-PANELS = {
-    "speedup": ("times as fast as the best of PyTorch", lambda value: f"{number(value)}×", MODES),
-    "sgemm_share": ("share of torch.mm's rate, large matrices", lambda value: f"{value:.0%}", MODES),
-    "memory": ("extra memory of a training step, MB", number, ("fastcaps", "PyTorch, votes stored")),
-}
-"""Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
+BLUE, LIGHT, ORANGE, GREY = "#0072B2", "#56B4E9", "#D55E00", "#8C8C8C"  # distinguishable with every colour vision
 
 
 def pyplot() -> Any:
@@ -64,57 +58,38 @@ def as_svg(figure: Any) -> str:
     return text.replace("</style>", f" {dark}</style>", 1)
 
 
-def own_bytes(row: Row, name: str) -> float | None:
-    """Return what a call needed beside its inputs and results, the package's own or that of an alternative."""
-    return (row.get("memory") or {}).get(name, {}).get("beyond")
-
-
-def by_layer(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Return the last row of each layer and precision, by its name and by its mode."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
-        found.setdefault(name, {})[row["mode"]] = row
-    return found
-
-
-def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
-    if panel != "memory":
-        return [modes.get(mode, {}).get(panel) for mode in MODES]
-    counts = [own_bytes(modes.get(MODES[1], {}), name) for name in ("fastcaps", "batched-matmul")]
-    return [None if count is None else count / 1e6 for count in counts]
-
-
-def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
-    """Return charts side by side as an SVG file, a pair of bars for each layer, fastest first: at its default batch, or
-    the largest of a quick run. ``names`` are the layers, all if there are none; a mapping says how each is called."""
-    some = [row for row in rows if not names or row["workload"] in names]
-    found = by_layer(sorted(some, key=lambda row: (row["default"], row["batch"])))
-    layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
-    drawn = {panel: [_pair(found[name], panel) for name in layers] for panel in panels}
-    drawn = {panel: pairs for panel, pairs in drawn.items() if any(any(pair) for pair in pairs)}
-    size = 4.3 * len(drawn), 1.5 + 0.5 * len(layers)  # inches; two pictures fit a page, and each a phone
-    figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
-        title, said, labels = PANELS[panel]
-        colours = BLUE, GREY if panel == "memory" else LIGHT_BLUE
-        for k, (label, colour) in enumerate(zip(labels, colours, strict=True)):
-            values = [pair[k] for pair in pairs]
-            bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
-                             color=colour, label=label)  # fmt: skip
-            doubts = [panel != "memory" and found[name].get(MODES[k], {}).get("doubts") for name in layers]
-            texts = ["" if v is None else "~" * bool(doubt) + said(v) for v, doubt in zip(values, doubts, strict=True)]
-            for text in plot.bar_label(bars, texts, padding=3):
-                if panel == "speedup":
-                    text.xy = (max(text.xy[0], 1.0), text.xy[1])  # the dashed line crosses no figure
-        if panel == "speedup":
-            plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
-        called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
-        plot.set_title(title, loc="right")  # it may be wider than the plot, but not than plot and labels
-        plot.set(yticks=range(len(layers)), yticklabels=called)
-        plot.set_xticks(*([1.0], ["1× as fast"]) if panel == "speedup" else ([], []))
-        plot.margins(x=0.25)
-        plot.legend(frameon=False, loc="lower right")
-        plot.spines[["top", "right"]].set_visible(False)
-    plots[0][0].set_ylim(len(layers) + 0.6, -0.6)  # downwards, with room for the legends
+def picture(calls: Calls, names: Collection[str], panel: str) -> str:
+    """Return a chart as an SVG file, a pair of bars for each layer at its default batch, fastest first. A mapping of
+    ``names`` says how each layer is called; ``panel`` is "speed-up" (of both modes) or "memory" (ours, stored)."""
+    both = {name: [calls.get((name, WORKLOADS[name].batch, mode, "fp32"), {}) for mode in MODES]
+            for name in names}  # fmt: skip
+    both = {name: pair for name, pair in both.items() if any(pair)}
+    layers = sorted(both, key=lambda name: -max(ratio(one) or 0 for one in both[name]))
+    figure, plot = pyplot().subplots(figsize=(4.3, 1.5 + 0.5 * len(layers)), layout="constrained")  # inches; two fit a page
+    fast = panel == "speed-up"
+    bars = ((MODES[0], BLUE), (MODES[1], LIGHT)) if fast else ((OURS, BLUE), ("PyTorch, votes stored", GREY))
+    for k, (label, colour) in enumerate(bars):
+        if fast:
+            values = [ratio(both[name][k]) if both[name][k] else None for name in layers]
+            texts = [speedup(both[name][k]) if both[name][k] else "" for name in layers]
+        else:
+            counts = [extra_bytes(both[name][1].get((OURS, STORED)[k])) for name in layers]
+            values = [None if count is None else count / 1e6 for count in counts]
+            texts = ["" if value is None else number(value) for value in values]
+        drawn = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
+                          color=colour, label=label)  # fmt: skip
+        for text in plot.bar_label(drawn, texts, padding=3):
+            if fast:
+                text.xy = (max(text.xy[0], 1.0), text.xy[1])  # the dashed line crosses no figure
+    if fast:
+        plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
+    title = "times as fast as the best of PyTorch" if fast else "extra memory of a training step, MB"
+    plot.set_title(title, loc="right")  # it may be wider than the plot, but not than plot and labels
+    called = [names.get(name, name) if isinstance(names, Mapping) else name for name in layers]
+    plot.set(yticks=range(len(layers)), yticklabels=called)
+    plot.set_xticks(*([1.0], ["1× as fast"]) if fast else ([], []))
+    plot.margins(x=0.25)
+    plot.legend(frameon=False, loc="lower right")
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.set_ylim(len(layers) + 0.6, -0.6)  # downwards, with room for the legend
     return as_svg(figure)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from bench.routings import AttentionPass, DynamicRouting, InterestRouting
 from bench.workload import PRECISIONS, Case, Workload
 from bench.workloads import WORKLOADS, find
-from fastcaps._testing.markdown import as_markdown
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", default="H100", choices=("H100", "H200"))
     given = parser.parse_args()
-    lines: list[list[str]] = []
-    for name in given.workload:
-        work = find(name)
-        for training in (False, True):
-            for precision in PRECISIONS:
-                case = Case(work, work.batch if work.copies > 1 else given.batch, training, precision)
-                found = floors(case, Chip.of(given.device))
-                lines = lines or [["row", *found]]
-                lines.append([str(case), *(f"{1e3 * one:.4f}" for one in found.values())])
-    print(as_markdown(lines))
+    for work, training, precision in product(map(find, given.workload), (False, True), PRECISIONS):
+        case = Case(work, work.batch if work.copies > 1 else given.batch, training, precision)
+        print(case, *(f"{name} {1e3 * one:.4f}" for name, one in floors(case, Chip.of(given.device)).items()), sep="  ")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The correctness gate: a speed figure is valid only while its result keeps the rule of :mod:`fastcaps._testing.judge`.
+"""The correctness gate: a time counts only while the result keeps the rule of :mod:`fastcaps._testing.judge`.
 
-A uniform pass over a grid is the library's convolution by design, not a kernel; its eager yardstick is the worse of the
-reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than the reference's einsum.
-
-Where the reference would take minutes, less is computed, and it still is exact: of some large batches a few samples,
-the cotangents of all others being 0, so that the parameters' gradients are theirs alone; of children that are copies of
-a few one copy, each child of which counts as often. The eager reference's own error is then that of one copy times the
-root of their number, as the rounding of so many times the summands grows. (Where all of them could be run, 64 copies
-made most of its errors 3 to 47 times as large.)
+Two samples of a batch, the first and the last, are held to float64: the cotangents of all others are 0, so that the
+parameters' gradients are theirs alone. Of children that are copies of a few, float64 gets one copy, each child of which
+counts as often. The eager reference's own error is then that of one copy times the root of their number, as the
+rounding of that many times the summands grows. (Where all of them could be run, 64 copies made most of its errors 3 to
+47 times as large.)
 """
 
 from __future__ import annotations
@@ -16,22 +13,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from bench.alternatives import axes_of, reference, runner
-from bench.routings import AttentionPass
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload, is_batched
 from fastcaps._testing.judge import Bar, Verdict
-
-_CHUNK_BYTES = 256 * 2**20
-"""Votes that the float64 reference may store at once (four times as many on a GPU), by running a batch in parts."""
 
 SAME = 1e-4
 """Alternatives are asked only whether they compute the same thing: within this share of a result's largest number. The
@@ -41,45 +32,48 @@ for that would flatter the package. A wrong result still shows: a lost term move
 _OF_CHILDREN = ("children", "scores")  # arguments that copies of a child have in common
 
 
+def checked(batch: int) -> list[int]:
+    """Return the samples of a batch that are held to float64."""
+    return sorted({0, batch - 1})
+
+
+def without_others(inputs: Inputs) -> Inputs:
+    """Return inputs with cotangents of 0 for the samples that are not checked."""
+    samples = checked(inputs.children.shape[0])
+    grads = {name: torch.zeros_like(grad) for name, grad in inputs.grads.items()}
+    for name, grad in inputs.grads.items():
+        grads[name][samples] = grad[samples]
+    return replace(inputs, grads=grads)
+
+
 class Gate(Bar):
-    """What the results of one workload at one batch may err. ``shared`` is a file that keeps the float64 result and the
-    eager error, for processes that judge the same ``inputs``."""
+    """What the results of one workload may err, of the checked samples of ``inputs``."""
 
-    most_draws = 10  # a layer takes longer than a test's case
+    most_draws = 3  # each takes as long as a reference in float64
 
-    def __init__(self, workload: Workload, inputs: Inputs, tf32: bool = False, shared: Path | None = None) -> None:
-        self.workload, self._shared, self._batch = workload, shared, inputs.children.shape[0]
-        self._samples = workload.samples_checked(self._batch)
-        if self._samples is not None:
-            inputs = inputs.samples(self._samples)
+    def __init__(self, workload: Workload, inputs: Inputs, tf32: bool = False) -> None:
+        self.workload, routing = workload, workload.routing
+        inputs = inputs.samples(checked(inputs.children.shape[0]))
+        ways = [reference(workload)]
         if workload.copies > 1:
             one, given = workload.types // workload.copies, inputs.arguments
             inputs = replace(inputs, arguments={n: t[:, :one] if n in _OF_CHILDREN else t for n, t in given.items()})
-        self._inputs = inputs
-        routing, ways = workload.routing, [reference(workload)]
-        if workload.copies > 1:  # each child counts so often
             ways = [routing.routed(workload, Layout(axes_of(workload)), workload.copies)]
-        if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
-            ways.append(convolution(workload))
-        runs = [partial(self._in_parts, way) for way in ways]
+        if getattr(routing, "uniform", False):  # by design one product of the library's, with longer sums
+            ways.append(routing.routed(workload, Layout(axes_of(workload))))
+        self._inputs = inputs
+        runs = [partial(self._step, way) for way in ways]
         super().__init__(runs[0], [*inputs.arguments.values(), *inputs.grads.values()], runs, tf32)
 
     def measure(self, eager: Sequence[Any]) -> Any:
-        """Take what another process has found, or leave it for others."""
-        if self._shared is not None and self._shared.is_file():
-            return torch.load(self._shared)
         exact, errors, dtypes = super().measure(eager)
-        found = exact, {name: error * self.workload.copies**0.5 for name, error in errors.items()}, dtypes
-        if self._shared is not None:
-            torch.save(found, self._shared.with_suffix(".part"))
-            self._shared.with_suffix(".part").rename(self._shared)
-        return found
+        return exact, {name: error * self.workload.copies**0.5 for name, error in errors.items()}, dtypes
 
     def compared(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
         """Return the samples that are checked. The gradient of a child that counts k times is that of each copy."""
         exact, copies = self.exact[name], self.workload.copies
-        if self._samples is not None and is_batched(name) and found.shape[0] == self._batch:
-            found = found[self._samples]
+        if is_batched(name) and found.shape[0] > 2:
+            found = found[checked(found.shape[0])]
         if copies > 1 and name.startswith("d") and name[1:] in _OF_CHILDREN:
             return found.double() * copies, exact.repeat(1, copies, *[1] * (exact.dim() - 2))
         return found, exact
@@ -91,36 +85,11 @@ class Gate(Bar):
         forward = found.keys() == {*self.workload.routing.results}
         return self._judge(found, share) if forward else super().judge(found, share)
 
-    def _in_parts(self, run: Implementation, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Run a training step in parts of the batch, and put the parts together."""
+    def _step(self, run: Implementation, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Run a training step on the tensors of the inputs, in any dtype."""
         left = iter(tensors)
-        inputs = self._inputs.each(lambda *_: next(left))
-        per_sample = self.workload.votes_bytes(1, tensors[0].element_size()) // self.workload.copies
-        step = max(1, _CHUNK_BYTES * (4 if tensors[0].is_cuda else 1) // per_sample)
-        plain = nullcontext()
-        if self.tf32 and torch._C._len_torch_dispatch_stack():
-            # a mode of fastcaps._testing.judge wants every product: forward-mode derivatives make an op its formulas
-            step, plain = max(1, step // 16), forward_ad.dual_level()  # which keep more for their way back
-        with plain:
-            parts = [
-                runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
-                for first in range(0, tensors[0].shape[0], step)
-            ]
-        join = {name: torch.cat if is_batched(name) else lambda given: torch.stack(given).sum(0) for name in parts[0]}
-        return {name: join[name]([part[name] for part in parts]) for name in parts[0]}
-
-
-def convolution(workload: Workload) -> Implementation:
-    """Return a uniform pass as a user would write it with ``F.conv2d``: rows in the batch, N * D channels in."""
-
-    def run(children: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        batch, types, height, width, rows, inner = children.shape
-        _, many, _, columns = weight.shape
-        size = workload.kernel_size
-        images = children.permute(0, 4, 2, 3, 1, 5).reshape(batch * rows, height, width, types * inner)
-        kernel = weight.view(size, size, types, many, inner, columns).permute(3, 5, 2, 4, 0, 1)
-        kernel = kernel.reshape(many * columns, types * inner, size, size)
-        result = F.conv2d(images.permute(0, 3, 1, 2), kernel, stride=workload.stride) / many
-        return (result.view(batch, rows, many, columns, *result.shape[2:]).permute(0, 2, 4, 5, 1, 3),)
-
-    return run
+        inputs = self._inputs.each(lambda *_: next(left).detach())
+        # a mode of the judge wants to see every product: under forward-mode derivatives an op is its formulas
+        seen = self.tf32 and torch._C._len_torch_dispatch_stack()
+        with forward_ad.dual_level() if seen else nullcontext():
+            return runner(run, inputs, training=True)()

@@ -28,8 +28,7 @@ chosen=()
 options=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    pack | rehearse | test | map | yardstick | counters | profile | alternatives | compare) chosen+=("$1") ;;
-    sweep:?* | build:?*) chosen+=("$1") ;;
+    pack | rehearse | test | map | yardstick | counters | profile | alternatives | compare | sweep:?* | build:?*) chosen+=("$1") ;;
     --dry-run) DRY_RUN=1 ;;
     --) shift && options=("$@") && break ;;
     -h | --help) sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 0 ;;
@@ -40,44 +39,18 @@ done
 [ ${#chosen[@]} -gt 0 ] || chosen=("${NEXT[@]}")
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-ROOT=$PWD
-DEVICE=$ROOT/.device
+ROOT=$PWD DEVICE=$PWD/.device AWAY=${OUT:-}
 RESULTS=$ROOT/bench/results/gpu-$(date -u +%Y-%m-%dT%H%M)
-AWAY=${OUT:-}
-
 export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" OUT=$RESULTS
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
 commit=$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null || cat "$DEVICE/commit" 2>/dev/null)
 export FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$commit}"
-for name in cpu cuda; do
-  library=$DEVICE/lib/libfastcaps_$name.so
-  [[ " ${chosen[*]} " == *" pack "* ]] || [ ! -f "$library" ] || export "FASTCAPS_${name^^}_LIBRARY=$library"
-done
+packed() { for name in cpu cuda; do export "FASTCAPS_${name^^}_LIBRARY=$1/lib/libfastcaps_$name.so"; done; }
+[[ " ${chosen[*]} " == *" pack "* ]] || [ ! -d "$DEVICE/lib" ] || packed "$DEVICE"
 
-# run LIMIT FILE COMMAND...: print a command; run it too, unless this is a dry run, within LIMIT seconds and the time that
-# is left. Its output goes to FILE among the results.
-run() {
-  local limit=$1 file=$2 status=0 left=$((SECONDS_IN_ALL - SECONDS))
-  shift 2
-  echo "+ $*"
-  [ "$DRY_RUN" = 1 ] && return 0
-  [ "$left" -lt "$limit" ] && limit=$left
-  if [ "$limit" -lt 5 ]; then
-    echo "left out: the time is used up" | tee -a "$RESULTS/summary.md"
-    return 1
-  fi
-  timeout --kill-after=5 "$limit" "$@" >>"$RESULTS/$file" 2>&1 || status=$?
-  case "$status" in
-    0) ;;
-    124 | 137) echo "- $file: stopped after $limit s" | tee -a "$RESULTS/summary.md" ;;
-    *) echo "- $file: exit status $status" | tee -a "$RESULTS/summary.md" ;;
-  esac
-  save
-  return "$status"
-}
-
+say() { echo "$*" | tee -a "$RESULTS/summary.md"; }
 save() {
-  [ -n "$AWAY" ] && [ "$DRY_RUN" = 0 ] && mkdir -p "$AWAY" && (
+  [ -n "$AWAY" ] && [ -d "$RESULTS" ] && mkdir -p "$AWAY" && (
     flock 9
     tar -czf "$RESULTS.tar.gz" -C "$RESULTS" . 2>/dev/null # complains of files that grow
     mv "$RESULTS.tar.gz" "$AWAY/results.tar.gz"
@@ -85,54 +58,101 @@ save() {
   return 0
 }
 
-# The sources of bare kernels travel, too: only where their programs do not start are they compiled on the device.
-stage_pack() {
-  local name
-  PATH=$PATH:/usr/local/cuda/bin
-  for name in yardstick folded; do
-    [ -z "${YARDSTICK:-}" ] || [ -f "$YARDSTICK/$name.cu" ] || { echo "YARDSTICK: no $YARDSTICK/$name.cu" && return 1; }
-  done
-  command -v nvcc || { echo "no nvcc" && return 1; }
+# run LIMIT FILE COMMAND...: print a command; run it too, unless this is a dry run, within LIMIT seconds and the time that
+# is left. Its output goes to FILE among the results.
+run() {
+  local limit=$1 file=$2 status=0 left=$((SECONDS_IN_ALL - SECONDS))
+  shift 2
+  echo "+ $*"
   [ "$DRY_RUN" = 0 ] || return 0
-  export FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
-  mkdir -p "$DEVICE/lib" "$DEVICE/builds" && cp bench/variants.h "$DEVICE/" && echo "$FASTCAPS_COMMIT" >"$DEVICE/commit" || return 1
-  FASTCAPS_EXPERIMENTS=1 build_ext && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" || return 1
-  build_ext && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
-  for name in yardstick folded; do
-    [ -n "${YARDSTICK:-}" ] || { echo "YARDSTICK is not set: no bare kernels" && break; }
-    sed -E 's/^static void (forward|backward|none|back|dynamic|vocabulary)\(.*\) \{$/&\n  if (skip_variant()) return;/' \
-      "$YARDSTICK/$name.cu" >"$DEVICE/$name.cu" && (cd "$DEVICE" && nvcc $(bare "$name")) || return 1
-  done
-  travels
+  [ "$left" -ge "$limit" ] || limit=$left
+  [ "$limit" -ge 5 ] || { say "- $file: left out, the time is used up" && return 1; }
+  timeout --kill-after=5 "$limit" "$@" >>"$RESULTS/$file" 2>&1 || status=$?
+  case "$status" in
+    0) ;;
+    124 | 137) say "- $file: stopped after $limit s" ;;
+    *) say "- $file: exit status $status" ;;
+  esac
+  save
+  return "$status"
 }
+
+# ---- before, without a GPU -------------------------------------------------------------------------------------------
 
 build_ext() { "$PYTHON" setup.py -q build_ext --inplace; }
-
-# The library of a commit; its switches come from the environment, as NVCC_APPEND_FLAGS.
-stage_build() {
-  local tree
-  git rev-parse --verify "$1^{commit}" || return 1
-  [ "$DRY_RUN" = 0 ] || return 0
-  tree=$(mktemp -d) && git worktree add -q --detach "$tree" "$1" || return 1
-  (cd "$tree" && FASTCAPS_LEVELS=default FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 PYTHONPATH=$tree build_ext) &&
-    mkdir -p "$DEVICE/builds" && cp "$tree/fastcaps/lib/libfastcaps_cuda.so" "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}.so"
-  local status=$?
-  git worktree remove --force "$tree"
-  travels && return "$status"
-}
-
+bare() { echo "-O3 -std=c++17 -arch=sm_90 -o $1 $1.cu"; }
 travels() {
   local total
   total=$({ git ls-files -z | xargs -0 du -cb && du -cb "$DEVICE"; } | awk '$2 == "total" {n += $1} END {print int(n / 2^20)}')
   echo "$total MiB travel, the tracked files among them" && [ "$total" -lt 60 ]
 }
 
-bare() { echo "-O3 -std=c++17 -arch=sm_90 -include variants.h -o $1 $1.cu"; }
+# The sources of bare kernels travel, too: only where their programs do not start are they compiled on the device.
+stage_pack() {
+  local name
+  PATH=$PATH:/usr/local/cuda/bin
+  command -v nvcc || { echo "no nvcc" && return 1; }
+  [ "$DRY_RUN" = 0 ] || return 0
+  export FASTCAPS_LEVELS=all FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
+  mkdir -p "$DEVICE/lib" "$DEVICE/builds" && echo "$FASTCAPS_COMMIT" >"$DEVICE/commit" || return 1
+  FASTCAPS_EXPERIMENTS=1 build_ext && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" || return 1
+  build_ext && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
+  [ -n "${YARDSTICK:-}" ] || echo "YARDSTICK is not set: no bare kernels"
+  for name in ${YARDSTICK:+yardstick folded}; do # shellcheck disable=SC2046
+    cp "$YARDSTICK/$name.cu" "$DEVICE/" && (cd "$DEVICE" && nvcc $(bare "$name")) || return 1
+  done
+  travels
+}
+
+# The library of a commit; its switches come from the environment, as NVCC_APPEND_FLAGS.
+stage_build() {
+  local tree status
+  git rev-parse --verify "$1^{commit}" || return 1
+  [ "$DRY_RUN" = 0 ] || return 0
+  tree=$(mktemp -d) && git worktree add -q --detach "$tree" "$1" || return 1
+  (cd "$tree" && FASTCAPS_LEVELS=default FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 PYTHONPATH=$tree build_ext) &&
+    mkdir -p "$DEVICE/builds" && cp "$tree/fastcaps/lib/libfastcaps_cuda.so" "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}.so"
+  status=$?
+  git worktree remove --force "$tree"
+  travels && return "$status"
+}
+
+# In a clean folder, with compilers that only say that they were called: the device's tests are collected as on a GPU, then
+# the stages run as far as they go without one.
+stage_rehearse() {
+  local clean worst=0 name small
+  [ -d "$DEVICE/lib" ] || { echo "no $DEVICE/lib: bench/gpu.sh pack" && return 1; }
+  [ "$DRY_RUN" = 0 ] || return 0
+  clean=$(mktemp -d) && mkdir -p "$clean/bin" "$clean/tree" || return 1
+  git archive HEAD | tar -x -C "$clean/tree" && cp -r "$DEVICE" "$clean/tree/" || return 1
+  for name in nvcc c++ g++ gcc cc clang clang++ cmake ninja; do
+    printf '#!/bin/sh\necho "%s $*" >>"%s"\nexit 1\n' "$name" "$clean/compiled" >"$clean/bin/$name" && chmod +x "$clean/bin/$name"
+  done
+  cd "$clean/tree" || return 1
+  export PATH="$clean/bin:$PATH" PYTHONPATH="$clean/tree:$clean/tree/tests" OUT="$clean/out" FASTCAPS_GPU_SECONDS=60
+  packed "$clean/tree/.device"
+  for name in CUDA NAMED TRITON; do
+    local -n tests="${name}_TESTS"
+    "$PYTHON" -m pytest -p pretended_gpu --collect-only -q "${tests[@]}" | tail -n 1 || worst=1
+  done
+  small=(--device cpu --batch 2 --precision fp32 --seconds 60 --results "$clean/out")
+  "$PYTHON" -m bench.gpu profile tsai-c10-conv1 --device cpu --batch 1 || worst=1
+  "$PYTHON" -m bench.gpu map "${small[@]}" --workload tsai-c10-fc --workload hinton-fc || worst=1
+  FASTCAPS_CUDA_LIBRARY="$clean/tree/.device/experiments.so" "$PYTHON" -m bench.gpu sweep tsai-c10-fc "${small[@]}" || worst=1
+  "$PYTHON" -m bench.gpu alternatives "${small[@]}" --workload tsai-c10-fc --against batched-matmul || worst=1
+  bench/gpu.sh yardstick test
+  echo "$? of 2 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
+  [ ! -e "$clean/compiled" ] || { echo "compiled:" && cat "$clean/compiled" && worst=1; }
+  rm -rf "$clean"
+  return "$worst"
+}
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
 
 CUDA_TESTS=(tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/test_nn_on_gpu.py
   -m "slow or not slow" -k "on-cuda or gpu and not triton and not inductor")
-TRITON_TESTS=(tests/test_verbs_triton.py::test_every_verb tests/test_triton.py
-  tests/test_nn_on_gpu.py -k "every_verb or on_a_gpu and triton or ways_to_run and (tiny or set) or step and triton and not function")
+TRITON_TESTS=(tests/test_verbs_triton.py::test_every_verb tests/test_triton.py tests/test_nn_on_gpu.py
+  -k "every_verb or on_a_gpu and triton or ways_to_run and (tiny or set) or step and triton and not function")
 NAMED_TESTS=("tests/test_verbs_triton.py::test_every_verb[products]"
   "tests/test_cuda_kernels.py::test_a_bias_that_800_children_share" -k "not on-cpu")
 
@@ -154,6 +174,8 @@ stage_test() {
   return "$worst"
 }
 
+# ---- times and counters ----------------------------------------------------------------------------------------------
+
 # measured LIMIT FILE COMMAND [OPTION...]: `python -m bench.gpu`, which keeps to its time itself.
 measured() {
   local seconds=$((SECONDS_IN_ALL - SECONDS - 8)) limit=$1 file=$2
@@ -173,19 +195,6 @@ stage_compare() {
     --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c10-fc --workload hinton-conv --workload tsai-c10-conv2
 }
 
-# variants LIMIT FILE PROGRAM...: a run of bare kernels; after one that fails or hangs the next run begins behind it.
-variants() {
-  local limit=$1 file=$2 first=0 try
-  shift 2
-  for try in 1 2 3 4 5; do
-    run "$limit" "$file" env FIRST_VARIANT="$first" "$@" && return 0
-    [ "$DRY_RUN" = 0 ] && first=$(sed -n 's/^variant //p' "$RESULTS/$file" 2>/dev/null | tail -n 1)
-    [ -n "$first" ] || break
-    first=$((first + 1))
-  done
-  return 1
-}
-
 # As ncu shows demangled names with casts that no other demangler writes, kernels are named as the linker knows them.
 profiled() {
   local limit=$1 file=$2 kernels=$3
@@ -198,96 +207,56 @@ profiled() {
 stage_counters() {
   local worst=0 what
   local forward='FwdFILi2ELi2ELi8ELi1ELb1E|FwdFILi2ELi1ELi12ELi1ELb0E|FwdFILi1ELi1ELi8ELi3E|FwdTILi[013]ELi4ELi2ELb1E'
-  local backward='BwdFILi4ELi2ELi4ELi2ELb1E|BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdTILi0ELi8ELi1ELi4E'
-  backward+='|BwdHILi8ELi1ELi4E'
+  local backward='BwdFILi4ELi2ELi4ELi2ELb1E|BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdTILi0ELi8ELi1ELi4E|BwdHILi8ELi1ELi4E'
   for what in forward backward; do
     profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what:0:1}wd" 0 || worst=1
   done
   return "$worst"
 }
 
-stage_yardstick() (
-  local worst=0 program batch what
-  [ -f "$DEVICE/yardstick" ] || [ "$DRY_RUN" = 1 ] || { echo "no $DEVICE/yardstick: bench/gpu.sh pack" && return 1; }
-  cd "$DEVICE" 2>/dev/null || [ "$DRY_RUN" = 1 ] || return 1
-  for program in "yardstick 1 micro 1" "folded slot 1"; do # shellcheck disable=SC2046,SC2086
-    run 20 yardstick-start.txt ./$program || ! command -v nvidia-smi ||
-      run 100 yardstick-start.txt nvcc $(bare "${program%% *}") || return 1
-  done
-  variants 25 yardstick-micro.txt ./yardstick 128 micro 15 || worst=1
-  for what in fwd bwd; do variants 40 "yardstick-128-$what.txt" ./yardstick 128 "$what" 15 || worst=1; done
-  for what in dynamic none bwd vocabulary slot; do variants 25 "folded-$what.txt" ./folded "$what" 15 || worst=1; done
-  for batch in 32 1; do
-    for what in fwd bwd; do variants 15 "yardstick-$batch-$what.txt" ./yardstick "$batch" "$what" 15 || worst=1; done
-  done
-  return "$worst"
-)
-
 # One step of each workload, warmed up: its forward's kernels and its backward's.
 stage_profile() {
   local worst=0 workload
   for workload in tsai-c10-conv1 hinton-conv tsai-dmm-vector-conv sabour-mnist li-capnet-dynamic; do
-    profiled 30 "profile-$workload.csv" fastcaps --profile-from-start off "$PYTHON" -m bench.profiled "$workload" || worst=1
+    profiled 30 "profile-$workload.csv" fastcaps --profile-from-start off "$PYTHON" -m bench.gpu profile "$workload" || worst=1
   done
   [ "$DRY_RUN" = 1 ] || "$PYTHON" -m bench.counters "$RESULTS" >"$RESULTS/counters.md" || worst=1
   save
   return "$worst"
 }
 
-# In a clean folder, with compilers that only say that they were called: the device's tests are collected as on a GPU, then
-# the stages run as far as they go without one.
-stage_rehearse() {
-  local clean worst=0 name small
-  [ -d "$DEVICE/lib" ] || { echo "no $DEVICE/lib: bench/gpu.sh pack" && return 1; }
-  [ "$DRY_RUN" = 0 ] || return 0
-  clean=$(mktemp -d) && mkdir -p "$clean/bin" "$clean/tree" "$clean/out" || return 1
-  git archive HEAD | tar -x -C "$clean/tree" && cp -r "$DEVICE" "$clean/tree/" || return 1
-  for name in nvcc c++ g++ gcc cc clang clang++ cmake ninja; do
-    printf '#!/bin/sh\necho "%s $*" >>"%s"\nexit 1\n' "$name" "$clean/compiled" >"$clean/bin/$name" && chmod +x "$clean/bin/$name"
+stage_yardstick() (
+  local worst=0 program batch what
+  cd "$DEVICE" 2>/dev/null || [ "$DRY_RUN" = 1 ] || { echo "no $DEVICE: bench/gpu.sh pack" && return 1; }
+  for program in "yardstick 1 micro 1" "folded slot 1"; do # shellcheck disable=SC2046,SC2086
+    run 20 yardstick-start.txt ./$program || run 100 yardstick-start.txt nvcc $(bare "${program%% *}") || return 1
   done
-  cd "$clean/tree" || return 1
-  export PATH="$clean/bin:$PATH" PYTHONPATH="$clean/tree:$clean/tree/tests" OUT="$clean/out" FASTCAPS_GPU_SECONDS=60
-  for name in cpu cuda; do export "FASTCAPS_${name^^}_LIBRARY=$clean/tree/.device/lib/libfastcaps_$name.so"; done
-  "$PYTHON" -c 'import fastcaps; fastcaps.backends.show()' || worst=1
-  for name in CUDA NAMED TRITON; do
-    local -n tests="${name}_TESTS"
-    "$PYTHON" -m pytest -p pretended_gpu --collect-only -q "${tests[@]}" >"$clean/$name" || worst=1
-    echo "$name: $(grep -c '^tests.*::' "$clean/$name") tests; of the CPU: $(grep -c 'on-cpu' "$clean/$name")"
+  run 25 yardstick-micro.txt ./yardstick 128 micro 15 || worst=1
+  for batch in 128 32 1; do
+    for what in fwd bwd; do run 40 "yardstick-$batch-$what.txt" ./yardstick "$batch" "$what" 15 || worst=1; done
   done
-  "$PYTHON" -m bench.profiled tsai-c10-conv1 --device cpu --batch 1 || worst=1
-  small=(--device cpu --batch 2 --precision fp32 --seconds 60 --results "$clean/out")
-  "$PYTHON" -m bench.gpu map "${small[@]}" --workload tsai-c10-fc --workload hinton-fc || worst=1
-  FASTCAPS_CUDA_LIBRARY="$DEVICE/experiments.so" "$PYTHON" -m bench.gpu sweep tsai-c10-fc "${small[@]}" || worst=1
-  "$PYTHON" -m bench.gpu alternatives "${small[@]}" --workload tsai-c10-fc --against batched-matmul || worst=1
-  bench/gpu.sh
-  bench/gpu.sh yardstick test
-  echo "$? of 2 stages failed without a GPU, as they should; results:" && tar -tzf "$clean/out/results.tar.gz" || worst=1
-  [ ! -e "$clean/compiled" ] || { echo "compiled:" && cat "$clean/compiled" && worst=1; }
-  rm -rf "$clean"
+  for what in dynamic none bwd vocabulary slot; do run 25 "folded-$what.txt" ./folded "$what" 15 || worst=1; done
   return "$worst"
-}
+)
 
 counters=
-if [ "$DRY_RUN" = 0 ] && [[ " ${chosen[*]} " != *" pack "* && " ${chosen[*]} " != *build:* && " ${chosen[*]} " != *" rehearse "* ]]; then
+if [ "$DRY_RUN" = 0 ] && ! [[ " ${chosen[*]}" =~ " "(pack|build:|rehearse) ]]; then
   mkdir -p "$RESULTS" || exit 1
-  [ -f "$RESULTS/summary.md" ] || {
+  {
     printf '# One run of bench/gpu.sh\n\n'
     nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv,noheader 2>&1
     "$PYTHON" -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])' 2>&1
     printf 'Commit %s, %s UTC\n\n' "${FASTCAPS_COMMIT:-unknown}" "$(date -u '+%Y-%m-%d %H:%M')"
-  } >"$RESULTS/summary.md"
-  [[ " ${chosen[*]} " != *" counters "* && " ${chosen[*]} " != *" profile "* ]] ||
-    counters=$(ncu --query-metrics 2>/dev/null | "$PYTHON" -m bench.counters)
+  } >>"$RESULTS/summary.md"
+  [[ " ${chosen[*]} " =~ " "(counters|profile)" " ]] && counters=$(ncu --query-metrics 2>/dev/null | "$PYTHON" -m bench.counters)
 fi
 
 failed=0
 for stage in "${chosen[@]}"; do
   echo "== $stage"
-  start=$SECONDS
-  result=passed
-  argument=${stage#*:}
-  "stage_${stage%%:*}" "$argument" || { result=failed && failed=$((failed + 1)); }
-  [ ! -f "$RESULTS/summary.md" ] || [ "$DRY_RUN" = 1 ] || echo "$stage: $result, $((SECONDS - start)) s" >>"$RESULTS/summary.md"
+  start=$SECONDS result=passed
+  "stage_${stage%%:*}" "${stage#*:}" || { result=failed && failed=$((failed + 1)); }
+  [ ! -d "$RESULTS" ] || echo "$stage: $result, $((SECONDS - start)) s" >>"$RESULTS/summary.md"
   echo "== $stage: $result, $((SECONDS - start)) s"
   save
 done

@@ -1,7 +1,6 @@
-"""Work in separate processes: one that crashes, hangs or swells must not take the benchmark with it.
+"""An object in a separate process: one that crashes, hangs or takes too much memory ends no run.
 
-It does happen: code that torch.compile makes may write past its buffers; a kernel that fails on a GPU takes its
-process's hold of the device with it.
+Code that torch.compile makes may write past its buffers; a kernel that fails on a GPU ends its process's hold of it.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as Late  # Python's own only from 3.11 on
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,17 +22,21 @@ from unittest.mock import patch
 import torch
 
 _FULL = re.compile("OutOfMemory|out of memory|can't allocate memory|bad_alloc|MemoryError")
-_SERVED: list[Any] = []
-"""In a process: the one object whose methods are called."""
 
 
 class WorkerError(RuntimeError):
     """A process died, hung or raised."""
 
 
-def _start(threads: int, memory: float | None) -> None:
-    """Make a process quiet, and keep it to its threads and to so many bytes. Runs in the process."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes themselves are side by side
+def words(error: Exception) -> str:
+    """Return an exception in one line: out of memory has many forms."""
+    said = f"{type(error).__name__}: {str(error).strip()}"
+    return "out of memory" if _FULL.search(said) else said.partition("\n")[0][:300]
+
+
+def _serve(pipe: Connection, threads: int, memory: float | None, made: Callable[..., Any], given: Any) -> None:
+    """Make an object and answer calls of its methods. Runs in the process, silently."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if sys.platform == "linux":  # end with the parent, even one that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -44,73 +46,62 @@ def _start(threads: int, memory: float | None) -> None:
     torch.set_num_threads(threads)
     if memory is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
-
-
-def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str, given: tuple[Any, ...]) -> Any:
-    """Call a method of the served object, which is made first where there is none. Runs in the process."""
-    try:
-        if not _SERVED:
-            _SERVED.append(served(*arguments))
-        return getattr(_SERVED[0], method)(*given)
-    except Exception as error:  # as words: not every exception travels, and each one holds tensors
-        said = f"{type(error).__name__}: {str(error).strip()}"
-        raise WorkerError("out of memory" if _FULL.search(said) else said.partition("\n")[0][:300]) from None
+    served = None
+    while True:
+        method, arguments = pipe.recv()
+        try:
+            served = served or made(*given)
+            pipe.send((getattr(served, method)(*arguments), ""))
+        except Exception as error:  # as words: not every exception travels, and each one holds tensors
+            pipe.send((None, words(error)))
 
 
 class Remote:
-    """An object ``served(*arguments)`` in a process, started when first needed and after it died or an error ended it.
+    """An object ``served(*arguments)`` in a process, which starts when first needed and again after an error.
 
     ``memory`` are the bytes that the process may use, ``folder`` is where it looks for modules first, ``environment``
     has variables beside this process's.
     """
 
     def __init__(
-        self,
-        threads: int,
-        served: Callable[..., Any],
-        *arguments: Any,
-        memory: float | None = None,
-        folder: Path | None = None,
-        environment: Mapping[str, str] = {},
-    ) -> None:
-        self._environment = dict(environment)
-        self._start, self._made, self._folders = (threads, memory), (served, arguments), [str(folder)] * bool(folder)
-        self._pool: ProcessPoolExecutor | None = None
-        self._answer: Future[Any] = Future()
+        self, threads: int, served: Callable[..., Any], *arguments: Any, memory: float | None = None,
+        folder: Path | None = None, environment: Mapping[str, str] = {},
+    ) -> None:  # fmt: skip
+        self._given = threads, memory, served, arguments
+        self._path, self._environment = [str(folder)] * bool(folder), dict(environment)
+        self._process: Any = None
 
     def begin(self, method: str, *given: Any) -> None:
         """Send a call off; :meth:`finish` waits for it."""
-        if self._pool is None:
+        if self._process is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
-        try:
+            self._pipe, far = context.Pipe()
+            self._process = context.Process(target=_serve, args=(far, *self._given))
             # a process starts with its parent's path and environment
-            with patch.object(sys, "path", self._folders + sys.path), patch.dict(os.environ, self._environment):
-                self._answer = self._pool.submit(_answer, *self._made, method, given)
-        except BrokenProcessPool as error:
-            self._answer = Future()
-            self._answer.set_exception(error)
+            with patch.object(sys, "path", self._path + sys.path), patch.dict(os.environ, self._environment):
+                self._process.start()
+            far.close()
+        with suppress(OSError):  # of a process that died: finish says so
+            self._pipe.send((method, given))
 
     def finish(self, seconds: float) -> Any:
-        """Wait at most so many seconds for the answer. Raises WorkerError if there is none; the process then ends."""
+        """Wait at most ``seconds`` for the answer. Raises WorkerError if there is none; the process then ends."""
         try:
-            return self._answer.result(seconds)
-        except BrokenProcessPool:
-            reason = "the process died"
-        except WorkerError as error:
-            reason = str(error)
-        except Late:
-            reason = f"no answer in {seconds:.0f} s"
-        self.close()
-        raise WorkerError(reason)
+            answer, reason = self._pipe.recv() if self._pipe.poll(seconds) else (None, f"no answer in {seconds:.0f} s")
+        except (EOFError, OSError):
+            answer, reason = None, "the process died"
+        if reason:
+            self.close()
+            raise WorkerError(reason)
+        return answer
 
     def call(self, seconds: float, method: str, *given: Any) -> Any:
         self.begin(method, *given)
         return self.finish(seconds)
 
     def close(self) -> None:
-        if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown(cancel_futures=True)
-        self._pool = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+        self._process = None

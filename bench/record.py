@@ -1,4 +1,8 @@
-"""What is kept of a run: rows, each with its machine, commit and date; and the newest of each in ``bench/results``."""
+"""The benchmark's records: JSON files in ``bench/results``, of which the newest entry of each call counts.
+
+An entry is one call by one implementation (``how``): ``warm`` and other seconds, ``memory``, errors, a ``complaint`` if
+the result is wrong, or why it ``failed``. A file has the machine, commit and date once, then a line for each entry.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,16 @@ import cpuinfo
 import torch
 
 import fastcaps
+from bench.alternatives import ALTERNATIVES, OURS
 from bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+Entry = dict[str, Any]
+Call = tuple[Any, ...]
+Calls = dict[Call, dict[str, Entry]]
+"""Entries by (workload, batch, mode, precision) and by implementation."""
+CALL = ("workload", "batch", "mode", "precision")
 
 
 def describe(threads: int) -> dict[str, Any]:
@@ -35,7 +45,7 @@ def describe(threads: int) -> dict[str, Any]:
         "device": cpuinfo.get_cpu_info().get("brand_raw") or platform.machine(),
         "cores": cores,
         "threads": threads,
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),  # bytes
+        "memory": describe_memory(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "backend": fastcaps.backends.forced() or ("cpu" if native.available else "reference"),
         "capability": native.detail.split()[-1] if native.available else None,
@@ -46,24 +56,24 @@ def describe(threads: int) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, rows: Sequence[dict[str, Any]], kind: str = "bench") -> Path:
-    """Write a run's rows, a line each, into a folder, under a name made of kind, machine, date and commit; return the
-    file."""
-    about = rows[0]["machine"]
-    device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    stamp = about["date"][:19].replace(":", "")
+def describe_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def write(folder: Path, machine: dict[str, Any], entries: Sequence[Entry], kind: str) -> Path:
+    """Write a run's entries into a folder, under a name made of kind, machine, date and commit; return the file."""
+    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    stamp = machine["date"][:19].replace(":", "")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{kind}-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
-    bare = [{name: value for name, value in row.items() if name != "machine"} for row in rows]
+    path = folder / f"{kind}-{device}-{machine['threads']}t-{stamp}-{machine['commit']}.json"
     part = path.with_suffix(".part")  # a run that is killed while it writes leaves the file of the row before
-    part.unlink(missing_ok=True)  # a link would lead the writing to another file
-    with part.open("x") as file:
-        lines = ",\n".join(map(json.dumps, bare))
-        file.write(f'{{"machine": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n')
+    lines = ",\n".join(map(json.dumps, entries))
+    part.write_text(f'{{"machine": {json.dumps(machine)},\n"rows": [\n{lines}\n]}}\n')
     return part.replace(path)
 
 
-def load(*places: Path, kind: str = "bench") -> list[dict[str, Any]]:
+def load(*places: Path, kind: str) -> list[Entry]:
     """Return the rows of files, and of a kind's files in folders, each with its ``machine`` (commit and date in it)."""
     found = []
     for path in places:
@@ -76,33 +86,32 @@ def load(*places: Path, kind: str = "bench") -> list[dict[str, Any]]:
     return found
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a row is known by: machine, threads, workload, batch, mode and precision."""
-    where = row["machine"]["device"], row["machine"]["threads"]
-    return (*where, row["workload"], row["batch"], row["mode"], row["precision"])
+def _entries(row: dict[str, Any]) -> Iterator[Entry]:
+    """Yield a row of a file as entries: files of the CPU before December 2026 have all contenders in one row."""
+    if "how" in row:
+        yield row
+        return
+    common = {name: row[name] for name in (*CALL, "machine", "complete", "load")}
+    memory = row.get("memory") or {}
+    contenders = {OURS: row.get("fastcaps") or {"failed": row.get("refused", "refused")}, **row["alternatives"]}
+    for name, one in ({key: {} for key in memory} | contenders).items():
+        entry = {**common, "how": name, "complaint": "", "doubts": row.get("doubts", []), **one}
+        if "median" in one:
+            entry["warm"] = {part: one[part] for part in ("median", "p20", "p80")}
+        yield entry | ({"memory": memory[name]} if name in memory else {})
 
 
-def finished(folder: Path, threads: int, quick: bool, complete: bool) -> set[tuple[Any, ...]]:
-    """Return the keys, without their machine, of the rows that a folder's records have of this machine and commit.
-
-    With ``complete`` only of those in which all alternatives took part.
+def merge(rows: Iterable[dict[str, Any]]) -> dict[str, Calls]:
+    """Return the newest entries of all calls, by device. Entries that failed, and runs on a CPU in which not all
+    alternatives took part (``complete``), count only where there is no other. Contenders that took turns stay together.
     """
-    here = describe(threads) | {"kind": "quick" if quick else "full"}
-    found = set()
-    for row in load(folder) if folder.is_dir() else []:
-        machine = row["machine"]
-        same = all(machine.get(field) == here[field] for field in ("device", "threads", "commit", "modified", "kind"))
-        if same and "fastcaps" in row and (row["complete"] or not complete):
-            found.add(key(row)[2:])
+    known = (OURS, *ALTERNATIVES)
+    entries = [entry for row in rows if row["machine"]["kind"] != "quick" for entry in _entries(row)]
+    entries.sort(key=lambda one: (one.get("complete", "failed" not in one), one["machine"]["date"]))
+    found: dict[str, Calls] = {}
+    for entry in (one for one in entries if one["how"] in known and one["workload"] in WORKLOADS):
+        calls, call = found.setdefault(entry["machine"]["device"], {}), tuple(entry[name] for name in CALL)
+        if "complete" in entry and entry["how"] == OURS:
+            calls[call] = {}
+        calls.setdefault(call, {})[entry["how"]] = entry
     return found
-
-
-def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one of all rows of a key, in the order of the registry: the newest complete one or, where none is, the
-    newest, by the date inside. A row is complete if it has a figure and every alternative was asked for its own (one
-    may not fit, or fail). Rows of quick runs are never taken: they are of other batches and shorter."""
-    full = [row for row in rows if row["machine"]["kind"] != "quick"]
-    full.sort(key=lambda row: (row["complete"], "fastcaps" in row, row["machine"]["date"]))
-    best = {key(row): row for row in full}  # the last of a key stays
-    places = {name: place for place, name in enumerate(WORKLOADS)}
-    return [best[one] for one in sorted(best, key=lambda one: (*one[:2], places.get(one[2], len(places)), *one[2:]))]

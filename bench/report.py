@@ -1,250 +1,284 @@
-"""Tables and pages from the records in ``bench/results``: the newest complete row of each, by the date inside.
+"""The tables, sentences and pictures of README and docs, from the records in ``bench/results`` alone.
 
-python -m bench.report                       # what there is, as tables
-python -m bench.report --write               # every figure of README and docs, and the pictures
-python -m bench.report --html page.html      # one page with pictures, for a browser
+python -m bench.report             # what there is, as tables
+python -m bench.report --write     # every figure of README and docs, and the pictures
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench import charts, gpu_report, record
-from bench.alternatives import OURS, STORED
-from bench.goals import number, place, shortfalls
+from bench import charts, record
+from bench.alternatives import ALTERNATIVES, OURS, STORED
+from bench.figures import (
+    MODES,
+    behind,
+    best,
+    by_processor,
+    extra_bytes,
+    is_default,
+    megabytes,
+    milliseconds,
+    number,
+    place,
+    ratio,
+    rival,
+    short,
+    speedup,
+)  # fmt: skip
+from bench.floors import Chip, floors
+from bench.record import Call, Calls, Entry
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
+from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS
 from fastcaps._testing.markdown import as_markdown, into
 
-Row = dict[str, Any]
-_EXTRA = ("extra memory of a step, MB", "with stored votes, MB")
-LEGEND = (
-    "Times are medians, with the 20th and 80th percentile. Speed-ups are relative to the fastest alternative. GFLOP/s "
-    "counts useful operations; a training step counts as three forward passes. Extra MB: peak memory of one call "
-    "without inputs and results, and its fraction of the votes. Stored: the same for the eager batched matmul. All "
-    "tensors: with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is "
-    f"doubtful: the middle 60 % of the calls differ by more than {WIDE:.0%}, the rate is above the machine's peak, or "
-    f"the load average before the row was above {BUSY:g} per core."
-)
+ON_GPU = "gpu"  # the kind of files that have a GPU's entries; "bench": a CPU's
+LEGENDS = {
+    "bench": (
+        "Times are medians, with the 20th and 80th percentile. Speed-ups are relative to the fastest alternative. "
+        "Extra MB: peak memory of one call without inputs and results, and its fraction of the votes. Stored: the same "
+        "for the eager batched matmul. * ran again without vectorised loop tails. ~ is doubtful: the middle 60 % of "
+        f"the calls differ by more than {WIDE:.0%}, or the load average before the row was above {BUSY:g} per core."
+    ),
+    ON_GPU: (
+        "Call: the least of the medians of calls queued behind each other, and in a replayed CUDA graph where the "
+        "launches of a call take longer than its kernels. GPU: what the kernels, copies and fills of a call take "
+        "together, by torch's profiler. Bound: what multiply-adds, tensor cores (in float32 by three TF32 products), "
+        "exponentials or memory alone would take (`python -m bench.floors`), as a share of the GPU's time. Host: how "
+        "long a call keeps the processor, the GPU being idle. Extra MB: peak memory without inputs and results."
+    ),
+}
+GOALS: dict[tuple[str, str], tuple[float | None, ...]] = {
+    ("tsai-c10-conv1", "forward"): (0.25, 0.13, 0.12),
+    ("tsai-c10-conv1", "training step"): (1.2, 0.8, 0.6),
+    ("tsai-c10-conv2", "forward"): (0.13, None, None),
+    ("tsai-c100-conv1", "forward"): (0.75, 0.3, None),
+    ("tsai-dmm-matrix-conv", "forward"): (0.31, 0.1, None),
+    ("tsai-dmm-vector-conv", "forward"): (2.0, 0.7, None),
+    ("sabour-mnist", "forward"): (0.035, None, None),
+    ("tsai-dr-c100", "forward"): (0.6, 0.25, None),
+    ("hinton-conv", "forward"): (1.25, 0.85, None),
+    ("heinsen-norb-1", "forward"): (0.95, 0.6, None),
+    ("li-capnet-dynamic", "forward"): (0.3, None, None),
+    ("million", "forward"): (3.0, 1.0, None),
+}
+"""What is aimed at on a GPU, in ms, at batch 128 (``million``: 1), in float32, TF32 and bfloat16."""
 
-PEAK_LEGEND = " Of peak: relative to a loop of multiply-adds only, timed alternately with the row."
-SHORT = ("workload", "batch", "fastcaps, ms (p20-p80)", "fastest alternative", "speed-up", "extra MB (of votes)")
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _short(name: str) -> str:
-    return name.replace("batched-matmul", "stored").replace("-matmul", "").replace("-compiled", ", compiled")
-
-
-def _speedup(row: Row) -> str:
-    return f"{'~' * bool(row.get('doubts'))}{number(row['speedup'])}×" if row["speedup"] else ""
-
-
-def _milliseconds(entry: Row | None) -> str:
-    return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80"))) if entry else ""
-
-
-def _megabytes(count: float | None) -> str:
-    return "" if count is None else number(max(count, 1e4) / 1e6)
-
-
-def cells(row: Row) -> dict[str, str]:
-    """Return what a table says of a row, by column."""
-    found = {"workload": row["workload"], "batch": str(row["batch"]), "votes, MB": _megabytes(row["votes_bytes"])}
-    if "refused" in row:
-        return found | {"fastcaps, ms (p20-p80)": f"refused: {row['refused']}"}
-    entry, rival = row["fastcaps"], row["alternatives"].get(row["fastest"])
-    found |= {
-        "fastcaps, ms (p20-p80)": _milliseconds(entry),
-        "fastest alternative": _short(row["fastest"]) + ("*" if "note" in rival else "") if rival else "none",
-        "its ms (p20-p80)": _milliseconds(rival),
-        "speed-up": _speedup(row),
-    }
-    found |= {"GFLOP/s": number(row["gflops"]), "of sgemm": f"{row['sgemm_share']:.0%}"}
-    if "peak_share" in row:
-        found["of peak"] = f"{row['peak_share']:.0%}"
-    votes, (own, stored) = row["votes_bytes"], (charts.own_bytes(row, name) for name in (OURS, STORED))
+def cells(call: Call, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return what a table of a CPU says of a call, by column."""
+    entry, fastest = entries[OURS], rival(entries)
+    votes, stored = WORKLOADS[call[0]].votes_bytes(call[1]), extra_bytes(entries.get(STORED))
+    found = {"workload": call[0], "batch": str(call[1]), "votes, MB": megabytes(votes)}
+    if best(entry) is None:
+        return found | {"fastcaps, ms (p20-p80)": f"refused: {entry.get('failed') or entry['complaint']}"}
+    for column, one in (("fastcaps", entry), ("its", entries.get(fastest[0] if fastest else ""))):
+        times = [number(one["warm"][part] * 1e3) for part in ("median", "p20", "p80")] if one else []
+        found[f"{column} ms (p20-p80)" if one is not entry else f"{column}, ms (p20-p80)"] = (
+            "{} ({}-{})".format(*times) if one else ""
+        )
+        if one is entry:
+            starred = fastest and "note" in entries[fastest[0]]
+            found["fastest alternative"] = short(fastest[0]) + "*" * bool(starred) if fastest else "none"
+    found["speed-up"] = speedup(entries)
+    found["by processor time"] = by_processor(entries)
+    own = extra_bytes(entry)
     share = "" if own is None or own >= 0.995 * votes else f" ({own / votes:.1%})"
-    found |= {"extra MB (of votes)": _megabytes(own) + share, "stored, MB": _megabytes(stored)}
-    return found | {"all tensors, MB": _megabytes((row.get("memory") or {}).get(OURS, {}).get("total"))}
+    return found | {"extra MB (of votes)": megabytes(own) + share, "stored, MB": megabytes(stored)}
 
 
-def about(rows: Sequence[Row]) -> str:
-    """Return sentences on machine, versions, commits and dates of rows of one machine."""
-    found = max(rows, key=_date)["machine"]
-    machines = [row["machine"] for row in sorted(rows, key=_date)]
-    commits = Counter(f"{one['commit']}{' (modified)' * one['modified']} of {one['date'][:10]}" for one in machines)
-    speed = f", {found['threads']} threads on {found['cores']} cores"
-    measured = {"sgemm_gflops": f"sgemm of {found['sgemm_size']}³", "peak_gflops": "multiply-adds alone"}
-    for field, what in measured.items():
-        rates = sorted(row[field] for row in rows if field in row)
-        if rates:  # a wide spread says that something else ran meanwhile
-            middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-            speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
-    loads = sorted(row["load"] for row in rows)
-    speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
-    counts = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
-    return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {counts}."
+def cells_on_gpu(call: Call, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return what a table of a GPU says of a call, by column."""
+    name, batch, mode, precision = call
+    entry, fastest = entries[OURS], rival(entries)
+    found = {"workload": name, "batch": str(batch), "precision": precision}
+    took = best(entry)
+    if took is None:
+        return found | {"call, ms": f"failed: {entry['failed']}"}
+    goal = GOALS.get((name, mode), (None,) * len(PRECISIONS))[[*PRECISIONS].index(precision)]
+    large = batch == 128 or WORKLOADS[name].copies > 1
+    found["call, ms"] = milliseconds(took) + " †" * bool(entry.get("complaint"))
+    found["GPU, ms"] = milliseconds(entry.get("busy"))
+    found["goal, ms"] = number(goal) if goal and large else ""
+    case = Case(WORKLOADS[name], batch, mode != MODES[0], precision)
+    bound = floors(case, Chip.of(entry["machine"]["device"]))["bound"]
+    found["of the bound"] = f"{bound / entry.get('busy', took):.0%}"
+    found["launches"] = str(entry.get("launches", ""))
+    found["host, us"] = number(1e6 * entry["host"]) if "host" in entry else ""
+    found["extra MB"] = megabytes(extra_bytes(entry))
+    found["fastest alternative, ms"] = f"{short(fastest[0])} {milliseconds(fastest[1])}" if fastest else ""
+    return found | {"speed-up": speedup(entries)}
 
 
-def tables(rows: Sequence[Row], short: bool = False) -> list[tuple[str, list[list[str]]]]:
-    """Return (title, lines, the first being the head) of rows of one machine; ``short`` fits a terminal.
-
-    A table has one precision and mode; batch 1 is apart where it is not the default.
-    """
-    precisions = list(dict.fromkeys(row["precision"] for row in rows))
-    found = []
-    for precision, single, mode in itertools.product(precisions, (False, True), charts.MODES):
-        title = f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}"
-        wanted = precision, single, mode
-        part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
-        if made := [cells(row) for row in part]:
-            columns = [name for name in max(made, key=len) if not short or name in SHORT]
-            found.append((title, [columns, *[[one.get(name, "") for name in columns] for one in made]]))
-    return found
+def table(calls: Calls, made: Callable[[Call, Mapping[str, Entry]], dict[str, str]], only: Sequence[str] = ()) -> str:
+    """Return calls as a table, whose columns are those that any call has something for, or ``only`` some of them."""
+    lines = [made(call, entries) for call, entries in calls.items()]
+    columns = [name for name in max(lines, key=len) if any(one.get(name) for one in lines)]
+    columns = [name for name in columns if not only or name in only]
+    return as_markdown([columns, *[[one.get(name, "") for name in columns] for one in lines]])
 
 
-def _legend(rows: Sequence[Row]) -> str:
-    return LEGEND + PEAK_LEGEND * any("peak_share" in row for row in rows)
+def about(calls: Calls) -> str:
+    """Return sentences on machine, versions and commits of calls on one machine."""
+    entries = [entry for found in calls.values() for entry in found.values()]
+    ours = [found[OURS] for found in calls.values()]
+    machine = max((one["machine"] for one in entries), key=lambda one: one["date"])
+    said = machine["device"]
+    if "rates" in machine:
+        rates = {name: number(rate / 1e12) for name, rate in machine["rates"].items()}
+        products = ", ".join(f"{name} {rates[name]} TFLOP/s" for name in PRECISIONS)
+        said += f": copies {rates['copy']} TB/s, large products {products}"
+    if loads := sorted(one["load"] for one in ours if "load" in one):
+        said += f", {machine['threads']} threads on {machine['cores']} cores"
+        said += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    if loads:
+        versions += f", backend {machine['backend']}" + (f" ({machine['capability']})" if machine["capability"] else "")
+    dated = sorted((one["machine"] for one in (ours if loads else entries)), key=lambda one: one["date"])
+    commits = Counter(f"{one['commit']}{' (modified)' * one['modified']} of {one['date'][:10]}" for one in dated)
+    unit = "rows" if loads else "entries"
+    return f"{said}. {versions}. Commits: {', '.join(f'{one}: {count} {unit}' for one, count in commits.items())}."
 
 
-def _without_figures(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each way in which an alternative gave no figure, or gave one only after a crash."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for name, entry in row["alternatives"].items():
-            if what := entry.get("failed") or entry.get("note"):
-                what = re.sub("wrong result: [^;]*", "wrong result", what)  # how wrong, the record says
-                found.setdefault(f"{_short(name)}: {what}", []).append(place(row))
-    return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
+def ordered(calls: Calls, kind: str) -> Calls:
+    """Return the calls that we have an entry of, in the order of the registry."""
+    places = {name: at for at, name in enumerate(WORKLOADS)}
+    way = -1 if kind == ON_GPU else 1
+    order = sorted(calls, key=lambda one: (places[one[0]], way * one[1], [*PRECISIONS].index(one[3])))
+    return {call: calls[call] for call in order if OURS in calls[call]}
 
 
-def markdown(rows: Sequence[Row], short: bool = False) -> str:
-    """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
-    lines = [about(rows), "", _legend(rows), ""]
-    for title, made in tables(rows, short):
-        lines += [f"**{title}**", "", as_markdown(made), ""]
-    for title, sentences in (
-        ("Targets missed:", shortfalls(rows)),
-        ("Doubtful:", [f"{place(row)}: {'; '.join(row['doubts'])}" for row in rows if row.get("doubts")]),
-        ("Alternatives without a time, and those marked *:", _without_figures(rows)),
-    ):
-        if sentences:
-            lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
+def on_cpu(calls: Calls, only: Sequence[str] = ()) -> str:
+    """Return calls of one CPU as markdown: a table of each mode, batch 1 apart where it is not the default."""
+    lines = [about(calls), "", LEGENDS["bench"], ""]
+    for single in (False, True):
+        for mode in MODES:
+            part = {one: found for one, found in calls.items()
+                    if (one[1] == 1 and not is_default(one), one[2]) == (single, mode)}  # fmt: skip
+            if part:
+                lines += [f"**{mode.capitalize()}{', batch 1' * single}**", "", table(part, cells, only), ""]
+    sentences: dict[str, list[str]] = {}
+    for call, entries in calls.items():
+        for name in (one for one in ALTERNATIVES if one in entries):
+            entry = entries[name]
+            what = "wrong result" if entry.get("complaint") else entry.get("failed") or entry.get("note")
+            if what:
+                what = what if not what.startswith("wrong result:") else "wrong result" + what[what.rfind(";") :]
+                sentences.setdefault(f"{short(name)}: {what}", []).append(place(call))
+    if sentences:
+        lines += ["Alternatives without a time, and those marked *:", ""]
+        lines += [f"- {what}: {'; '.join(places)}" for what, places in sentences.items()]
     return "\n".join(lines).rstrip()
 
 
-def _date(row: Row) -> str:
-    return row["machine"]["date"]
+def on_gpus(devices: Mapping[str, Calls]) -> str:
+    """Return tables of all GPUs as markdown, the one that was measured last first."""
+    lines = [LEGENDS[ON_GPU], ""]
+    for calls in devices.values():
+        lines += [about(calls), ""]
+        for mode in MODES:
+            if part := {call: entries for call, entries in calls.items() if call[2] == mode}:
+                lines += [f"**{mode.capitalize()}**", "", table(part, cells_on_gpu), ""]
+        late = {call: entries[OURS] for call, entries in calls.items() if entries[OURS].get("complaint")}
+        wrong = ["- {} batch {} {} {}: ".format(*call) + entry["complaint"] for call, entry in late.items()]
+        if wrong:
+            lines += ["† beyond the limit for rounding errors:", "", *wrong, ""]
+    return "\n".join(lines).rstrip()
 
 
-def _dates(rows: Iterable[Row]) -> str:
-    """Return the day on which rows were measured, or the first and the last."""
-    days = sorted({_date(row)[:10] for row in rows})
+# ---- sentences -------------------------------------------------------------------------------------------------------
+
+
+def dates(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Return the day on which entries were measured, or the first and the last."""
+    days = sorted({one["machine"]["date"][:10] for one in entries})
     return " to ".join(dict.fromkeys((days[0], days[-1])))
 
 
-def _by_device(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each machine, the machine measured last first."""
-    found = [[*some] for _, some in itertools.groupby(rows, lambda row: row["machine"]["device"])]  # they are sorted
-    return sorted(found, key=lambda some: max(map(_date, some)), reverse=True)
-
-
-def html(rows: Sequence[Row]) -> str:
-    """Return one page with the charts and tables of every machine, for a browser or a phone."""
-    parts = []
-    for some in _by_device(rows):
-        timed = [row for row in some if "fastcaps" in row]
-        parts += [f"<h1>{escape(some[0]['machine']['device'])}</h1><p>{escape(about(some))}</p>"]
-        drawn = charts.picture(timed)
-        parts += [f"<p>{escape(_legend(some))}</p>", f"<div>{drawn[drawn.index('<svg') :]}</div>"]
-        for title, (head, *lines) in tables(some):
-            cut = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in (head, *lines)]
-            parts.append(f"<h2>{title}</h2><div><table>{''.join(cut)}</table></div>")
-    return (
-        '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        ":root{color-scheme:light dark} body{font:16px/1.5 system-ui,sans-serif;margin:1rem}"
-        "svg{max-width:100%;min-width:50rem;height:auto} div{overflow-x:auto}"
-        "table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
-        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8886} tr:first-child{font-weight:bold}"
-        f"</style>{''.join(parts)}</html>\n"
-    )
-
-
-def _chosen(rows: Sequence[Row]) -> str:
-    """Return a table of the layers in the picture at their default batches, both modes."""
-    by_name = charts.by_layer(row for row in rows if row["default"] and "fastcaps" in row)
-    lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_EXTRA]]
-    for name in charts.CHOSEN:
-        both = by_name.get(name, {})
-        line = [f"`{name}` ({WORKLOADS[name].batch})"]
-        for row in map(both.get, charts.MODES):
-            line += [number(row["fastcaps"]["median"] * 1e3), _speedup(row)] if row else ["", ""]
-        step = both.get("training step", {})
-        lines.append([*line, *(_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))])
-    return as_markdown(lines)
-
-
-def behind(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows in which an alternative is faster, also after rounding (below 0.995), the worst first."""
-    return sorted((row for row in rows if (row.get("speedup") or 1.0) < 0.995), key=lambda row: row["speedup"])
-
-
-def summary(rows: Sequence[Row]) -> str:
+def summary(calls: Calls) -> str:
     """Return what docs/performance.md opens with: where an alternative is faster, and a table."""
-    slower = [f"- `{row['workload']}` batch {row['batch']}, {row['mode']}: {_speedup(row)} of {_short(row['fastest'])}"
-              for row in behind(rows)]  # fmt: skip
-    equal = sum(0.995 <= (row.get("speedup") or 0.0) < 1.005 for row in rows)
-    said = f"Rows marked ~ ({sum('~' in _speedup(row) for row in rows)}) are doubtful. "
-    said += f"An alternative is faster in {len(slower)} of {len(rows)} rows"
+    slower = [f"- `{call[0]}` batch {call[1]}, {call[2]}: {speedup(calls[call])} of {short(rival(calls[call])[0])}"
+              for call in behind(calls)]  # fmt: skip
+    equal = sum(0.995 <= (ratio(entries) or 0.0) < 1.005 for entries in calls.values())
+    doubtful = sum("~" in speedup(entries) for entries in calls.values())
+    said = f"Rows marked ~ ({doubtful}) are doubtful. An alternative is faster in {len(slower)} of {len(calls)} rows"
     said += f" (and equally fast in {equal})" * bool(equal) + (":" if slower else ".")
-    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows), about(rows)])
+    extra = ("extra memory of a step, MB", "with stored votes, MB")
+    lines = [["layer (batch)", *[name for mode in MODES for name in (f"{mode}, ms", "speed-up")], *extra]]
+    for name in charts.CHOSEN:
+        both = [calls.get((name, WORKLOADS[name].batch, mode, "fp32"), {}) for mode in MODES]
+        times = [cell for one in both for cell in (milliseconds(best(one.get(OURS))), speedup(one) if one else "")]
+        memory = [megabytes(extra_bytes(both[1].get(how))) for how in (OURS, STORED)]
+        lines.append([f"`{name}` ({WORKLOADS[name].batch})", *times, *memory])
+    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), as_markdown(lines), about(calls)])
 
 
-def first(rows: Sequence[Row]) -> str:
+def first(calls: Calls) -> str:
     """Return the sentences below the README's picture."""
-    machine = max(rows, key=_date)["machine"]
+    ours = [entries[OURS] for entries in calls.values()]
+    machine = max((one["machine"] for one in ours), key=lambda one: one["date"])
+    most = max(sum(best(entries.get(name)) is not None for name in ALTERNATIVES) for entries in calls.values())
     return (
-        f"*{machine['device']}, {machine['threads']} threads, float32, {_dates(rows)}: layers of the papers "
+        f"*{machine['device']}, {machine['threads']} threads, float32, {dates(ours)}: layers of the papers "
         "(inverted attention: one iteration after the first) against the fastest of up to "
-        f"{max(len(row['alternatives']) for row in rows)} PyTorch alternatives, compiled ones included. In "
-        f"{len(behind(rows))} of {len(rows)} rows of the whole table an alternative is faster "
+        f"{most} PyTorch alternatives, compiled ones included. In "
+        f"{len(behind(calls))} of {len(calls)} rows of the whole table an alternative is faster "
         "([all rows](docs/performance.md)). ~: doubtful, as the machine was busy. Extra memory is what a training step "
         "needs beside its inputs and results, compared with stored votes.*"
     )
 
 
-def start(rows: Sequence[Row]) -> str:
+def start(calls: Calls) -> str:
     """Return the figures of the documentation's first page: what two layers gain in a training step."""
     layers = {"tsai-c10-conv1": "A capsule convolution for CIFAR-10 (Tsai et al.), one iteration",
               "sabour-mnist": "The class capsules of Sabour et al.'s network for MNIST"}  # fmt: skip
     lines = []
-    for step in (row for row in rows if row["default"] and row["mode"] == charts.MODES[1] and "fastcaps" in row):
-        if step["workload"] not in layers:
-            continue
-        own, stored = (_megabytes(charts.own_bytes(step, way)) for way in (OURS, STORED))
+    for name, layer in layers.items():
+        entries = calls[name, WORKLOADS[name].batch, MODES[1], "fp32"]
+        own, stored = (megabytes(extra_bytes(entries.get(how))) for how in (OURS, STORED))
         lines.append(
-            f"- {layers[step['workload']]}: a training step is **{_speedup(step)}** as fast as the fastest of several "
+            f"- {layer}: a training step is **{speedup(entries)}** as fast as the fastest of several "
             f"PyTorch alternatives, and needs **{own} MB** of extra memory where stored votes need {stored} MB."
         )
-    machine = max(rows, key=_date)["machine"]
+    ours = [entries[OURS] for entries in calls.values()]
+    machine = ours[0]["machine"]
     key = " ~: doubtful ([why](performance.md#alternatives))." * any("**~" in line for line in lines)
-    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {_dates(rows)}.{key}*"])
+    return "\n".join([*lines, "", f"*{machine['device']}, {machine['threads']} threads, {dates(ours)}.{key}*"])
 
 
-def public(rows: Sequence[Row], full: bool = True) -> str:
+def sentence(devices: Mapping[str, Calls]) -> str:
+    """Return what README says: of the GPU measured last whose float32 rows have alternatives, a clause a layer."""
+    for device, calls in devices.items():
+        compared = {call: entries for call, entries in calls.items() if call[3] == "fp32" and ratio(entries)}
+        said: dict[str, list[str]] = {}
+        for call in sorted(compared, key=lambda one: (*one[:2], MODES.index(one[2]))):
+            entries, (how, _) = compared[call], rival(compared[call])
+            own, other = (megabytes(extra_bytes(entries[name])) for name in (OURS, how))
+            said.setdefault(f"`{call[0]}` (batch {call[1]})", []).append(
+                f"{call[2]} {milliseconds(best(entries[OURS]))} ms (**{speedup(entries)}**) and {own} MB of extra "
+                f"memory (the alternative: {other})"
+            )
+        if said:
+            clauses = "; ".join(f"{layer}: {', '.join(parts)}" for layer, parts in said.items())
+            most = max(sum(name in entries for name in ALTERNATIVES) for entries in compared.values())
+            return (
+                f"*{device}, float32, {dates(entries[OURS] for entries in compared.values())}, against the fastest of "
+                f"up to {most} PyTorch alternatives, compiled ones included: {clauses}.*"
+            )
+    return "*No alternative was measured on a GPU.*"
+
+
+def public(rows: Sequence[dict[str, Any]], full: bool = True) -> str:
     """Return a table of public programs, published and with our layers; without ``full`` of layers alone, in short."""
     lines = [["program", "layer, or network (batch)" if full else "layer (batch)", "step, ms: theirs → ours",
               "peak memory, MB: theirs → ours", "largest difference", "theirs under torch.compile, ms"]]  # fmt: skip
@@ -258,13 +292,13 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
             theirs, ours = (factor * way(name) for name in ("theirs", "ours"))
             line.append(f"{number(theirs)} → {number(ours)} (**{number(theirs / ours)}×**)")
         compiled = row.get("compiled", {})
-        other = number(compiled["median"] * 1e3) if "median" in compiled else compiled.get("failed", "")
+        other = milliseconds(compiled["median"]) if "median" in compiled else compiled.get("failed", "")
         lines.append([*line, f"{row['equal']['float64']:.0e}", other])
     machine, loads = rows[0]["machine"], sorted(row["load"] for row in rows)
     text = (
         "A training step (forward and backward) of layers as published → with ours. Peak memory includes gradients. "
         f"Largest difference: of results and gradients, in float64. {machine['device']}, "
-        f"{machine['threads']} threads, {_dates(rows)}."
+        f"{machine['threads']} threads, {dates(rows)}."
     )
     text += full * (
         f" torch {machine['versions']['torch']}, float32, commit {machine['commit']}"
@@ -276,36 +310,47 @@ def public(rows: Sequence[Row], full: bool = True) -> str:
     return f"{text}\n\n{as_markdown(lines)}"
 
 
-def write(
-    rows: Sequence[Row], programs: Sequence[Row], gpu: Sequence[Row], root: Path = record.ROOT
-) -> list[Path]:  # fmt: skip
-    """Put the figures and the pictures of all rows, of the newest record of public programs and of GPUs into README and
-    docs; return the files that were written."""
-    passes = {name for name, work in WORKLOADS.items() if isinstance(work.routing, AttentionPass)}
-    on_cpu = [row for row in rows if row["batch"] in WORKLOADS[row["workload"]].batches]
-    # a page shows one machine: that of the most rows, of two as many the one that was measured last
-    on_cpu = max(_by_device(on_cpu), key=lambda part: (len(part), max(map(_date, part))), default=[])
-    newest = max(map(_date, programs), default="")
-    programs = [row for row in programs if _date(row) == newest]
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def newest(devices: Mapping[str, Calls], kind: str) -> dict[str, Calls]:
+    """Return the calls of each device, ordered, the device that was measured last first."""
+    last = {name: max(one["machine"]["date"] for entries in calls.values() for one in entries.values())
+            for name, calls in devices.items()}  # fmt: skip
+    return {name: ordered(devices[name], kind) for name in sorted(last, key=lambda name: last[name], reverse=True)}
+
+
+def write(places: Sequence[Path], root: Path = record.ROOT) -> list[Path]:
+    """Put the figures and pictures of all records into README and docs; return the files that were written.
+
+    A page shows one CPU: that of the most rows, of two with as many the one that was measured last."""
+    cpus, gpus = (newest(record.merge(record.load(*places, kind=kind)), kind) for kind in ("bench", ON_GPU))
+    calls = max(cpus.values(), key=len, default={})
+    calls = {call: entries for call, entries in calls.items() if call[1] in WORKLOADS[call[0]].batches}
+    programs = record.load(*places, kind="public")
+    programs = [row for row in programs if row["machine"]["date"] == max(one["machine"]["date"] for one in programs)]
+    passes = {call: found for call, found in calls.items()
+              if isinstance(WORKLOADS[call[0]].routing, AttentionPass)}  # fmt: skip
+    others = {call: found for call, found in calls.items() if call not in passes}
     wanted: dict[Path, str] = {}
     for path, name, part, make in (
-        ("README.md", "figures", on_cpu, first),
+        ("README.md", "figures", calls, first),
         ("README.md", "public", programs, partial(public, full=False)),
         ("docs/relation.md", "public", programs, public),
-        ("docs/index.md", "start", on_cpu, start),
-        ("docs/performance.md", "summary", on_cpu, summary),
-        ("docs/performance/attention.md", "attention", [r for r in on_cpu if r["workload"] in passes], markdown),
-        ("docs/performance/routings.md", "routings", [r for r in on_cpu if r["workload"] not in passes], markdown),
-        ("README.md", "device", gpu, gpu_report.sentence),
-        ("docs/performance/gpu.md", "device", gpu, gpu_report.markdown),
+        ("docs/index.md", "start", calls, start),
+        ("docs/performance.md", "summary", calls, summary),
+        ("docs/performance/attention.md", "attention", passes, on_cpu),
+        ("docs/performance/routings.md", "routings", others, on_cpu),
+        ("README.md", "device", gpus, sentence),
+        ("docs/performance/gpu.md", "device", gpus, on_gpus),
     ):
         if part:
             page = root / path
             wanted[page] = into(wanted.get(page) or page.read_text(), make(part), name)
-    if on_cpu:
-        wanted[root / "docs/performance/speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
-        wanted[root / "docs/performance/first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup"])
-        wanted[root / "docs/performance/memory.svg"] = charts.picture(on_cpu, charts.FIRST, ["memory"])
+    if calls:
+        for file, names, panel in (("speedup", charts.CHOSEN, "speed-up"), ("first", charts.FIRST, "speed-up"),
+                                   ("memory", charts.FIRST, "memory")):  # fmt: skip
+            wanted[root / f"docs/performance/{file}.svg"] = charts.picture(calls, names, panel)
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)
@@ -313,28 +358,18 @@ def write(
 
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tables and pages from benchmark records.")
-    parser.add_argument("files", nargs="*", type=Path, default=[record.RESULTS], help="JSON files, folders")
+    parser.add_argument("folders", nargs="*", type=Path, default=[record.RESULTS], help="folders of records")
     parser.add_argument("--write", action="store_true", help="write the figures of README and docs")
-    parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
     given = parser.parse_args(None if arguments is None else list(arguments))
     try:
-        named = [file for file in given.files if not file.name.startswith(f"{gpu_report.KIND}-")]  # or a folder
-        rows, gpu = record.merge(record.load(*named)), record.load(*given.files, kind=gpu_report.KIND)
-        gpu = [row for row in gpu if "how" in row]
-        if not rows and not gpu:
-            raise ValueError("no results to report")
         if given.write:
-            programs = record.load(*given.files, kind="public")
-            written = write(rows, programs, gpu)
-            print("\n".join(f"written: {path}" for path in written))
-        if given.html is not None:
-            given.html.write_text(html(rows), encoding="utf-8")
-            print(f"written: {given.html}")
-        if not given.write and given.html is None:
-            print(*map(markdown, _by_device(rows)), *[gpu_report.markdown(gpu)] * bool(gpu), sep="\n")
+            print("\n".join(f"written: {path}" for path in write(given.folders)))
+            return 0
+        cpus, gpus = (newest(record.merge(record.load(*given.folders, kind=kind)), kind) for kind in ("bench", ON_GPU))
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
+    print(*map(on_cpu, cpus.values()), *[on_gpus(gpus)] * bool(gpus), sep="\n")
     return 0
 
 

@@ -32,10 +32,6 @@ class AttentionPass(Routing):
     subject: ClassVar[str] = "attention"
 
     makes_votes = property(lambda self: not self.uniform)
-    # Agreement with the parent, and the share of the sum; a uniform pass is one convolution, which its sum is part of.
-    # LayerNorm is not counted. Three times the forward pass, which a training step counts, is exact with parents: the
-    # backward takes 2 each for <dS, V> and dQ, 4 for dV, and 2 D each for dP and dW.
-    first = property(lambda self: 0 if self.uniform else 4)
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
@@ -76,8 +72,6 @@ class DynamicRouting(Routing):
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
     subject: ClassVar[str] = "attention"
-    first: ClassVar[int] = 1  # a sum of votes
-    more: ClassVar[int] = 4  # agreement and weighted sum
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
@@ -102,7 +96,6 @@ class InterestRouting(DynamicRouting):
     """Dynamic routing of poses themselves, without matrices, from random logits (Li et al. 2019, MIND)."""
 
     makes_votes: ClassVar[bool] = False
-    first: ClassVar[int] = 2  # a weighted sum
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children from N(0, 1), and the logits of each child and parent."""
@@ -133,8 +126,6 @@ class EMRouting(Routing):
     results: ClassVar[tuple[str, ...]] = ("poses", "activations")
     fixed: ClassVar[tuple[str, ...]] = ("bias",)
     subject: ClassVar[str] = "gaussian"
-    first: ClassVar[int] = 6  # weighted sum 2, difference from the mean 1, weighted sum of squares 3
-    more: ClassVar[int] = 8  # 2 besides for the distance, whose squares the iteration before has
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses from N(0, 1), weights that keep that scale, activations between 0 and 1, betas near 1."""
@@ -180,8 +171,6 @@ class HeinsenRouting(Routing):
     function: ClassVar[Callable[..., Any]] = functional.heinsen_routing
     results: ClassVar[tuple[str, ...]] = ("poses", "scores", "variances")
     subject: ClassVar[str] = "gaussian"
-    first: ClassVar[int] = EMRouting.first  # evidence sums are not counted
-    more: ClassVar[int] = EMRouting.more
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses and scores from N(0, 1), weights that keep that scale, and betas that keep the sum over all
@@ -227,8 +216,6 @@ class RoutingPool(Routing):
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
     makes_votes: ClassVar[bool] = False
-    first: ClassVar[int] = 8  # a key of length 1 takes 3, the average 1, agreement and weighted sum at the end 4
-    more: ClassVar[int] = 4  # agreement and weighted sum
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""

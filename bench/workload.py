@@ -1,4 +1,4 @@
-"""What a workload is: the sizes of one layer, the kind of its routing, its inputs and cost; and a row of it."""
+"""What a workload is: the sizes of one layer, the kind of its routing and its inputs; and a row of the benchmark."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ class Routing(ABC):
     subject: ClassVar[str]  # the op, by its stem
     makes_votes: bool = True  # matrices make them; else they are the poses, or one matmul makes their sum
     iterations: int = 1
-    # useful operations for each number of a vote, a multiplication or an addition each, softmax and recomputation not
-    # counted: of the first iteration, and of each other
-    first: int = 0
-    more: int = 0
 
     @abstractmethod
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
@@ -39,11 +35,6 @@ class Routing(ABC):
     def settings(self, work: Workload) -> dict[str, Any]:
         """Return the other arguments of the public function."""
         return {"iterations": self.iterations, "window": work.window}
-
-    def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
-        """Return a cotangent of each result, by name and in order; those of one number a parent are named here."""
-        pose, numbers = (work.rows, work.columns_out), {"activations", "scores"}
-        return {name: draw.parents(*(() if name in numbers else pose)) for name in self.results}
 
     def ours(self, work: Workload) -> Implementation:
         """Return the package's own routing."""
@@ -72,10 +63,7 @@ class Routing(ABC):
 
 @dataclass(frozen=True)
 class Workload:
-    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``.
-
-    ``children`` counts those that one position sees, ``matrices`` the groups G of children that share their matrices.
-    """
+    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``."""
 
     name: str  # as in the tables
     source: str  # where the layer is published
@@ -90,18 +78,16 @@ class Workload:
     kernel_size: int = 1
     stride: int = 1
     groups: int | None = None  # G; None: every child of a position has its own matrices; 0: votes are the poses
-    # The children are so many copies of the first ones: the float64 result of a layer that is too large for it is found
-    # from one copy, each child of which counts as often as it is copied.
+    # The children are this many copies of the first ones: the float64 result of a layer that is too large for it is
+    # found from one copy, each child of which counts as often as it is copied.
     copies: int = 1
-    # At larger batches only so many samples have a cotangent and are held to the float64 result; None for all.
-    checked: int | None = None
 
     batch = property(lambda self: self.batches[0])  # the default batch
     window = property(lambda self: None if self.grid is None else Window(self.kernel_size, self.stride))
     # (Ho, Wo), or () for a set
     output_grid = property(lambda self: tuple((n - self.kernel_size) // self.stride + 1 for n in self.grid or ()))
     positions = property(lambda self: prod(self.output_grid))  # L
-    children = property(lambda self: self.kernel_size**2 * self.types)  # I
+    children = property(lambda self: self.kernel_size**2 * self.types)  # I: those that one position sees
     matrices = property(lambda self: self.children if self.groups is None else self.groups)  # G
     pose = property(lambda self: self.rows * self.columns_out)  # C * E
 
@@ -109,38 +95,17 @@ class Workload:
         """Count the votes B * L * I * M, each of C * E numbers."""
         return batch * self.positions * self.children * self.parents
 
-    def votes_bytes(self, batch: int, itemsize: int = 4) -> int:
-        """Bytes that storing every vote would take; the passes of this package never do."""
-        return self.votes(batch) * self.pose * itemsize
-
-    def outweighs(self, batch: int) -> bool:
-        """Return whether the votes take ten times the bytes of inputs and parameters, or more."""
-        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)  # and their gates
-        parents = batch * self.positions * self.parents * self.pose
-        given = children + parents + self.matrices * self.parents * self.columns_in * self.columns_out
-        return self.votes_bytes(batch) >= 10 * 4 * given
-
-    def operations(self, batch: int, training: bool = False) -> int:
-        """Count useful operations, not recomputation: a vote ``2 C D E``, once, and what its routing does with it; a
-        training step counts three times the forward pass."""
-        routing, made = self.routing, 0 if self.groups == 0 else 2 * self.columns_in
-        each = made + routing.first + (routing.iterations - 1) * routing.more
-        return self.votes(batch) * self.pose * each * (3 if training else 1)
-
-    def samples_checked(self, batch: int) -> Sequence[int] | None:
-        """Return the samples that are held to the float64 result, spread over the batch; None for all of them."""
-        if self.checked is None or batch <= self.checked:
-            return None
-        return sorted({round(k * (batch - 1) / max(1, self.checked - 1)) for k in range(self.checked)})
+    def votes_bytes(self, batch: int) -> int:
+        """Bytes that storing every vote in float32 would take; the passes of this package never do."""
+        return self.votes(batch) * self.pose * 4
 
     def inputs(self, batch: int, device: torch.device | str = "cpu") -> Inputs:
-        """Make the inputs of one call, in float32: the same numbers in every process on a kind of device."""
+        """Make the inputs of one call, in float32: the same numbers in every process on a kind of device. The
+        cotangents are those of results, in order; activations and scores are one number a parent."""
         draw = Draw(self, batch, device)
-        arguments, grads = self.routing.arguments(self, draw), self.routing.grads(self, draw)
-        if (samples := self.samples_checked(batch)) is not None:
-            for grad in grads.values():
-                grad[[k for k in range(batch) if k not in samples]] = 0
-        return Inputs(arguments, grads, self.routing.fixed)
+        arguments, numbers = self.routing.arguments(self, draw), {"activations", "scores"}
+        poses = {name: () if name in numbers else (self.rows, self.columns_out) for name in self.routing.results}
+        return Inputs(arguments, {name: draw.parents(*pose) for name, pose in poses.items()}, self.routing.fixed)
 
 
 @dataclass(frozen=True)
@@ -215,6 +180,18 @@ class Inputs:
     def samples(self, part: slice | Sequence[int]) -> Inputs:
         """Return the samples ``part`` of the batch; what has no batch stays whole."""
         return self.each(lambda name, tensor: tensor[part] if is_batched(name) else tensor)
+
+    def first_and_last(self, batch: int) -> Inputs:
+        """Return ``batch`` samples: the first ones, but the last sample stays the last."""
+
+        def shorter(name: str, tensor: Tensor) -> Tensor:
+            if not is_batched(name) or tensor.shape[0] == batch:
+                return tensor.detach()
+            some = tensor[:batch].detach().clone()
+            some[-1] = tensor[-1]
+            return some
+
+        return self.each(shorter)
 
 
 class Draw:

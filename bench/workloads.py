@@ -6,12 +6,12 @@ name the same layer by the same name, so a figure can be followed from a table t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, InterestRouting, RoutingPool
 from bench.workload import Case, Workload
-from fastcaps.checks import did_you_mean
 
 _TSAI, _HEINSEN, _CAPNET = "Tsai et al. 2020, Table", "Heinsen 2019", "Li et al. 2018, Table 1"
 _MATRIX_4, _MATRIX_6, _MATRIX_8, _VECTOR, _WIDE = (4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 64, 64)
@@ -46,21 +46,14 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("heinsen-sst-2", f"{_HEINSEN}, Fig. 5", (1024,), 64, 5, (1, 2, 2), _HEINSENS, {}),
     ("zhao-pool", "Zhao & Huang 2019, Table 2", (128,), 256, 1, (1, 16, 16), RoutingPool(), {"groups": 0}),
     ("interests", "Li et al. 2019 (MIND)", (256,), 50, 4, _WIDE, InterestRouting(), {"groups": 0}),
-    ("li-capnet-dynamic", f"{_CAPNET} (a)", (2, 128), 2048, 512, _VECTOR, _DYNAMIC, {"groups": 32, "checked": 2}),
-    ("li-capnet-em", f"{_CAPNET} (b)", (2,), 2048, 512, _VECTOR, _EM, {"groups": 32, "checked": 2}),
+    ("li-capnet-dynamic", f"{_CAPNET} (a)", (2, 128), 2048, 512, _VECTOR, _DYNAMIC, {"groups": 32}),
+    ("li-capnet-em", f"{_CAPNET} (b)", (2,), 2048, 512, _VECTOR, _EM, {"groups": 32}),
     ("vocabulary", f"{_HEINSEN}, §6", (1,), 1024, 30_000, (1, 16, 16), _HEINSENS, _COPIED),
     ("million", f"{_HEINSEN}, §1.2", (1,), 1_000_000, 64, (1, 16, 16), _HEINSENS, _COPIED | {"copies": 500}),
 )  # fmt: skip
 WORKLOADS: dict[str, Workload] = {
     row[0]: Workload(*row, *pose, routing, **options) for *row, pose, routing, options in _ROWS
 }
-
-_KINDS = {"attention": AttentionPass(), "uniform": AttentionPass(uniform=True), "dynamic": _DYNAMIC, "em": _EM}
-TINY: dict[str, Workload] = {
-    f"tiny-{name}": Workload(f"tiny-{name}", "the cost of a call itself", (1,), 8, 4, *_MATRIX_4, routing)
-    for name, routing in (*_KINDS.items(), ("heinsen", _HEINSENS))
-}
-"""Children [1, 8, 4, 4], weight [8, 4, 4, 4]: what two commits are compared by, beside the workloads."""
 
 QUICK = {"tsai-c10-conv1": 1, "sabour-mnist": 2, "hinton-fc": 2, "zhao-pool": 8}
 """What a quick run measures, and its batch: each op, a grid and sets. It shows that results are right and that the
@@ -69,14 +62,15 @@ benchmark runs; its calls are too few to judge times by."""
 
 def find(name: str) -> Workload:
     """Return the workload ``name``; raise ValueError with the names there are if it is unknown."""
-    found = WORKLOADS.get(name) or TINY.get(name)
-    if found is None:
-        raise ValueError(f"unknown workload {name!r}{did_you_mean(name, WORKLOADS)}; there are: {', '.join(WORKLOADS)}")
-    return found
+    if name not in WORKLOADS:
+        close = difflib.get_close_matches(name, WORKLOADS, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"unknown workload {name!r}{hint}; there are: {', '.join(WORKLOADS)}")
+    return WORKLOADS[name]
 
 
-def cases(names: Sequence[str], quick: bool, batches: Sequence[int] = ()) -> list[Case]:
+def cases(names: Sequence[str], quick: bool) -> list[Case]:
     """Return the rows of some workloads, or, where none are named, of the quick ones or of all."""
-    works, modes = [find(name) for name in names or (QUICK if quick else WORKLOADS)], (False, True)
+    works = [find(name) for name in names or (QUICK if quick else WORKLOADS)]
     usual = {one.name: (QUICK.get(one.name, 1),) if quick else one.batches for one in works}
-    return [Case(one, batch, mode) for one in works for batch in batches or usual[one.name] for mode in modes]
+    return [Case(one, batch, mode) for one in works for batch in usual[one.name] for mode in (False, True)]

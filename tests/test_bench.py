@@ -1,280 +1,152 @@
-"""The benchmark's published figures: what is counted, which results are refused, ratios, records, README and docs."""
+"""The benchmark: rows that run, results that are refused, processes that die, and figures that follow from records."""
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from bench import goals, gpu_report, record, report
-from bench.alternatives import BLOCKED, OURS, STORED, build, runner
-from bench.gate import SAME, Gate
-from bench.process import WorkerError
+from bench import gpu, probe, record, report
+from bench.alternatives import OURS, STORED, build
+from bench.floors import Chip, floors
+from bench.process import Remote, WorkerError
 from bench.record import ROOT
-from bench.routings import AttentionPass
-from bench.session import LeftOut, Session
-from bench.timing import MULTIPLY_ADDS, doubts
-from bench.workload import Case, Workload
+from bench.run import Run
+from bench.timing import QUICK
+from bench.workload import Case
 from bench.workloads import WORKLOADS, find
 
-CONV1 = find("tsai-c10-conv1")
-COMPILED = f"{STORED}-compiled"
-TOOK = {OURS: 0.005, STORED: 0.3, COMPILED: 0.15, BLOCKED: 0.2, "sgemm": 0.05, "peak": 0.005}
-MACHINE = {
-    "device": "Test Processor",
-    "cores": 2,
-    "capability": "avx512",
-    "date": "2026-01-02T03:04:05+00:00",
-    "commit": "abc",
-    "modified": False,
-}
-
-
-class _Served:
-    """Replaces a process: answers at once. What ``seconds`` do not name fails."""
-
-    seconds: ClassVar[dict[str, float]] = {}  # of a call, by the names of contenders
-    wrong: ClassVar[str] = ""  # the contender whose result is
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._asked: tuple[Any, ...] = ()
-
-    def begin(self, *asked: Any) -> None:
-        self._asked = asked
-
-    def finish(self, seconds: float) -> Any:
-        return self.call(seconds, *self._asked)
-
-    def call(self, seconds: float, method: str, *arguments: Any) -> Any:
-        if method == "check":
-            self._name = arguments[1]
-            complaint = "parents errs by 1" if self._name == self.wrong and len(arguments) == 2 else ""
-            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": 0.1}
-        if method == "memory":
-            total = {OURS: 2_500_000, STORED: 700_000_000}[arguments[1]]
-            return {"peak": total, "results": 1_500_000, "beyond": total - 1_500_000, "total": 10 * total}
-        name = method.removeprefix("time_") if method.startswith("time_") else self._name
-        if name not in self.seconds:
-            raise WorkerError("out of memory")
-        median = self.seconds[name]
-        return [median] * arguments[-2]
-
-    def close(self) -> None:
-        pass
-
-
-def _session(
-    folder: Path, patch: pytest.MonkeyPatch, took: dict[str, float], wrong: str = "", **changes: Any
-) -> Session:
-    patch.setattr("bench.session.Remote", _Served)
-    patch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
-    patch.setattr(_Served, "seconds", took)
-    patch.setattr(_Served, "wrong", wrong)
-    made = Session(folder, **changes)
-    made.machine |= MACHINE
-    return made
-
-
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """Return a session on a CPU that has run a layer forward; a compiled alternative of it needed a second chance."""
-    made = _session(tmp_path, monkeypatch, TOOK, COMPILED, threads=2)
-    made.run(Case(CONV1, 8, False))
-    return made
-
-
-@pytest.fixture
-def row(session: Session) -> dict[str, Any]:
-    """Return that session's row."""
-    return session.rows[0]
-
-
-def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
-    session: Session, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (row["fastest"], row["speedup"]) == (COMPILED, pytest.approx(30.0)) and row["complete"]
-    assert row["gflops"] == pytest.approx(CONV1.operations(8) / 0.005 / 1e9)
-    assert row["peak_gflops"] == pytest.approx(2 * MULTIPLY_ADDS / 0.005 / 1e9)
-    assert row["peak_share"] == pytest.approx(row["gflops"] / row["peak_gflops"])
-    assert row["alternatives"]["einsum-compiled"] == {"failed": "out of memory"}
-    assert row["alternatives"][COMPILED]["note"].startswith("wrong result: parents errs by 1; run again")
-    assert session.samples.keys() == {OURS, COMPILED, BLOCKED}
-    assert session.run(Case(CONV1, 8, False)) is row  # measured once
-    monkeypatch.setattr(_Served, "wrong", OURS)
-    refused = session.run(Case(CONV1, 8, True))
-    assert refused["refused"] == "parents errs by 1" and not session.samples
-    monkeypatch.setattr(_Served, "wrong", STORED)
-    session.machine["capability"] = None  # no native code, and votes that no matmul makes
-    pool = session.run(Case(find("zhao-pool"), 1, False))
-    assert "peak_share" not in pool and pool["alternatives"][STORED] == {"failed": "wrong result: parents errs by 1"}
-    assert session.file is not None
-    written = record.load(session.file)
-    assert [("refused" in one, "fastcaps" in one) for one in written] == [(False, True), (True, False), (False, True)]
-    assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
-    assert "refused: parents errs by 1" in report.markdown(session.rows)
-    folder = session.file.parent
-    planted = session.file.with_suffix(".part")
-    planted.symlink_to(folder / "victim")
-    assert record.write(folder, session.rows) == session.file and [*folder.iterdir()] == [session.file]
-    monkeypatch.setattr(record, "describe", lambda threads: MACHINE | {"threads": threads})
-    wanted = {Case(CONV1, 8, False).key, Case(find("zhao-pool"), 1, False).key}
-    assert record.finished(folder, 2, quick=False, complete=True) == wanted
-    assert not record.finished(folder, 1, quick=False, complete=True) and not record.finished(folder, 2, True, False)
-
-
-def test_the_budget_of_seconds_is_kept_and_what_was_measured_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row that is not finished in time has no figures, so that no alternative counts as failed for lack of time."""
-    now, answer = [0.0], _Served.call
-
-    def slow(self: _Served, seconds: float, method: str, *arguments: Any) -> Any:
-        now[0] += min(seconds, 1.0)
-        if seconds < 1:
-            raise WorkerError(f"no answer in {seconds:.0f} s")
-        return answer(self, seconds, method, *arguments)
-
-    monkeypatch.setattr("bench.session.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(_Served, "call", slow)
-    session = _session(tmp_path, monkeypatch, TOOK, threads=2, quick=True)
-    session.run(Case(CONV1, 8, False))
-    took = now[0]
-    for seconds in (1.5 * took, took + 0.5, took - 0.5, 0.5):
-        now[0] = 0.0
-        folder = tmp_path / f"{seconds}"
-        session = _session(folder, monkeypatch, TOOK, threads=2, quick=True, seconds=seconds)
-        finished = int(seconds // took)
-        with pytest.raises(LeftOut, match="the time is used up"):
-            for training in (False, True):
-                session.run(Case(CONV1, 8, training))
-        assert now[0] <= seconds and len(session.rows) == finished
-        assert session.file is None if not finished else len(record.load(session.file)) == 1
-
-
-def test_votes_and_operations_are_those_worked_out_by_hand_and_recorded() -> None:
-    conv1 = find("tsai-c10-conv1")
-    assert (conv1.output_grid, conv1.positions, conv1.children) == ((7, 7), 49, 288)
-    votes = 8 * 49 * 288 * 32
-    assert conv1.votes(8) == votes == 3_612_672
-    # a vote: 4 x 4 x 4 multiply-adds; agreement and weighted sum: 4 x 4 each
-    assert conv1.operations(8) == votes * 2 * (64 + 2 * 16)
-    # 64 images, 7 x 7 positions, 4 rows: each an inner product of 9 * 32 * 4 numbers for 32 * 4 outputs
-    assert find("barham").operations(64) == 2 * (64 * 49 * 4) * (9 * 32 * 4) * (32 * 4)
-    for row in record.load(record.RESULTS):
-        work, training = find(row["workload"]), row["mode"] != "forward"
-        found = work.operations(row["batch"], training), work.votes_bytes(row["batch"])
-        assert found == (row["operations"], row["votes_bytes"]), row["workload"]
-
-
-def test_the_gate_passes_what_is_right_and_refuses_what_is_not() -> None:
-    workload = Workload("tiny", "-", (2,), 3, 5, 2, 3, 4, AttentionPass(), grid=(7, 6), kernel_size=3, stride=2)
-    gate, rounded = (Gate(workload, workload.inputs(2), tf32=tf32) for tf32 in (False, True))
-    right, forward = (runner(build(OURS, workload), workload.inputs(2), training)() for training in (True, False))
-    assert not gate.judge(right).complaints and not gate.judge(forward).complaints
-    for key in right:
-        wrong = {name: tensor.clone() for name, tensor in right.items()}
-        largest = wrong[key].abs() == wrong[key].abs().max()
-        wrong[key][largest] *= 1.001
-        assert [complaint.split()[0] for complaint in gate.judge(wrong).complaints] == [key]
-        assert gate.judge(wrong, SAME).complaints
-        wrong[key][largest] = math.nan
-        assert "not finite" in gate.judge(wrong).complaints[0]
-    assert "wanted torch.float32 [2," in gate.judge({"parents": right["parents"][:1]}).complaints[0]
-    assert gate.judge({name: tensor for name, tensor in right.items() if name != "dweight"}).complaints
-    coarse = {"parents": right["parents"] * (1 + 5e-4)}
-    assert gate.judge(coarse).complaints and not rounded.judge(coarse).complaints
-    assert rounded.judge({"parents": right["parents"] * 1.01}).complaints
-
-
-def test_wide_and_impossible_figures_are_doubtful() -> None:
-    entry = {"median": 1.0, "p20": 0.9, "p80": 1.1}
-    row = {"fastcaps": entry, "fastest": "x", "alternatives": {"x": entry}, "peak_share": 0.9, "machine": {"cores": 2}}
-    assert doubts(row) == []
-    assert doubts(row | {"load": 5.3}) == ["the load average was 5.3 on 2 cores"]
-    assert doubts(row | {"peak_share": 1.95}) == ["195% of the machine's peak"]
-    assert doubts(row | {"alternatives": {"x": entry | {"p80": 1.3}}}) == ["the middle 60 % of x's calls lie 40% apart"]
-
-
-def test_a_goal_that_was_held_is_lost_and_one_that_was_not_is_not(row: dict[str, Any]) -> None:
-    held, slower, slightly = (row | {"speedup": value, "goal": {"speedup": 35}} for value in (40.0, 30.0, 33.0))
-    assert goals.lost(slower, held) == ["speed-up 30.0×, goal 35.0×"]
-    assert goals.lost(slightly, held) == []  # within what two runs differ by
-    assert goals.lost(slower, slower) == goals.lost(slower, None) == []
-    assert goals.lost({**held, "refused": "errs"}, held) == ["refused, errs"]
-    assert [len(goals.shortfalls([one])) for one in (held, slower, held | {"speedup": None})] == [0, 1, 0]
-
-
-def test_the_newest_complete_row_wins_by_the_date_inside(row: dict[str, Any]) -> None:
-    def made(date: str, kind: str = "full", device: str = "One", **changes: Any) -> dict[str, Any]:
-        return row | changes | {"machine": row["machine"] | {"date": date, "kind": kind, "device": device}}
-
-    rows = [
-        made("2026-03-01", complete=False),
-        made("2026-02-01", speedup=40.0),
-        made("2026-01-01", speedup=20.0),
-        made("2026-04-01", "quick", speedup=99.0),
-        made("2026-01-01", complete=False, mode="training step"),
-        made("2026-01-01", device="Another"),  # machines are kept apart
-    ]
-    for order in (rows, rows[::-1]):
-        merged = [(each["machine"]["device"], each["mode"], each["speedup"]) for each in record.merge(order)]
-        assert merged == [("Another", "forward", 30.0), ("One", "forward", 40.0), ("One", "training step", 30.0)]
+CONV1, SMALL = find("tsai-c10-conv1"), find("tsai-c100-fc2")
 
 
 def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
-    rows, programs = record.merge(record.load(record.RESULTS)), record.load(record.RESULTS, kind="public")
     (tmp_path / "docs" / "performance").mkdir(parents=True)
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/performance").glob("*")):
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    written = report.write(rows, programs, record.load(record.RESULTS, kind=gpu_report.KIND), tmp_path)
+    written = report.write([record.RESULTS], tmp_path)
     assert {tmp_path / "README.md", tmp_path / "docs/relation.md"} <= {*written} and len(written) >= 7
     for path in written:
         made, kept = path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text()
         if path.suffix == ".svg":  # versions of matplotlib draw a text at other places
             made, kept = (re.findall(r">([^<>]+)</text>", each) for each in (made, kept))
         assert made == kept, path.name
-    assert {row["workload"] for row in rows} == set(WORKLOADS)
 
 
 def test_the_figures_of_a_speed_up_are_typed_nowhere() -> None:
     """Of README and docs only generated parts, and pages of other dated measurements, say how many times faster."""
-    for path in (ROOT / "README.md", ROOT / "docs/index.md", *(ROOT / "docs").rglob("*.md")):
-        if path.name != "learned.md":
+    dated = {"encapnet.md", "learned.md"}
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        if path.name not in dated:
             text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", path.read_text(), flags=re.DOTALL)
             found = re.findall(r"[^\n]*\d ?× faster[^\n]*|[^\n]*\*\*[\d.]+×\*\*[^\n]*", text)
             found += re.findall(r"[^\n]*\d times (?:faster|as fast)[^\n]*|[^\n]*% of a (?:large )?matrix[^\n]*", text)
             assert not found, (path.name, found)
 
 
-def test_tables_and_pages_hold_the_figures_and_what_is_wrong_with_them(row: dict[str, Any]) -> None:
-    single = row | {"batch": 1, "default": False, "goal": {"speedup": 35}, "sgemm_gflops": 380.0}
-    text = report.markdown([row, row | {"mode": "training step"}, single])
-    assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 344 GFLOP/s (344 to 380 over the rows)" in text
-    assert "| tsai-c10-conv1 | 8 | 231 | 5.00 (5.00-5.00) | stored, compiled* | 150 (150-150) | 30.0× | 139 |" in text
-    assert "| 139 | 40% | 65% | 1.00 (0.4%) | 698 | 25.0 |" in text
-    head = next(line for line in report.markdown([row], short=True).splitlines() if line.startswith("| workload"))
-    assert [name.strip() for name in head.strip("|").split("|")] == [*report.SHORT]
-    assert "batch 1 forward: speed-up 30.0×, goal 35.0×" in text
-    assert "einsum, compiled: out of memory" in text
-    slower = row | {"mode": "training step", "speedup": 0.52}
-    doubtful = row | {"speedup": 6735.0, "doubts": ["195% of the peak"]}
-    text = report.summary([row | {"speedup": None, "fastest": None}, row | {"speedup": 0.998}, slower, doubtful])
-    assert text.startswith(
-        "Rows marked ~ (1) are doubtful. An alternative is faster in 1 of 4 rows (and equally fast in 1):\n\n"
-        "- `tsai-c10-conv1` batch 8, t"
-    )
-    assert "training step: 0.520× of stored, compiled\n\n" in text
-    assert "| `tsai-c10-conv1` (8) | 5.00 | ~6,735× | 5.00 | 0.520× | 1.00 | 698 |" in text
-    assert "- tsai-c10-conv1 batch 8 forward: 195% of the peak" in report.markdown([doubtful])
-    text = report.html(
-        [row, row | {"mode": "training step", "speedup": 0.796}, single | {"speedup": None, "fastest": None}]
-    )
-    assert text.count("<svg") == 1 and 'name="viewport"' in text and "<td>30.0×</td>" in text
-    for said in ("30.0×", "0.796×", "40%", "1.00", "698", "tsai-c10-conv1", "PyTorch, votes stored"):
-        assert f">{said}</text>" in text, said
-    assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import url", text)  # nothing from the network
-    text = report.html([row | {"batch": 2, "default": False, "memory": {}}])  # as of a quick run
-    assert ">30.0×</text>" in text and "votes stored</text>" not in text
+def test_a_quick_row_is_checked_timed_and_recorded(tmp_path: Path) -> None:
+    run = Run(tmp_path, "bench", "cpu", threads=1, seconds=120, plan=QUICK)
+    case = Case(SMALL, 2, training=True)
+    try:
+        found = run.compare(case, [STORED])
+        run.until = 0.0
+        assert not run.compare(case, [STORED]) and len(run.entries) == 2  # what is not finished in time has no entries
+    finally:
+        run.close()
+    assert all(entry["warm"]["median"] > 0 and not entry["complaint"] for entry in found.values())
+    assert {*found[OURS]["errors"]} > {"parents", "dchildren", "dweight"}
+    rows = record.load(tmp_path, kind="bench")
+    assert not record.merge(rows)  # quick ones are on no page
+    calls = record.merge([{**row, "machine": {**row["machine"], "kind": "full"}} for row in rows])
+    (device, some), *_ = calls.items()
+    assert some == {case.key: {row["how"]: row for row in some[case.key].values()}} and device in report.on_cpu(some)
+    assert "| tsai-c100-fc2 | 2 | 0.576 | " in report.on_cpu(some) and "| stored | " in report.on_cpu(some)
+
+
+def _wrong(*given: Any, **options: Any) -> Any:
+    right = build(OURS, SMALL)
+    return lambda **tensors: tuple(one * 1.001 for one in right(**tensors))
+
+
+def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients, at the largest batch of a run and at a smaller one; and no contender is timed then."""
+    made = probe.Probe("cpu", 3)
+    assert not made.prepare(Case(SMALL, 3, True))["complaint"]
+    monkeypatch.setattr(probe, "build", _wrong)
+    for batch in (3, 2, 1):
+        found = made.prepare(Case(SMALL, batch, True))["complaint"]
+        assert all(f"{name} errs" in found for name in ("parents", "dchildren", "dweight"))
+    found = made.compare(Case(SMALL, 2, False), [OURS, STORED], QUICK, False)
+    assert found.keys() == {OURS} and "warm" not in found[OURS]
+
+
+def test_a_map_on_the_cpu_keeps_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--device", "cpu", "--batch", "3", "--precision", "fp32", "--workload", SMALL.name, "--results"]
+    assert gpu.main(["map", *asked, str(tmp_path)]) == 0
+    rows = record.load(tmp_path, kind="gpu")
+    assert [(row["mode"], row["complaint"]) for row in rows] == [("training step", ""), ("forward", "")]
+    others = ["alternatives", *asked[:-1], "--against", STORED, "--results", str(tmp_path)]
+    assert gpu.main(others) == 0 and "2 entries of 2 rows" in capsys.readouterr().out
+    assert gpu.main(others) == 0 and "0 entries of 2 rows" in capsys.readouterr().out  # they are known
+    for library in ("new=there/is/none.so", f"{OURS}={__file__}", __file__):
+        with pytest.raises(SystemExit):
+            gpu.main(["map", "--device", "cpu", "--library", library])
+        assert "--library: got" in capsys.readouterr().err
+    rows = gpu.order([], [], [])
+    assert len({row.key for row in rows}) == len(rows) == (len(WORKLOADS) - 2) * 2 * 3 * 3 + 2 * 2 * 3
+
+
+class _Environment:
+    """What a process sees."""
+
+    def library(self) -> str | None:
+        return os.environ.get("FASTCAPS_CUDA_LIBRARY")
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+def test_a_process_that_dies_is_followed_by_another() -> None:
+    remote = Remote(1, _Environment, environment={"FASTCAPS_CUDA_LIBRARY": "a.so"})
+    for _ in range(2):
+        assert remote.call(60, "library") == "a.so"
+        with pytest.raises(WorkerError, match="died"):
+            remote.call(60, "die")
+    with pytest.raises(WorkerError, match="AttributeError"):
+        remote.call(60, "unknown")
+    remote.close()
+    assert "FASTCAPS_CUDA_LIBRARY" not in os.environ
+
+
+def test_bounds_are_those_worked_out_by_hand() -> None:
+    votes, chip = 128 * 49 * 288 * 32, Chip()
+    found = floors(Case(CONV1, 128, False), chip)
+    assert found["multiply_adds"] == pytest.approx(2 * votes * (64 + 2 * 16) / 67e12)
+    assert found["bound"] == pytest.approx(3 * 2 * votes * 64 / chip.tf32)  # by three products each
+
+
+def test_a_gpus_table_shows_the_newest_entry_and_the_fastest_alternative() -> None:
+    def entry(how: str, seconds: float, date: str = "2026-02-01", **changes: Any) -> dict[str, Any]:
+        machine = {"device": "A", "date": date, "commit": "abc", "modified": False, "versions": {}, "kind": "full"}
+        call = dict(zip(record.CALL, (CONV1.name, 128, "forward", "fp32"), strict=True))
+        return {**call, "how": how, "warm": {"median": seconds}, "complaint": "", "machine": machine, **changes}
+
+    entries = [
+        entry(OURS, 9e-4, "2026-01-01"),
+        entry(OURS, 5e-4, busy=4e-4, launches=2, host=1e-4, graph={"median": 4.5e-4}, memory={"beyond": 2_000_000}),
+        entry(OURS, 1.0, "2026-03-01", failed="no answer"),  # an older figure counts more than none
+        entry(STORED, 5e-3),
+        entry(f"{STORED}-compiled", 3e-3),
+        entry("base", 1.0),  # of a comparison of builds
+        entry("einsum-compiled", 1e-6, complaint="wrong"),
+    ]
+    assert (
+        "| tsai-c10-conv1 | 128 | fp32 | 0.450 | 0.400 | 0.250 | 18% | 2 | 100 | 2.00 | stored, compiled 3.00 | 6.67× |"
+    ) in report.on_gpus(record.merge(entries))
+
+
+def test_workloads_have_the_sizes_of_the_papers() -> None:
+    assert (CONV1.output_grid, CONV1.children, CONV1.votes(8)) == ((7, 7), 288, 8 * 49 * 288 * 32)
+    assert SMALL.votes_bytes(128) == 128 * 20 * 100 * 36 * 4
