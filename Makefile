@@ -40,7 +40,7 @@ endif
 export TORCH_CUDA_ARCH_LIST
 
 # What the installed package is made from; Python files need no reinstall, the install is editable.
-SOURCES := setup.py pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc -type f 2>/dev/null)
+SOURCES := setup.py pyproject.toml lab/pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc -type f 2>/dev/null)
 NATIVE  := csrc tests bench -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
@@ -58,11 +58,11 @@ demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, s
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode (speed is no reason to fail here)
-	$(BIN)/python -m pytest tests $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests lab/tests $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest bench --no-goals
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow
-	$(BIN)/python -m pytest tests -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests lab/tests -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.installed-test ## run the kernels under the compiler's sanitizers (SANITIZE_ARGS=--short: a part)
 	$(BIN)/python -m tools.sanitizers $(SANITIZE_ARGS)
@@ -120,7 +120,7 @@ versions: $(VENV)/.installed-test ## try this tree's library under the oldest an
 		TRITON_INTERPRET=1 $$python scripts/abi_smoke.py triton; done
 
 clean: ## remove builds and caches
-	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks fastcaps.egg-info
+	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info lab/*.egg-info
 	rm -rf fastcaps/lib $(VENV)/.installed-*
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
@@ -145,5 +145,5 @@ $(BIN)/python: | python
 $(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
 	$(INSTALL) torch setuptools cmake ninja
 	$(BIN)/python setup.py -q build_ext --inplace # shows how far the compiler is; pip, which finds it done, would not
-	$(INSTALL) --no-build-isolation --editable '.[$*,bench]'
+	$(INSTALL) --no-build-isolation --editable '.[$(subst demo,bench,$*)]' $(if $(filter-out wheel,$*),--editable ./lab) # together: pip has no fastcaps to look for
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-demo) # dev holds both

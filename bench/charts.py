@@ -28,6 +28,7 @@ FIRST = {
 }
 """The layers of the README's pictures, and what they call them: own matrices, and shared ones."""
 
+BLUE, LIGHT_BLUE, ORANGE, GREY = "#0072B2", "#56B4E9", "#D55E00", "#8C8C8C"  # distinguishable with every colour vision
 MODES = ("forward", "training step")
 PANELS = {
     "speedup": ("times as fast as the best of PyTorch", lambda value: f"{number(value)}×", MODES),
@@ -37,12 +38,20 @@ PANELS = {
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
 
+def pyplot() -> Any:
+    """Return matplotlib.pyplot, set up to draw into files, without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def as_svg(figure: Any) -> str:
     """Return a figure as an SVG file of one line, the same for the same figure, and forget it. Its ground is
     transparent; what is black becomes light where the reader's browser is dark."""
     from matplotlib import rc_context
-
-    from fastcaps.viz.charts import pyplot
 
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):
@@ -79,8 +88,6 @@ def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
 def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[str] = PANELS) -> str:
     """Return charts side by side as an SVG file, a pair of bars for each layer, fastest first: at its default batch, or
     the largest of a quick run. ``names`` are the layers, all if there are none; a mapping says how each is called."""
-    from fastcaps.viz.charts import OTHERS, OURS, OURS_LIGHT, pyplot, tidy
-
     some = [row for row in rows if not names or row["workload"] in names]
     found = by_layer(sorted(some, key=lambda row: (row["default"], row["batch"])))
     layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
@@ -90,7 +97,7 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
     figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
         title, said, labels = PANELS[panel]
-        colours = OURS, OTHERS if panel == "memory" else OURS_LIGHT
+        colours = BLUE, GREY if panel == "memory" else LIGHT_BLUE
         for k, (label, colour) in enumerate(zip(labels, colours, strict=True)):
             values = [pair[k] for pair in pairs]
             bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
@@ -108,6 +115,6 @@ def picture(rows: Sequence[Row], names: Collection[str] = (), panels: Iterable[s
         plot.set_xticks(*([1.0], ["1× as fast"]) if panel == "speedup" else ([], []))
         plot.margins(x=0.25)
         plot.legend(frameon=False, loc="lower right")
-        tidy(plot)
+        plot.spines[["top", "right"]].set_visible(False)
     plots[0][0].set_ylim(len(layers) + 0.6, -0.6)  # downwards, with room for the legends
     return as_svg(figure)

@@ -32,7 +32,7 @@ from bench.timing import Plan
 from bench.workloads import TINY, WORKLOADS, cases
 from fastcaps import libraries
 
-_SHARED = ("_testing", "measure.py")  # of the package: what the benchmark needs, and an older one may lack
+_SHARED = "_testing"  # of the package: what the benchmark needs, and an older one may lack
 
 
 def tree_of(given: str) -> Path:
@@ -57,8 +57,8 @@ def linked(tree: Path, folder: Path) -> Path:
     """Fill a folder with links to a tree's package and this checkout's benchmark, and return it."""
     (folder / "fastcaps").mkdir(parents=True)
     (folder / "bench").symlink_to(ROOT / "bench")
-    for name in {*_SHARED, *os.listdir(tree / "fastcaps")}:
-        (folder / "fastcaps" / name).symlink_to((ROOT if name in _SHARED else tree) / "fastcaps" / name)
+    for name in {_SHARED, *os.listdir(tree / "fastcaps")}:
+        (folder / "fastcaps" / name).symlink_to((ROOT if name == _SHARED else tree) / "fastcaps" / name)
     return folder
 
 

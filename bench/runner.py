@@ -14,9 +14,8 @@ import torch
 
 from bench.alternatives import BEFORE, OURS, build, is_compiled, runner
 from bench.gate import SAME, Gate
-from bench.timing import multiply_adds, time_calls
+from bench.timing import give_back, multiply_adds, peak_growth, status, time_calls
 from bench.workload import PRECISIONS, Case, size_of
-from fastcaps.measure import give_back, peak_growth, status
 
 _SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
 # Settings of mallopt, as malloc.h numbers them. By default glibc returns every large block to the system, and each call

@@ -1,13 +1,15 @@
-"""Fair timing: contenders alternate in short blocks, so that what slows the machine for a while slows all of them.
+"""Peak memory, and fair timing.
 
-Each is called until three calls in succession agree, or a limit is reached; none of these calls counts. Then all
-alternate, in three rounds at least. Within a block, after a call that does not count, a contender finds its own data in
-the caches, as it would in a network's training loop that it has to itself.
+Contenders alternate in short blocks, so that what slows the machine for a while slows all of them. Each is called until
+three calls in succession agree, or a limit is reached; none of these calls counts. Then all alternate, in three rounds
+at least. Within a block, after a call that does not count, a contender finds its own data in the caches, as it would in
+a network's training loop that it has to itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import shlex
@@ -50,6 +52,31 @@ def quantiles(samples: Sequence[float]) -> dict[str, float]:
     """Return ``median``, ``p20``, ``p80`` (by linear interpolation) and the count ``calls`` of samples in seconds."""
     p20, median, p80 = np.quantile(samples, [0.2, 0.5, 0.8]).tolist()
     return {"median": median, "p20": p20, "p80": p80, "calls": len(samples)}
+
+
+def status(field: str) -> int:
+    """Return a field of this process's status, in bytes; OSError except on Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def give_back() -> None:
+    """Return to the system the free memory that Python and the C library hold for reuse."""
+    gc.collect()
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def peak_growth(run: Call) -> int:
+    """Return the bytes by which resident memory grows at the peak of ``run``, including its result; OSError except on
+    Linux, whose record of the peak is reset first."""
+    give_back()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
+    before, kept = status("VmRSS"), run()
+    highest = status("VmHWM")
+    del kept
+    return max(0, highest - before)
 
 
 def time_calls(call: Call, calls: int, warm: int) -> list[float]:

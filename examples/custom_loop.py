@@ -9,21 +9,33 @@
 import time
 
 import torch
+from sklearn.datasets import load_digits
+from torch import nn
 from torch.nn import functional as F
 
-from fastcaps import data, models
+from fastcaps import CapsNet
+from fastcaps.nn import CapsuleSpec
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-splits = data.load("digits")
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32, device=device)[:, None] / 8 - 1
+order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:1792].to(device)
+labels = torch.tensor(digits.target, device=device)
+batches = list(zip(images[order].split(64), labels[order].split(64), strict=True))
+train_batches, test_batches = batches[:22], batches[22:]
 
 
-def batches(images, size):
-    """Return full batches of images and labels on the device."""
-    loader = torch.utils.data.DataLoader(images, size, drop_last=True)
-    return [(image.to(device), label.to(device)) for image, label in loader]
+def network():
+    return CapsNet.build(
+        nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        in_channels=1,
+        image_size=8,
+        capsules=8,
+        dim=16,
+        hidden=[CapsuleSpec(8, kernel_size=3)],
+        classes=10,
+    )
 
-
-train_batches, test_batches = batches(splits.train, 64), batches(splits.test, 64)
 
 # %% [markdown]
 # ## Autocast and torch.compile
@@ -40,7 +52,7 @@ train_batches, test_batches = batches(splits.train, 64), batches(splits.test, 64
 # %%
 def train(title, compiled=False, autocast=False, epochs=4):
     torch.manual_seed(0)  # the same initial weights for all
-    net = models.create("digits", device=device)
+    net = network().to(device)
     run = torch.compile(net, fullgraph=True) if compiled else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=epochs * len(train_batches))

@@ -14,12 +14,14 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fastcaps import data, models
+from fastcaps import CapsNet
+from fastcaps.nn import CapsuleSpec
 
 
 def main() -> None:
@@ -39,7 +41,15 @@ def main() -> None:
 
 def train(options: argparse.Namespace, mesh: dist.DeviceMesh, device: str) -> None:
     torch.manual_seed(0)
-    network: nn.Module = models.create("digits", device=device)
+    network: nn.Module = CapsNet.build(
+        nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        in_channels=1,
+        image_size=8,
+        capsules=8,
+        dim=16,
+        hidden=[CapsuleSpec(8, kernel_size=3)],
+        classes=10,
+    ).to(device)
     if options.fsdp:
         network.to(memory_format=torch.contiguous_format)  # FSDP2 does not support channels-last convolutions
         for child in network.children():
@@ -49,8 +59,9 @@ def train(options: argparse.Namespace, mesh: dist.DeviceMesh, device: str) -> No
         network = DistributedDataParallel(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
 
-    splits = data.load("digits")
-    images = torch.utils.data.Subset(splits.train, range(options.images or len(splits.train)))
+    digits = load_digits()
+    pixels, labels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(digits.target)
+    images = TensorDataset(pixels[: options.images], labels[: options.images])
     sampler = DistributedSampler(images)
     loader = DataLoader(images, options.batch // mesh.size(), sampler=sampler)
     for epoch in range(options.epochs):

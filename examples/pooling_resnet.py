@@ -7,10 +7,10 @@
 
 # %%
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 import fastcaps
-from fastcaps import data
 
 torch.set_num_threads(1)  # small maps: waiting threads would take longer than the work
 
@@ -71,23 +71,26 @@ print("sharpness 0 equals average pooling in every bit:", torch.equal(same(image
 #
 # Both networks train for three epochs from the same initial weights. Expect about 97 % of the test digits from both:
 # these small images have no background that routing could ignore. For the papers' results see
-# [Reproduction](../docs/reproduction.md).
-
+# [Reproduction](../lab/docs/reproduction.md).
 
 # %%
+digits = load_digits()
+pixels, labels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(digits.target)
+train_set = torch.utils.data.TensorDataset(pixels[360:], labels[360:])
+images, labels = pixels[:360], labels[:360]
+
+
 def train(net, epochs=3):
-    splits = data.load("digits")
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     torch.manual_seed(1)  # the same order of images
     for _ in range(epochs):
-        for images, labels in torch.utils.data.DataLoader(splits.train, 64, shuffle=True):
+        for inputs, targets in torch.utils.data.DataLoader(train_set, 64, shuffle=True):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(images), labels).backward()
+            nn.functional.cross_entropy(net(inputs), targets).backward()
             optimizer.step()
     net.eval()
-    images, labels = next(iter(torch.utils.data.DataLoader(splits.test, len(splits.test))))
     with torch.no_grad():
-        return (net(images).argmax(1) == labels).float().mean().item(), images
+        return (net(images).argmax(1) == labels).float().mean().item()
 
 
 accuracy = {}
@@ -95,7 +98,7 @@ for name, pool in (("average", nn.AdaptiveAvgPool2d(1)), ("routing", fastcaps.Ro
     net = ResNet()
     net.avgpool = pool
     net.load_state_dict(average.state_dict())
-    accuracy[name], images = train(net)
+    accuracy[name] = train(net)
     print(f"{name} pooling: {accuracy[name]:.1%} of test digits right")
 
 # %% [markdown]

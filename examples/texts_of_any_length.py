@@ -17,7 +17,7 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## The texts
 #
-# A table of 300 words replaces a frozen transformer. (`fastcaps.data` loads real phrases, such as `sst5`, with the
+# A table of 300 words replaces a frozen transformer. (`fastcaps_lab.data` loads real phrases, such as `sst5`, with the
 # embeddings of a local transformer.) Every word belongs to one of five topics at random. A text's class is the topic of
 # half of its words; the other half are arbitrary words.
 

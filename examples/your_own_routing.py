@@ -7,6 +7,7 @@
 # explains how.
 
 # %%
+import gzip
 import math
 import sys
 
@@ -253,13 +254,13 @@ class CosineTopK(fastcaps.nn.RoutingLayer):
         return parents
 
 
-def train(splits, epochs=2):
+def train(digits, unseen, epochs=2):
     torch.manual_seed(0)
     net = nn.Sequential(
         *(nn.Conv2d(1, 32, 5, stride=2), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.BatchNorm2d(64), nn.ReLU()),
         *(fastcaps.PrimaryCapsules(64, 8, 16, kernel_size=3), CosineTopK(8 * 3 * 3, 10, in_dim=16, out_dim=16)),
     )
-    loader = torch.utils.data.DataLoader(splits.train, 64, shuffle=True)
+    loader = torch.utils.data.DataLoader(digits, 64, shuffle=True)
     optimizer = torch.optim.Adam(net.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * len(loader))
     for images, labels in (batch for _ in range(epochs) for batch in loader):
@@ -269,10 +270,22 @@ def train(splits, epochs=2):
         schedule.step()
     net.eval()
     with torch.no_grad():
-        batches = torch.utils.data.DataLoader(splits.test, 500)
+        batches = torch.utils.data.DataLoader(unseen, 500)
         right = [net(images).norm(dim=-1).argmax(1) == labels for images, labels in batches]
     return torch.cat(right).double().mean().item()
 
 
+def mnist(folder, part):
+    """Return a part of MNIST, "train" or "t10k", from its files."""
+
+    def read(name, header):
+        with gzip.open(f"{folder}/{part}-{name}-ubyte.gz") as file:
+            return torch.frombuffer(bytearray(file.read()[header:]), dtype=torch.uint8)
+
+    images = (read("images-idx3", 16).view(-1, 1, 28, 28) / 255 - 0.13) / 0.31
+    return torch.utils.data.TensorDataset(images, read("labels-idx1", 8).long())
+
+
 if __name__ == "__main__" and len(sys.argv) == 2:
-    print(f"{train(fastcaps.data.load('mnist', sys.argv[1])):.2%} of test digits right")
+    right = train(*(mnist(sys.argv[1], part) for part in ("train", "t10k")))
+    print(f"{right:.2%} of test digits right")

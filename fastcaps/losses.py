@@ -187,8 +187,8 @@ def reconstruction_loss(
     .. math:: L = 0.0005 \sum_x (\hat I_x - I_x)^2
 
     ``reconstruction`` and ``images`` are ``[B, ...]``, of the same shape. Images are raw pixels in [0, 1], as the
-    decoder ends in a sigmoid: of a data set of :mod:`fastcaps.data`, ``images * data.std + data.mean``. The scale keeps
-    the sum over an image small beside the margin loss, to which it is added.
+    decoder ends in a sigmoid: if they were normalised, pass ``images * std + mean``. The scale keeps the sum over an
+    image small beside the margin loss, to which it is added.
 
     Examples
     --------

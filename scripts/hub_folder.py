@@ -2,10 +2,9 @@
 
     python scripts/hub_folder.py dist/fastcaps-*.whl build/hub
 
-The hub loads a package under a name of the hub's, from a folder that is not on Python's path. So imports of the
-package become relative, and what needs other packages than torch (training, data, pictures, the command line) stays
-behind. Two of the hub's rules are not kept: the ops are ``torch.ops.fastcaps``, whatever the version, so that a process
-can hold one version; and a wheel that was not built on an old system asks for a newer one than the hub wants
+The hub loads a package under a name of the hub's, from a folder that is not on Python's path. So imports of the package
+become relative. Two of the hub's rules are not kept: the ops are ``torch.ops.fastcaps``, whatever the version, so that
+a process can hold one version; and a wheel that was not built on an old system asks for a newer one than the hub wants
 (docs/building.md).
 """
 
@@ -22,9 +21,8 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$")
+LEFT_OUT = re.compile(r"_testing/|__main__\.py$")
 CPU_LIBRARY, CUDA_LIBRARY = (f"fastcaps/lib/libfastcaps_{name}.so" for name in ("cpu", "cuda"))
-NAMED = re.compile(r'"(data|training|viz)", ?')  # in the list of public names
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)
 
@@ -71,8 +69,7 @@ def _write(root: Path, wheel: Path, files: zipfile.ZipFile, backend: dict[str, A
             continue
         path, content = path.relative_to("fastcaps"), files.read(member)
         if path.suffix == ".py":
-            text = re.sub(NAMED, "", content.decode()) if path.name == "__init__.py" else content.decode()
-            content = relative(text, path).encode()
+            content = relative(content.decode(), path).encode()
         place = root / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)

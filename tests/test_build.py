@@ -285,7 +285,6 @@ def test_without_the_native_library_the_reference_serves_under_the_hubs_name_too
         assert len(said) == 1 and "reference" in said[0], said
         listed = {{entry.name: entry.available for entry in package.backends.listing()}}
         assert not listed["cpu"] and listed["reference"], listed
-        assert package.models.create("mnist")(torch.randn(1, 1, 28, 28)).shape == (1, 10)
         compatible = importlib.import_module("hub_1f.fastcaps")
         assert compatible.DynamicRouting is package.DynamicRouting
         for name in package.__all__:
@@ -414,8 +413,7 @@ def test_architectures_are_written_as_for_torch(decide: Decide, tmp_path: Path, 
 
 ROOMS = [
     "checks", "results", "rules", "settings", "vectors", "votes", "watchers", "made", "libraries", "backends",
-    "reference", "ops", "functional", "triton_kernels", "measure", "losses", "nn", "compat", "encapnet",
-    "models", "inside", "diagnosis", "data", "viz", "training", "demo", "cli", "__main__", "_testing",
+    "reference", "ops", "functional", "triton_kernels", "losses", "nn", "compat", "__main__", "_testing",
 ]  # fmt: skip
 """What the package consists of: each imports only those before it."""
 
@@ -442,14 +440,16 @@ def test_imports_run_one_way() -> None:
     graph: dict[str, set[str]] = {}
     for path, name in files.items():
         for target in imported(ROOT / path, name):
-            assert target.partition(".")[0] not in ("bench", "tests", "tools"), f"{name} imports {target}"
+            assert target.partition(".")[0] not in ("bench", "tests", "tools", "fastcaps_lab"), (
+                f"{name} imports {target}"
+            )
             if name == "fastcaps.__init__" or not target.startswith("fastcaps."):
                 continue
             room, other = (each.split(".")[1] for each in (name, target))
             if other in ROOMS:  # else a name of the package itself, for rooms that no other imports
                 assert ROOMS.index(other) <= ROOMS.index(room), f"{name} imports {target}"
             else:
-                assert ROOMS.index(room) >= ROOMS.index("training"), f"{name} imports {target}"
+                assert ROOMS.index(room) >= ROOMS.index("__main__"), f"{name} imports {target}"
             found = target if target in modules else target.rpartition(".")[0]
             graph.setdefault(name.removesuffix(".__init__"), set()).add(found)
     tuple(TopologicalSorter(graph).static_order())  # CycleError names a circle

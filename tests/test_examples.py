@@ -36,14 +36,13 @@ def last_loss(printed: str) -> str:
 
 
 @slow
-def test_ddp_fsdp_and_lightning_learn_the_same() -> None:
+def test_ddp_and_fsdp_learn_the_same() -> None:
     every = [
         run(*TORCHRUN, "2", "examples/data_parallel.py", *SMALL),
         run(*TORCHRUN, "2", "examples/data_parallel.py", *SMALL, "--fsdp"),
-        run("examples/lightning_parallel.py", *SMALL),
     ]
     losses = [float(last_loss(printed)) for printed in every]
-    assert losses == pytest.approx([losses[0]] * 3, abs=1e-3)
+    assert losses == pytest.approx([losses[0]] * 2, abs=1e-3)
     assert losses[0] < 2.3  # ln 10, what guessing costs
 
 
@@ -71,8 +70,6 @@ def test_one_import_is_swapped(capsys: pytest.CaptureFixture[str]) -> None:
     found = names("swap_one_import.py")
     assert found["losses"]["after"] == pytest.approx(found["losses"]["before"], rel=1e-5)
     assert len(set(found["losses"]["before"])) == 3
-    memory = {name: figures[0] for name, figures in found["figures"].items()}
-    assert memory["after"] < 47 <= memory["before"] or sys.platform != "linux"
     assert "1 of 1 capsule layers converted" in capsys.readouterr().out
 
 

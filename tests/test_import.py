@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 
+import pytest
 from suite import python
+
+import fastcaps
 
 PARTS = {
     "backends", "checks", "functional", "libraries", "made", "ops", "reference", "results", "rules",
@@ -38,3 +43,24 @@ def test_flop_formulas_wait_for_a_thread_that_imports_the_counter() -> None:
         "print(counter.get_total_flops())"
     )
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["models", "training", "data", "viz", "encapnet", "diagnose", "CapConv2d", "CapFC"])
+def test_what_moved_to_the_laboratory_says_so(name: str) -> None:
+    """By attribute and by import, and in one line."""
+    home = "encapnet." if name.startswith("Cap") else ""
+    says = rf"^fastcaps\.{name} is fastcaps_lab\.{home}{name} now: in the checkout run pip install \./lab$"
+    with pytest.raises(AttributeError, match=says):
+        getattr(fastcaps, name)
+    with pytest.raises(ImportError, match=says):
+        importlib.import_module(f"fastcaps.{name}")
+    with pytest.raises(ImportError, match=says):
+        exec(f"from fastcaps import {name}")
+
+
+def test_the_command_shows_every_backend_and_explains_a_call() -> None:
+    done = python("-m", "fastcaps")
+    assert done.returncode == 0 and max(map(len, done.stdout.partition("a routing pass")[0].splitlines())) < 80
+    printed = " ".join(done.stdout.split())
+    assert all(" ".join(str(entry).split()) in printed for entry in fastcaps.backends.listing())
+    assert re.search("a routing pass with parents, float32 on cpu (cpu|reference): ", printed)

@@ -16,8 +16,8 @@ import torch
 from suite import native_only, python
 from torch import Tensor
 
+from bench.timing import peak_growth
 from fastcaps import Window, functional
-from fastcaps.measure import peak_growth
 
 pytestmark = [
     pytest.mark.unpoisoned,

@@ -13,7 +13,7 @@ from nn_layers import draw
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models
+from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d
 from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting
 from fastcaps.nn.capsnet import feature_shape
 from fastcaps.nn.layer import RoutingLayer
@@ -160,7 +160,7 @@ def test_all_of_a_network_takes_part(name: str) -> None:
 
 def test_vmap_and_the_meta_device() -> None:
     for each, some in (
-        (models.create("digits").eval(), torch.randn(2, 3, 1, 8, 8)),
+        (make(size=12).eval(), torch.randn(2, 3, 1, 12, 12)),
         (RoutingPool2d(4), torch.randn(2, 3, 8, 6, 5)),
     ):
         torch.testing.assert_close(torch.vmap(each)(some), torch.stack([each(x) for x in some]))

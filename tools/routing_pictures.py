@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import fastcaps
-from bench.charts import as_svg
+from bench.charts import BLUE, ORANGE, as_svg, pyplot
 from fastcaps import functional
-from fastcaps.viz.charts import BLUE, ORANGE, pyplot
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "routings"
 CHILDREN, PARENTS, ITERATIONS = 12, 2, 3

@@ -1,8 +1,8 @@
 """What MkDocs does besides turning docs/ into pages (mkdocs.yml names this file).
 
 Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
-CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages, and so does each public module (api/). The
-page of all measured rows is drawn from bench/results, the table of recipes from the recipes.
+CONTRIBUTING.md, CHANGELOG.md, the notebooks of examples/ and lab/docs become pages, and so does each public module of
+fastcaps (api/). The page of all measured rows is drawn from bench/results.
 """
 
 from __future__ import annotations
@@ -25,40 +25,42 @@ CELL = re.compile(r"^# %%(?P<kind> \[markdown\])?\n", re.MULTILINE)
 NOTEBOOKS = [path for path in sorted((ROOT / "examples").glob("*.py")) if CELL.match(path.read_text(encoding="utf-8"))]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in NOTEBOOKS}
+PAGES |= {f"lab/docs/{path.name}": f"lab/{path.name}" for path in sorted((ROOT / "lab/docs").glob("*.md"))}
 LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 API = {
-    **dict.fromkeys(("nn", "functional", "encapnet", "models", "losses", "viz", "compat", "data", "training")),
-    "diagnosis": ("diagnose", "Diagnosis", "LayerDiagnosis"),
+    **dict.fromkeys(("nn", "functional", "losses", "compat")),
     "backends": ("backend", "BackendError", "listing", "tf32x3"),
 }
 """The modules that have a page, and of some the names that users need; of the others, ``__all__``."""
 
-MEASURED, RECIPES = "<!-- site: measured -->", "<!-- site: recipes -->"
-
-
-def outside(page: str, link: str) -> str | None:
-    """Return the path in the tree that a link of a page of docs/ leads to, or None if it stays in docs/."""
-    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
-    return None if path.startswith("docs/") else path
+MEASURED = "<!-- site: measured -->"
 
 
 def place(path: str) -> str:
     """Return where the site has a file of the tree."""
-    return PAGES.get(path, f"source/{path}")
+    if path in PAGES:
+        return PAGES[path]
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}"
 
 
-def for_site(page: str, text: str) -> str:
-    """Return a page's text with the links that leave docs/ turned to where the site has those files.
+def linked(source: str, link: str) -> str:
+    """Return the path in the tree that a link of a file of the tree leads to."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+
+
+def for_site(source: str, text: str) -> str:
+    """Return the text of a page, which is ``source`` in the tree, with its links turned to where the site has files.
 
     A link whose text is the name of a page gets that page's title.
     """
 
     def turned(link: re.Match[str]) -> str:
-        path, target = outside(page, link["path"]), ROOT / "docs" / posixpath.dirname(page) / link["path"]
-        here = link["path"] if path is None else posixpath.relpath(place(path), posixpath.dirname(page) or ".")
+        path = linked(source, link["path"])
+        here = posixpath.relpath(place(path), posixpath.dirname(place(source)) or ".")
         shown = link["text"]
-        if re.fullmatch(r"[\w./-]+\.md", shown) and target.is_file():
-            shown = re.sub(r"[`*]", "", re.search(r"^# (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)[1])
+        if re.fullmatch(r"[\w./-]+\.md", shown) and (ROOT / path).is_file():
+            title = re.search(r"^# (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            shown = re.sub(r"[`*]", "", title[1])
         return f"[{shown}]({here}{link['anchor'] or ''})"
 
     return LINK.sub(turned, text)
@@ -82,11 +84,12 @@ def api(module: str) -> str:
     return "\n\n".join(parts)
 
 
-def named_outside(docs: Path) -> set[str]:
-    """Return the files of the tree, other than pages, that pages of docs/ link to."""
-    pages = {path.relative_to(docs).as_posix(): path.read_text(encoding="utf-8") for path in docs.rglob("*.md")}
-    found = {outside(page, link["path"]) for page, text in pages.items() for link in LINK.finditer(text)}
-    return {path for path in found if path is not None and path not in PAGES}
+def named_outside() -> set[str]:
+    """Return the files of the tree, other than pages and what lies in docs/, that pages link to."""
+    sources = [*PAGES, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+    texts = {source: (ROOT / source).read_text(encoding="utf-8") for source in sources}
+    found = {linked(source, link["path"]) for source, text in texts.items() for link in LINK.finditer(text)}
+    return {path for path in found if path not in PAGES and not path.startswith("docs/") and (ROOT / path).is_file()}
 
 
 def as_page(notebook: str) -> str:
@@ -96,19 +99,6 @@ def as_page(notebook: str) -> str:
     return "\n\n".join(
         re.sub(r"^# ?", "", text, flags=re.MULTILINE) if kind else f"```python\n{text}\n```" for kind, text in cells
     )
-
-
-def recipes() -> str:
-    """Return every recipe with its source, network, data and what the paper reports, as a table."""
-    from fastcaps._testing.markdown import as_markdown
-    from fastcaps.training.recipes import names, recipe
-
-    lines = [["recipe", "source", "network", "data", "the paper reports"]]
-    for name, found in ((name, recipe(name)) for name in names()):
-        reported = (found.reported or "").replace("|", "/").replace("\n", " ").strip()
-        config = found.config
-        lines.append([f"`{name}`", str(found.source), f"`{config.network.name}`", f"`{config.data.name}`", reported])
-    return as_markdown(lines).replace("---:", "---")
 
 
 def on_config(config: Any) -> Any:
@@ -127,14 +117,13 @@ def on_files(files: Any, config: Any) -> Any:
     """Add what is not in docs/."""
     from mkdocs.structure.files import File
 
-    for name, page in PAGES.items():  # their links lead from the top of the tree, or from examples/
+    for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        text = as_page(text) if name.endswith(".py") else text
-        files.append(File.generated(config, page, content=re.sub(r"\]\((\.\./)?docs/", r"](\1", text)))
+        files.append(File.generated(config, page, content=as_page(text) if name.endswith(".py") else text))
     for module in API:
         files.append(File.generated(config, f"api/{module}.md", content=api(module)))
-    for path in sorted(named_outside(Path(config["docs_dir"]))):
-        files.append(File.generated(config, place(path), content=(ROOT / path).read_text(encoding="utf-8")))
+    for path in sorted(named_outside()):
+        files.append(File.generated(config, place(path), content=(ROOT / path).read_bytes()))
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "measured.html"
         subprocess.run([sys.executable, "-m", "bench.report", "--html", str(page)], cwd=ROOT, check=True)
@@ -143,13 +132,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links; put the page of all measured rows, and the table of recipes, where their markers are."""
+    """Turn links; put the page of all measured rows where its marker is."""
     frame = (
         '<iframe class="measured" src="performance/measured.html" title="all measured rows"></iframe>\n\n'
         "[Open it alone](performance/measured.html)"
     )
-    text = for_site(page.file.src_uri, markdown).replace(MEASURED, frame)
-    return text.replace(RECIPES, recipes()) if RECIPES in text else text
+    shown = page.file.src_uri
+    source = next((source for source, name in PAGES.items() if name == shown), f"docs/{shown}")
+    return for_site(source, markdown).replace(MEASURED, frame)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

@@ -18,8 +18,8 @@ from contextlib import suppress
 
 import torch
 
+from bench.timing import status
 from fastcaps import functional
-from fastcaps.measure import status
 from tools.native import LEVELS, ROOT, guarded, guarded_library
 
 

@@ -1,0 +1,229 @@
+"""The networks of EncapNet (Li et al., 2018): capsules in channels, routed in one pass.
+
+``li-encapnet-v1`` is Table 2's, ``-six-master`` and ``-six`` are (e) and (f) of Table 1; :mod:`fastcaps_lab.models.li`
+has the networks compared with them. docs/encapnet.md lists our choices, above all for ``-v2`` and ``-v3``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps.nn import ClassHead
+from fastcaps_lab.checks import check_choice, check_count, check_map, image_size
+from fastcaps_lab.encapnet.cap_conv import CapConv2d, CapFC
+from fastcaps_lab.encapnet.feedback import FeedbackAgreement, convolutions
+
+FEEDBACK = ("none", "one", "two")
+SKIPS = ("none", "I", "II", "both")
+
+
+class EncapModule(nn.Module):
+    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, then those of type II.
+
+    The type I layer has the ``stride``, and maps ``in_dim`` to ``out_dim`` values in a capsule. ``coefficients`` are
+    every layer's, as :class:`~fastcaps_lab.encapnet.CapConv2d` has them. ``skip`` says which layers have a skip
+    connection: with "I" or "both" the type I layer its own, with "II" or "both" the type II layers one over all.
+    """
+
+    def __init__(
+        self, types: int, in_dim: int, out_dim: int, layers: int, stride: int, coefficients: str, skip: str
+    ) -> None:
+        super().__init__()
+        check_choice("skip", skip, SKIPS)
+        over = skip in ("I", "both")
+        self.first = CapConv2d(types, in_dim, out_dim, stride=stride, coefficients=coefficients, skip=over)
+        self.rest = nn.ModuleList(
+            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients)
+            for _ in range(check_count("layers", layers) - 1)
+        )
+        self.skips_rest = skip in ("II", "both")
+
+    def forward(self, capsules: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the capsules after the type I layer, and those at the end."""
+        first = found = self.first(capsules)
+        for k, layer in enumerate(self.rest, 1):
+            is_last = k == len(self.rest)
+            found = layer(found, first if self.skips_rest and is_last else None)
+        return first, found
+
+
+class EncapNet(nn.Module):
+    """A network of modules from images to logits, with optional feedback units for the loss.
+
+    Parameters
+    ----------
+    stem, head : Module
+        Map images to the first map, and the last map to logits.
+    modules_ : sequence of Module
+        Each takes a map and returns two: the one after its first layer, and the one at its end.
+    feedback : sequence of sequence of FeedbackAgreement
+        The units of each module: none; or one, which reconstructs the module's input from its output; or a second one,
+        which reconstructs the output of its first layer.
+    in_channels, image_size, fixed
+        Channels, height and width of the images for which the network was built, and whether they must have that size.
+    """
+
+    def __init__(
+        self,
+        stem: nn.Module,
+        modules_: Sequence[nn.Module],
+        feedback: Sequence[Sequence[FeedbackAgreement]],
+        head: nn.Module,
+        *,
+        in_channels: int,
+        image_size: tuple[int, int],
+        fixed: bool,
+    ) -> None:
+        super().__init__()
+        self.stem = stem
+        self.layers = nn.ModuleList(modules_)
+        self.feedback = nn.ModuleList(nn.ModuleList(units) for units in feedback)
+        self.head = head
+        self.in_channels = in_channels
+        self.image_size = image_size
+        self.fixed = fixed
+
+    def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits ``[B, classes]``, the lengths of class capsules if there are any, of ``[B, channels, H, W]``.
+
+        ``return_feedback`` adds the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
+        :func:`fastcaps_lab.encapnet.feedback_loss`.
+        """
+        check_map("images", images, self.in_channels)
+        if self.fixed and tuple(images.shape[2:]) != self.image_size:
+            raise ValueError(
+                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, the network's image_size, "
+                f"got {list(images.shape)}"
+            )
+        found = self.stem(images)
+        feedback = found.new_zeros((), dtype=torch.promote_types(found.dtype, torch.float32))
+        for k, layer in enumerate(self.layers):
+            before = found
+            first, found = layer(before)
+            if return_feedback and self.training:
+                units: Any = self.feedback[k]
+                for unit, lower in zip(units, (before, first), strict=False):
+                    feedback = feedback + unit(found, lower)
+        logits = self.head(found)
+        return (logits, feedback) if return_feedback else logits
+
+
+@dataclass(frozen=True)
+class FeedbackConfig:
+    """The options of the feedback units (Li et al., 2018, Table 3).
+
+    Attributes
+    ----------
+    feedback : "none", "one" or "two"
+        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have their own parameters, and
+        are used in training only.
+    divergence, bias_fix, through_plan, critic, cost
+        See :class:`~fastcaps_lab.encapnet.FeedbackAgreement`: (b), (d1), (d2), (d3), (d5).
+    generator : "capsules" or "vanilla"
+        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Networks without capsules
+        always use the latter.
+    """
+
+    feedback: str = "none"
+    divergence: str = "ot"
+    bias_fix: bool = True
+    through_plan: bool = False
+    critic: bool = True
+    generator: str = "capsules"
+    cost: str = "cosine"
+
+    def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
+        """Return the units of a module from ``before`` channels to ``after``, with ``several`` layers or one."""
+        check_choice("feedback", self.feedback, FEEDBACK)
+        check_choice("generator", self.generator, ("capsules", "vanilla"))
+        lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
+        if not several:
+            lower = lower[:1]
+        names = ("divergence", "bias_fix", "through_plan", "critic", "cost")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        grouped = types if self.generator == "capsules" else None
+        return [FeedbackAgreement(after, size, stride=step, types=grouped, **options) for size, step in lower]
+
+
+@dataclass(frozen=True)
+class EncapNetConfig(FeedbackConfig):
+    """The configuration of an EncapNet.
+
+    Attributes
+    ----------
+    classes, in_channels : int
+        Class capsules, and channels of an image.
+    image_size : int or (int, int)
+        Height and width, on which the class capsules depend.
+    types : int
+        Capsule types in every layer.
+    stem : tuple of (int, int, int)
+        First convolutions, each with BatchNorm and ReLU: channels per type, kernel size, stride. The last one's
+        channels per type are the values in the first capsules.
+    dims, layers, strides : tuple of int
+        For each module: values in a capsule, layers, stride of the first layer.
+    coefficients : str or tuple of str
+        Of all modules, or of each, as :class:`~fastcaps_lab.encapnet.CapConv2d` has them: (1) to (4) of Table 3.
+    skip : "none", "I", "II" or "both"
+        Skip connections: (5) to (7) of Table 3.
+    """
+
+    classes: int = 10
+    image_size: int | tuple[int, int] = 32
+    in_channels: int = 3
+    types: int = 32
+    stem: tuple[tuple[int, int, int], ...] = ((1, 3, 1),)
+    dims: tuple[int, ...] = (2, 4, 8, 16)
+    layers: tuple[int, ...] = (4, 4, 4, 4)
+    strides: tuple[int, ...] = (1, 2, 2, 2)
+    coefficients: str | tuple[str, ...] = "both"
+    skip: str = "both"
+
+    def build(self) -> EncapNet:
+        """Return the network with new weights."""
+        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
+        types = check_count("types", self.types)
+        for name in ("layers", "strides"):
+            if len(getattr(self, name)) != len(self.dims):
+                raise ValueError(f"{name} must have {len(self.dims)} values as dims, got {getattr(self, name)}")
+        given = self.coefficients
+        of_modules = (given,) * len(self.dims) if isinstance(given, str) else tuple(given)
+        if len(of_modules) != len(self.dims):
+            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {of_modules}")
+        stem = convolutions(channels, [(types * dim, kernel, stride) for dim, kernel, stride in self.stem])
+        modules: list[nn.Module] = []
+        units = []
+        dim_below = self.stem[-1][0]
+        for dim, layers, stride, coefficients in zip(self.dims, self.layers, self.strides, of_modules, strict=True):
+            modules.append(EncapModule(types, dim_below, dim, layers, stride, coefficients, self.skip))
+            units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
+            dim_below = dim
+        height, width = size
+        for stride in (*(stride for _, _, stride in self.stem), *self.strides):
+            height, width = -(-height // stride), -(-width // stride)
+        last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
+        head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
+        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
+
+
+V1 = EncapNetConfig()
+SIX = EncapNetConfig(
+    stem=((1, 3, 1), (2, 3, 1), (4, 3, 2), (8, 3, 2)), dims=(16,), layers=(1,), strides=(2,), skip="none"
+)
+V2 = EncapNetConfig(
+    classes=200, image_size=128, stem=((1, 7, 4),), layers=(9, 12, 69, 9), coefficients=("none", "none", "both", "both")
+)
+NETWORKS = {
+    "li-encapnet-master": replace(V1, coefficients="none"),
+    "li-encapnet-v1": V1,
+    "li-encapnet-v2": V2,
+    "li-encapnet-v3": replace(V2, image_size=224),
+    "li-encapnet-six-master": replace(SIX, coefficients="none"),
+    "li-encapnet-six": SIX,
+}

@@ -1,0 +1,159 @@
+"""Routes from a class down to the image: what they add up to, where they lead, where that lies in the image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastcaps
+import fastcaps_lab
+from fastcaps.nn import CapsuleSpec, RoutingStack
+from fastcaps_lab import viz
+from fastcaps_lab.viz.routes import _frames
+
+EM, HEINSEN, DYNAMIC = fastcaps.EMRouting, fastcaps.HeinsenRouting, fastcaps.DynamicRouting
+
+
+def network(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return fastcaps_lab.models.create("digits", **options)
+
+
+def test_two_layers_by_loops() -> None:
+    """The parts multiply along every way from a class to a child, and the ways add up."""
+    stack = RoutingStack([EM(5, 4, 4, 4), EM(4, 3, 4, 4)])
+    gates = torch.rand(1, 5)
+    _, trace = stack(torch.randn(1, 5, 4), gates, return_trace=True)
+    lowest, middle, top = viz.descent(stack, trace)
+
+    def part(k: int, child: int, parent: int) -> Tensor:
+        gate, r = trace.activations[k][0], trace.coefficients[k][0]  # type: ignore[index]
+        return gate[child] * r[child, parent] / (gate * r[:, parent]).sum()
+
+    for c in range(3):
+        for i in range(5):
+            wanted = sum(part(1, m, c) * part(0, i, m) for m in range(4))
+            torch.testing.assert_close(lowest[0, c, i], wanted)
+        torch.testing.assert_close(middle[0, c], torch.stack([part(1, m, c) for m in range(4)]))
+    assert torch.equal(top[0], torch.eye(3))
+
+
+STACKS = {
+    "grids, one padded": [
+        CapsuleSpec(4, kernel_size=3, stride=2, padding=1),
+        CapsuleSpec(3, kernel_size=2),
+        CapsuleSpec(5),
+    ],
+    "EM, the whole grid last": [
+        CapsuleSpec(4, kernel_size=3, layer=EM),
+        CapsuleSpec(5, kernel_size="all", share=True, layer=EM),
+    ],
+    "scores to activations": [CapsuleSpec(4, kernel_size=3, layer=HEINSEN), CapsuleSpec(5, layer=EM)],
+    "activations to scores": [CapsuleSpec(4, kernel_size=3, layer=EM), CapsuleSpec(5, layer=HEINSEN)],
+    "children compete": [CapsuleSpec(4, kernel_size=3), CapsuleSpec(5, layer=DYNAMIC, options={"compete": "children"})],
+    "a pool": [CapsuleSpec(4, kernel_size=3), CapsuleSpec(5, layer=fastcaps.RoutingPool)],
+    "a set read as a row": [CapsuleSpec(6), CapsuleSpec(5, kernel_size="all", types=2, share=True)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_what_a_class_is_made_of_adds_up_to_1_in_every_layer(name: str) -> None:
+    torch.manual_seed(1)
+    stack = RoutingStack.build(STACKS[name], in_capsules=2, in_dim=4, size=(6, 7), iterations=2)
+    active = (
+        None
+        if stack.layers[0].activity_name == "activations" and stack.layers[0].takes_parents
+        else torch.rand(2, 2, 6, 7)
+    )
+    _, trace = stack(torch.randn(2, 2, 6, 7, 4), active, return_trace=True)
+    found = viz.descent(stack, trace)
+    for poses, part in zip(trace.poses, found, strict=True):
+        assert part.shape == (2, 5, *poses.shape[1:-1])
+        torch.testing.assert_close(part.flatten(2).sum(-1), torch.ones(2, 5))
+
+
+def test_a_child_that_is_not_there_has_no_part_and_the_window_is_where_it_is() -> None:
+    stack = RoutingStack([EM(1, 2, 4, 4, kernel_size=2, stride=2), EM(2, 3, 4, 4, kernel_size="all", share=True)])
+    gates = torch.zeros(1, 1, 4, 6)
+    gates[0, 0, 1, 4] = 0.9  # alone
+    _, trace = stack(torch.randn(1, 1, 4, 6, 4), gates, return_trace=True)
+    lowest, middle, _ = viz.descent(stack, trace)
+    assert all(float(lowest[0, c, 0, 1, 4]) == pytest.approx(float(middle[0, c, :, 0, 2].sum())) for c in range(3))
+    for kernel_size in (None, "all"):  # types and places keep their order
+        children = 2 if kernel_size else 24
+        stack = RoutingStack([EM(children, 3, 4, 4, kernel_size=kernel_size, share=kernel_size == "all")])
+        gates = torch.rand(1, 2, 3, 4)
+        gates[0, 1, 2, 0] = 0
+        _, trace = stack(torch.randn(1, 2, 3, 4, 4), gates, return_trace=True)
+        assert (viz.descent(stack, trace)[0][0, 0] == 0).nonzero().tolist() == [[1, 2, 0]]
+
+
+def test_coefficients_of_a_pool_are_its_own() -> None:
+    pool = fastcaps.RoutingPool2d(4, parents=3, in_channels=8, sharpness=3.0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), pool)
+    images = torch.randn(2, 1, 5, 6)
+    shares = pool(net[0](images), return_coefficients=True).coefficients[:, 0, 0]  # [B, H W groups, M]
+    found = viz.coefficients(net, images)
+    torch.testing.assert_close(found[1, 2, 4, 3], shares[1].view(5, 6, 2, 3)[4, 3, :, 2].sum())
+    torch.testing.assert_close(viz.coefficients(net, images, uniform=True), torch.full((2, 3, 5, 6), 1 / 30))
+    found = viz.coefficients(network(), torch.randn(1, 1, 8, 8), uniform=True)[0, 0]  # counts the windows at a place
+    seen = nn.functional.conv_transpose2d(torch.ones(1, 1, 6, 6), torch.ones(1, 1, 3, 3))[0, 0]
+    torch.testing.assert_close(found, seen / seen.sum())
+    for without in (nn.Conv2d(1, 2, 3), nn.Sequential(net[0], fastcaps.RoutingPool2d(4, kernel_size=2))):
+        with pytest.raises(ValueError, match=r"network must be a CapsNet whose .*; got (Conv2d|Sequential)"):
+            viz.coefficients(without, images)
+
+
+def test_places_are_the_middles_of_what_features_see() -> None:
+    pool, images = fastcaps.RoutingPool2d(4, parents=1), torch.randn(1, 1, 12, 9)
+    rows, columns = viz.places(nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), pool), images, (5, 4))
+    assert rows.tolist() == [1, 3, 5, 7, 9] and columns.tolist() == [1, 3, 5, 7]
+    whole = nn.Sequential(nn.Conv2d(1, 8, (12, 9)), nn.Upsample((4, 3)), pool)  # each sees all: no lattice
+    rows, columns = viz.places(whole, images, (4, 3))
+    assert rows.tolist() == [1, 4, 7, 10] and columns.tolist() == [1, 4, 7]
+
+
+def test_frames_hold_what_windows_see() -> None:
+    specs = [CapsuleSpec(4, kernel_size=3, stride=2, padding=1), CapsuleSpec(3, kernel_size=2), CapsuleSpec(5)]
+    stack = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(6, 8))
+    net: Any = fastcaps.CapsNet(nn.Conv2d(1, 2, 3), fastcaps.PrimaryCapsules(2, 2, 4), stack, nn.Identity())
+    levels = [torch.zeros(each) for each in ((5,), (3, 2, 3), (4, 3, 4), (2, 6, 8))]
+    top, upper, lower, lowest = _frames(net, torch.rand(1, 8, 10), levels)
+    assert top is None and lowest[1] == (1, 1) and lower[1] == (3, 3) and upper[1] == (5, 5)
+    for axis, (places, windows) in enumerate(((6, 3), (8, 4))):
+        assert lowest[0][axis].tolist() == list(range(1, 1 + places))
+        assert lower[0][axis].tolist() == [1 + 2 * k for k in range(windows)]  # the padding lies before the first place
+        assert upper[0][axis].tolist() == [2 + 2 * k for k in range(windows - 1)]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    net, images = network(), torch.rand(2, 1, 8, 8)
+    modes = [module.training for module in net.modules()]
+    names = [f"class {k}" for k in range(10)]
+    drawn = viz.coefficient_map(net, images[:1], tmp_path / "map.svg", title="Maps", names=names, labels=["a"])
+    assert drawn.read_text().count("<image") == 1 + 10 + 1  # the image, its maps, the bar of colours
+    tree = viz.parse_tree(net, images[0], tmp_path / "tree.svg", title="A tree", names=names, branches=2).read_text()
+    assert tree.count("<image") == 1 + 2 + 4 + 2  # the class, its children, theirs; all of each of two layers on grids
+    assert modes == [module.training for module in net.modules()]
+    flat = fastcaps_lab.models.create("sabour-mnist", image_size=20)  # one layer, whose children come from a grid
+    assert viz.parse_tree(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
+    moved = torch.rand(2, 4, 5, 1, 8, 6)
+    assert viz.perturbation_map(moved, tmp_path / "moved.png", names=["3", "5"], title="Moved").stat().st_size > 5000
+    with pytest.raises(TypeError, match="network must be a CapsNet, got Flatten"):
+        viz.listening(nn.Flatten(), images)
+    with pytest.raises(ValueError, match="names: got 2, want one for each of 10"):
+        viz.coefficient_map(net, images, tmp_path / "a.png", title="", names=["a", "b"])
+    with pytest.raises(ValueError, match=r"image must be \[channels, H, W\], got \[1, 1, 8, 8\]"):
+        viz.parse_tree(net, images[:1], tmp_path / "a.png", title="")
+    with pytest.raises(ValueError, match=r"images must be \[n, height, width\], got \[2, 1, 8, 8\]"):
+        viz.listening_map(images, viz.listening(net, images), [1, 2], [1, 2], tmp_path / "a", classes=names, title="")
+    with pytest.raises(ValueError, match="network must be a CapsNet or have a RoutingPool2d, got Flatten"):
+        viz.places(nn.Flatten(), images, (8, 8))
+    drawn = viz.listening_map(
+        images[:, 0], viz.listening(net, images), [1, 2], [1, 2], tmp_path / "a", classes=names, title=""
+    )
+    assert drawn == tmp_path / "a.png" and drawn.is_file()  # what is named after nothing is a PNG
