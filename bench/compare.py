@@ -32,8 +32,6 @@ from bench.timing import Plan
 from bench.workloads import TINY, WORKLOADS, cases
 from fastcaps import libraries
 
-_SHARED = "_testing"  # of the package: what the benchmark needs, and an older one may lack
-
 
 def tree_of(given: str) -> Path:
     """Return a folder with the package and its library: a tree that exists, or a commit that is built."""
@@ -57,8 +55,8 @@ def linked(tree: Path, folder: Path) -> Path:
     """Fill a folder with links to a tree's package and this checkout's benchmark, and return it."""
     (folder / "fastcaps").mkdir(parents=True)
     (folder / "bench").symlink_to(ROOT / "bench")
-    for name in {_SHARED, *os.listdir(tree / "fastcaps")}:
-        (folder / "fastcaps" / name).symlink_to((ROOT if name == _SHARED else tree) / "fastcaps" / name)
+    for name in os.listdir(tree / "fastcaps"):
+        (folder / "fastcaps" / name).symlink_to(tree / "fastcaps" / name)
     return folder
 
 

@@ -12,10 +12,10 @@ import argparse
 from dataclasses import dataclass
 from math import prod
 
+from bench.markdown import as_markdown
 from bench.routings import AttentionPass, DynamicRouting, InterestRouting
 from bench.workload import PRECISIONS, Case, Workload
 from bench.workloads import WORKLOADS, find
-from fastcaps._testing.markdown import as_markdown
 
 
 @dataclass(frozen=True)

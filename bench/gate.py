@@ -1,4 +1,4 @@
-"""The correctness gate: a speed figure is valid only while its result keeps the rule of :mod:`fastcaps._testing.judge`.
+"""The correctness gate: a speed figure is valid only while its result keeps the rule of :mod:`bench.judge`.
 
 A uniform pass over a grid is the library's convolution by design, not a kernel; its eager yardstick is the worse of the
 reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than the reference's einsum.
@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bench.alternatives import axes_of, reference, runner
+from bench.judge import Bar, Verdict
 from bench.routings import AttentionPass
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload, is_batched
-from fastcaps._testing.judge import Bar, Verdict
 
 _CHUNK_BYTES = 256 * 2**20
 """Votes that the float64 reference may store at once (four times as many on a GPU), by running a batch in parts."""
@@ -99,7 +99,7 @@ class Gate(Bar):
         step = max(1, _CHUNK_BYTES * (4 if tensors[0].is_cuda else 1) // per_sample)
         plain = nullcontext()
         if self.tf32 and torch._C._len_torch_dispatch_stack():
-            # a mode of fastcaps._testing.judge wants every product: forward-mode derivatives make an op its formulas
+            # a mode of bench.judge wants every product: forward-mode derivatives make an op its formulas
             step, plain = max(1, step // 16), forward_ad.dual_level()  # which keep more for their way back
         with plain:
             parts = [

@@ -13,9 +13,9 @@ from typing import Any
 from bench.alternatives import ALTERNATIVES, OURS
 from bench.floors import Chip, floors
 from bench.goals import number
+from bench.markdown import as_markdown
 from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS
-from fastcaps._testing.markdown import as_markdown
 
 Entry = dict[str, Any]
 KIND = "gpu"  # of the records

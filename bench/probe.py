@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 from bench import sweep
 from bench.alternatives import OURS, build, is_compiled, runner
 from bench.gate import SAME, Gate
+from bench.judge import largest, largest_error
 from bench.timing import quantiles
 from bench.workload import PRECISIONS, Case, Inputs, Workload, is_batched, size_of
 from bench.workloads import find
 from fastcaps import backends, libraries
-from fastcaps._testing.judge import largest, largest_error
 
 Call = Callable[[], dict[str, torch.Tensor]]
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has

@@ -21,10 +21,10 @@ from typing import Any
 from bench import charts, gpu_report, record
 from bench.alternatives import OURS, STORED
 from bench.goals import number, place, shortfalls
+from bench.markdown import as_markdown, into
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
 from bench.workloads import WORKLOADS
-from fastcaps._testing.markdown import as_markdown, into
 
 Row = dict[str, Any]
 _EXTRA = ("extra memory of a step, MB", "with stored votes, MB")

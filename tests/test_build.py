@@ -343,7 +343,7 @@ def test_architectures_are_written_as_for_torch(decide: Decide, tmp_path: Path) 
 
 ROOMS = [
     "checks", "results", "rules", "settings", "vectors", "votes", "watchers", "made", "libraries", "backends",
-    "reference", "ops", "functional", "triton_kernels", "losses", "nn", "compat", "__main__", "_testing",
+    "reference", "ops", "functional", "triton_kernels", "losses", "nn", "compat", "__main__",
 ]  # fmt: skip
 """What the package consists of: each imports only those before it."""
 
