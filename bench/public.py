@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 import fastcaps
 from bench import record, report
+from bench.judge import largest, largest_error
 from bench.process import Remote, WorkerError
 from bench.runner import KEEPING, grown, set_allocator
 from bench.timing import quantiles, time_calls
-from fastcaps._testing.judge import largest, largest_error
 
 BAR = 3, 1e-5  # times the error of the published code in float32, and besides a share of a tensor's largest number
 NOTHING = 1e-6  # a gradient this share of the largest is zero but for rounding: of a bias in front of a BatchNorm, say

@@ -38,7 +38,6 @@ from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
 from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS
-from fastcaps._testing.markdown import as_markdown, into
 
 ON_GPU = "gpu"  # the kind of files that have a GPU's entries; "bench": a CPU's
 LEGENDS = {

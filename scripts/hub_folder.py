@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-LEFT_OUT = re.compile(r"_testing/|__main__\.py$")
+LEFT_OUT = re.compile(r"__main__\.py$")
 CPU_LIBRARY, CUDA_LIBRARY = (f"fastcaps/lib/libfastcaps_{name}.so" for name in ("cpu", "cuda"))
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)

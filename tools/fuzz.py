@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m tools.fuzz --seed 17 --shrink    # a failing call of one seed, as small as it goes
 
-A right call is held to the rule of ``fastcaps._testing.judge`` against the reference, must have the same bits on any
+A right call is held to the rule of ``bench.judge`` against the reference, must have the same bits on any
 number of threads, and NaN or infinity must not leave its sample. A wrong one is refused, or as right as any other.
 Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
 """
@@ -26,8 +26,8 @@ from suite import random_cases
 from torch import Tensor
 
 import fastcaps
+from bench.judge import Bar, largest
 from fastcaps import backends
-from fastcaps._testing.judge import Bar, largest
 from fastcaps.functional import Window
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW
@@ -317,7 +317,7 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of fastcaps._testing.judge.")
+    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of bench.judge.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=15, help="calls of each kind")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))

@@ -1,4 +1,4 @@
-"""Small calls through the kernels, held to the rule of ``fastcaps._testing.judge``: for compute-sanitizer to watch.
+"""Small calls through the kernels, held to the rule of ``bench.judge``: for compute-sanitizer to watch.
 
 PYTHONPATH=tests compute-sanitizer --tool memcheck python -m tools.sanitize --device cuda --backend cuda
 
@@ -22,8 +22,8 @@ from cases import Case, on_device
 from registry import ROUTINGS, Call, Routing, gpu_cases
 from torch import Tensor
 
+from bench.judge import Bar
 from fastcaps import backends
-from fastcaps._testing.judge import Bar
 
 ROWS = (
     "pose-4x4-20", "bias-6x6", "bias-8x8", "pose-1x8", "pose-1x16", "bias-1x64", "pose-2x3", "children-float32", "conv",

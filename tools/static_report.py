@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from bench.markdown import as_markdown
 from fastcaps import libraries, ops
-from fastcaps._testing.markdown import as_markdown
 
 KNOWN_SPILLS = {
     "sm_90 forward<GaussianForward, FixedPose<4, 4, 4, 4, 4, 1, 8, 1, 20>, 1, false,": 8,
