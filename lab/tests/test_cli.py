@@ -75,7 +75,7 @@ def test_tab_completion_by_a_script_alone(capsys: pytest.CaptureFixture[str], tm
     """Of commands, their options, and values that the package knows; after an option that takes a file, of files."""
     script = call(capsys, "--show-completion", "bash")[1]
     for line, wanted in {
-        "": "bench compare explain train recipes reproduce demo --show-completion --version --help",
+        "": "bench explain train recipes reproduce demo --show-completion --version --help",
         "re": "recipes reproduce",
         "train --fl": "--flip",
         "train --he": "--help",
@@ -85,7 +85,6 @@ def test_tab_completion_by_a_script_alone(capsys: pytest.CaptureFixture[str], tm
         "explain sabour-mn": "sabour-mnist",
         "reproduce --col": "--collect",
         "explain digits --device ": "cpu cuda",
-        "compare HEAD --ro": "--rounds",
         "train --out ": "",
     }.items():
         words = " ".join(f"'{word}'" for word in ("fastcaps", *line.split(" ")))
@@ -192,7 +191,7 @@ def test_explain_tells_of_every_call_of_a_network(capsys: pytest.CaptureFixture[
     assert status == 1 and "nothing: backend 'cuda' is forced and cannot take this call" in out
 
 
-# --- bench and compare -----------------------------------------------------------------------------------------------
+# --- bench -----------------------------------------------------------------------------------------------------------
 
 
 def test_bench_runs_pytest_in_the_checkout_and_shortens_its_errors(
@@ -207,8 +206,8 @@ def test_bench_runs_pytest_in_the_checkout_and_shortens_its_errors(
         return subprocess.CompletedProcess(command, said[0], "", said[1])
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert call(capsys, "bench", "sabour-mnist", "--html", "page.html", "--full") == (1, "", "")
-    options = ["--workload=sabour-mnist", "--html", str(tmp_path / "page.html"), "--full"]  # of another folder
+    assert call(capsys, "bench", "sabour-mnist", "--results", "rows", "--full") == (1, "", "")
+    options = ["--workload=sabour-mnist", "--results", str(tmp_path / "rows"), "--full"]  # of another folder
     root = Path(fastcaps.__file__).parents[1]
     assert started == [(["-m", "pytest", "bench", "-q", *options], root)]
     said = 4, "ERROR: usage: pytest [options]\npytest: error: unrecognized arguments: --ful\n  inifile: a.toml\n"
@@ -218,17 +217,13 @@ def test_bench_runs_pytest_in_the_checkout_and_shortens_its_errors(
         "fastcaps bench: No such option: --ful (did you mean --full?) (fastcaps bench --help)\n",
     )
     said = 0, ""
-    assert call(capsys, "compare", "main", "--json")[0] == call(capsys, "bench", "--list", "--json")[0] == 0
-    assert [words for words, _ in started[2:]] == [
-        ["-m", "bench.compare", "main", "--json"],
-        ["-m", "bench.alternatives", "--json"],
-    ]
+    assert call(capsys, "bench", "--list", "--json")[0] == 0
+    assert started[2][0] == ["-m", "bench.alternatives", "--json"]
 
 
-@pytest.mark.parametrize("command", [["bench"], ["compare", "main"]])
 def test_without_a_checkout_bench_says_where_it_lies(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fastcaps, "__file__", str(tmp_path / "fastcaps" / "__init__.py"))
-    status, out, err = call(capsys, *command)
+    status, out, err = call(capsys, "bench")
     assert (status, out) == (1, "") and "only in a source checkout" in err and err.count("\n") == 1

@@ -42,7 +42,6 @@ def fastcaps(
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("bench", context_settings=PASSED_ON)(bench.bench)
-app.command("compare", context_settings=PASSED_ON)(bench.compare)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)
 app.command("recipes")(reproduce.recipes)

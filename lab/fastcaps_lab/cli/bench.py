@@ -1,6 +1,6 @@
-"""``fastcaps bench`` and ``fastcaps compare``: the benchmark of a source checkout, run there as a process.
+"""``fastcaps bench``: the benchmark of a source checkout, run there as a process.
 
-The benchmark is not part of the installed package: it judges results by the tests' rule, and compares commits.
+The benchmark is not part of the installed package: it judges results by the tests' rule.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ def _start(module: str, *arguments: str, **options: Any) -> subprocess.Completed
             "the benchmark is only in a source checkout: there, run "
             "pip install --no-build-isolation -e '.[bench]' and this command again"
         )
-    if find_spec("pytest_benchmark") is None:
-        raise Fail("pytest_benchmark is not installed; in the checkout run: pip install '.[bench]'")
+    if find_spec("matplotlib") is None:
+        raise Fail("matplotlib is not installed; in the checkout run: pip install '.[bench]'")
     return subprocess.run([sys.executable, "-m", module, *arguments], cwd=root, text=True, check=False, **options)
 
 
 def _absolute(words: list[str]) -> list[str]:
     """Return the words of a command line with absolute paths, as the checkout is another folder."""
     pairs = zip(["", *words], words, strict=False)
-    paths = ("--results", "--html")
-    return [str(Path(word).resolve()) if before in paths or Path(word).is_dir() else word for before, word in pairs]
+    return [str(Path(word).resolve()) if before == "--results" else word for before, word in pairs]
 
 
 def bench(
@@ -54,12 +53,11 @@ def bench(
 ) -> int:
     """Measure routings against what a PyTorch user would run instead: a few rows in a minute, or --full.
 
-    ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--batch N]... [--threads N] [--seconds S]
-    [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: this runs ``python -m pytest bench`` in the
-    checkout, with its options, on the CPU; a GPU is measured by ``bench/gpu.sh``. S is the budget of the
-    whole run, checks and compilation included: a row that is not finished then is left out of the report. The exit
-    status is 1 if a result is wrong (its row has no time), if a goal that was met before is missed, or if S was too
-    short for any row.
+    ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--threads N] [--seconds S] [--results FOLDER]``: this
+    runs ``python -m pytest bench`` in the checkout, with its options, on the CPU; a GPU is measured by
+    ``bench/gpu.sh``. S is the budget of the whole run, checks and compilation included: a row that is not finished then
+    is left out of the report. The exit status is 1 if a result is wrong (its row has no time), or if S was too short
+    for any row.
     """
     if listed:
         return _start("bench.alternatives", *["--json"] * as_json).returncode
@@ -82,15 +80,3 @@ def bench(
         document = json.loads((_root() / written[-1]).read_text(encoding="utf-8"))
         print(json.dumps([{**row, "machine": document["machine"]} for row in document["rows"]], indent=2))
     return int(done.returncode != 0)
-
-
-def compare(context: Context) -> int:
-    """Measure this checkout against another commit (REV, or a tree with its library), alternating on this machine.
-
-    ``fastcaps compare REV [NEW] [--workload WORD]... [--seconds S] [--rounds N] [--threads N] [--limit SHARE]
-    [--json]``: WORD selects rows by name, S is the seconds of a row's timed calls, SHARE how much slower the median may
-    be. NEW is this checkout by default. The other commit is built once, beside this checkout's build. A row has no
-    ratio if the result of either side is wrong. The exit status is 1 for such a row, or if the median over rows is
-    above the limit.
-    """
-    return _start("bench.compare", *_absolute(context.args)).returncode

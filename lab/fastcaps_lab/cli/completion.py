@@ -63,7 +63,7 @@ def script(context: Any) -> str:
     for name, command in context.command.commands.items():
         options = [each for each in command.params if each.param_type_name == "option"]
         flags = {word: each.is_flag for each in options for word in (*each.opts, *each.secondary_opts)}
-        # what bench and compare pass on
+        # what bench passes on
         flags |= {"--help": True} | {
             option: not value for option, value in re.findall(r"\[(--[a-z-]+)( ?[^]]*)\]", command.help)
         }
