@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bench.alternatives import axes_of, reference, runner
+from bench.judge import Bar, Verdict
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload, is_batched
 

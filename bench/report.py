@@ -33,6 +33,7 @@ from bench.figures import (
     speedup,
 )  # fmt: skip
 from bench.floors import Chip, floors
+from bench.markdown import as_markdown, into
 from bench.record import Call, Calls, Entry
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
