@@ -114,6 +114,15 @@ def test_it_leaves_no_trace() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_layer_of_ones_own_without_coefficients() -> None:
+    class Sums(fastcaps.nn.RoutingLayer[Any, Any]):
+        def route(self, votes: fastcaps.Votes) -> torch.Tensor:
+            return votes.sum(1.0)
+
+    (found,) = fastcaps_lab.diagnose(Sums(6, 3, 16, 16), torch.randn(2, 6, 16)).layers
+    assert found.entropy is None and found.measured_by == "relative length"
+
+
 @pytest.mark.parametrize("name", ["zhao-cnn-routing", "zhao-affnist", "li-encapnet-six", "heinsen-sst2"])
 def test_networks_of_every_kind(name: str) -> None:
     options: dict[str, Any] = {"layers": 3, "embedding": 16} if "sst" in name else {}

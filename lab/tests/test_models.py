@@ -132,6 +132,30 @@ def test_a_network_of_every_kind_trains_and_takes_every_batch(name):
         assert net(*(tensor[:batch] for tensor in given)).shape == (batch, classes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("sabour-mnist", (1, 20, 20), {"image_size": 20, "decoder": (8,)}),
+        ("hinton-norb", (2, 28, 28), {"image_size": 28}),
+        ("heinsen-sst2", (5, 3, 8), {"layers": 3, "embedding": 8, "parts": 6}),
+        ("zhao-affnist", (1, 24, 24), {"image_size": 24, "decoder": (8,)}),
+        (
+            "li-encapnet-v1",
+            (3, 8, 8),
+            {"image_size": 8, "types": 2, "dims": (2, 4), "layers": (2, 1), "strides": (1, 2)},
+        ),
+    ],
+)
+def test_networks_are_compiled_in_one_graph_and_exported(name, shape, options):
+    torch._dynamo.reset()
+    net, given = models.create(name, **options).eval(), torch.randn(2, *shape)
+    wanted = net(given)
+    torch.testing.assert_close(torch.compile(net, fullgraph=True, backend="aot_eager")(given), wanted)
+    program = torch.export.export(net, (given,), dynamic_shapes=({0: torch.export.Dim("batch", max=64)},))
+    torch.testing.assert_close(program.module()(torch.cat([given] * 3)), torch.cat([wanted] * 3))
+
+
 def test_other_texts():
     net = models.create("heinsen-sst5", layers=3, embedding=20, classes=7, parts=6, dim=8).eval()
     with torch.no_grad():
