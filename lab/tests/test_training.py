@@ -236,7 +236,7 @@ def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
     given = arguments(tmp_path, "--devices", "2", "--strategy", "ddp", "--runs", "2")
-    done = python("-m", "fastcaps", *given, OMP_NUM_THREADS="1")
+    done = python("-m", "fastcaps_lab", *given, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     # two epochs of two runs and the end: only the first process speaks
     assert done.stdout.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in done.stdout

@@ -43,7 +43,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status == 130:  # what Typer makes of Ctrl-C
         say("stopped")
     return status or 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
