@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.nn import ClassHead
-from fastcaps_lab.checks import check_choice, check_count, check_map, image_size
+from fastcaps_lab.checks import check_choice, check_map, image_size
 from fastcaps_lab.encapnet.cap_conv import CapConv2d, CapFC
 from fastcaps_lab.encapnet.feedback import FeedbackAgreement, convolutions
-
-FEEDBACK = ("none", "one", "two")
-SKIPS = ("none", "I", "II", "both")
 
 
 class EncapModule(nn.Module):
@@ -35,12 +32,11 @@ class EncapModule(nn.Module):
         self, types: int, in_dim: int, out_dim: int, layers: int, stride: int, coefficients: str, skip: str
     ) -> None:
         super().__init__()
-        check_choice("skip", skip, SKIPS)
+        check_choice("skip", skip, ("none", "I", "II", "both"))
         over = skip in ("I", "both")
         self.first = CapConv2d(types, in_dim, out_dim, stride=stride, coefficients=coefficients, skip=over)
         self.rest = nn.ModuleList(
-            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients)
-            for _ in range(check_count("layers", layers) - 1)
+            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients) for _ in range(layers - 1)
         )
         self.skips_rest = skip in ("II", "both")
 
@@ -95,12 +91,7 @@ class EncapNet(nn.Module):
         ``return_feedback`` adds the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
         :func:`fastcaps_lab.encapnet.feedback_loss`.
         """
-        check_map("images", images, self.in_channels)
-        if self.fixed and tuple(images.shape[2:]) != self.image_size:
-            raise ValueError(
-                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, the network's image_size, "
-                f"got {list(images.shape)}"
-            )
+        check_map("images", images, self.in_channels, self.image_size if self.fixed else None)
         found = self.stem(images)
         feedback = found.new_zeros((), dtype=torch.promote_types(found.dtype, torch.float32))
         for k, layer in enumerate(self.layers):
@@ -140,7 +131,7 @@ class FeedbackConfig:
 
     def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
         """Return the units of a module from ``before`` channels to ``after``, with ``several`` layers or one."""
-        check_choice("feedback", self.feedback, FEEDBACK)
+        check_choice("feedback", self.feedback, ("none", "one", "two"))
         check_choice("generator", self.generator, ("capsules", "vanilla"))
         lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
         if not several:
@@ -187,16 +178,9 @@ class EncapNetConfig(FeedbackConfig):
 
     def build(self) -> EncapNet:
         """Return the network with new weights."""
-        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
-        types = check_count("types", self.types)
-        for name in ("layers", "strides"):
-            if len(getattr(self, name)) != len(self.dims):
-                raise ValueError(f"{name} must have {len(self.dims)} values as dims, got {getattr(self, name)}")
-        given = self.coefficients
+        size, types, given = image_size(self.image_size), self.types, self.coefficients
         of_modules = (given,) * len(self.dims) if isinstance(given, str) else tuple(given)
-        if len(of_modules) != len(self.dims):
-            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {of_modules}")
-        stem = convolutions(channels, [(types * dim, kernel, stride) for dim, kernel, stride in self.stem])
+        stem = convolutions(self.in_channels, [(types * dim, kernel, stride) for dim, kernel, stride in self.stem])
         modules: list[nn.Module] = []
         units = []
         dim_below = self.stem[-1][0]
@@ -207,7 +191,7 @@ class EncapNetConfig(FeedbackConfig):
         height, width = size
         for stride in (*(stride for _, _, stride in self.stem), *self.strides):
             height, width = -(-height // stride), -(-width // stride)
-        last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
+        last = CapFC(types * height * width, self.classes, dim_below)
         head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
 
