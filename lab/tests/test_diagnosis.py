@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 
 import fastcaps
 import fastcaps_lab
-from fastcaps_lab import viz
 from fastcaps_lab.diagnosis import Diagnosis, LayerDiagnosis
 
 
@@ -141,18 +137,13 @@ def test_networks_of_every_kind(name: str) -> None:
 
 def test_wrong_calls_are_told() -> None:
     net, (images, labels) = digits()
-    for error, message, model, batch, loss in (
-        (TypeError, "model must be a torch.nn.Module, got int", 3, images, None),
-        (ValueError, "must have a capsule layer .*, got Lin", nn.Linear(8, 3), images, None),
-        (TypeError, r"batch must be a tensor or \(inputs, target\), got str", net, "x", None),
-        (ValueError, "batch must hold a sample, got none", net, images[:0], None),
-        (ValueError, r"loss must return a scalar, got \[3, 10\]", net, (images, labels), lambda found, _: found),
-    ):
-        with pytest.raises(error, match=message):
-            fastcaps_lab.diagnose(model, batch, loss=loss)
+    with pytest.raises(ValueError, match=r"must have a capsule layer .*, got Lin"):
+        fastcaps_lab.diagnose(nn.Linear(8, 3), torch.randn(2, 8))
+    with pytest.raises(ValueError, match="batch must hold a sample, got none"):
+        fastcaps_lab.diagnose(net, (images[:0], labels[:0]))
 
 
-def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
+def test_it_is_shown_as_table_and_dict() -> None:
     dying = LayerDiagnosis("below", "DynamicRouting", "length", (0.5, 0.001), (1,), "children", 0.25, 0.0, 1e-3)
     plain = LayerDiagnosis("above", "CapFC", "length", (0.5,), (), "", None, None, None)
     found = Diagnosis((dying, plain), 3, 0.01, 1.25)
@@ -160,9 +151,3 @@ def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
     shown = "below DynamicRouting 2 1 length 0.250 0.00e+00 1.00e-03"
     assert str(found).splitlines()[2].split() == shown.split()
     assert json.loads(json.dumps(dataclasses.asdict(found)))["layers"][0]["dead"] == [1]
-    console = Console(width=100, file=io.StringIO())
-    console.print(found)
-    assert "DynamicRouting" in console.file.getvalue() and "0.250" in console.file.getvalue()
-    drawn = viz.diagnosis(found, tmp_path / "found.svg").read_text()
-    alive = Diagnosis((LayerDiagnosis(**{**vars(dying), "dead": ()}), plain), 3, 0.01, 1.25)
-    assert drawn.count("<svg") == 1 and drawn != viz.diagnosis(alive, tmp_path / "alive.svg").read_text()

@@ -33,7 +33,7 @@ def test_the_python_of_a_page_runs_as_printed(
     page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write checkpoints
-    monkeypatch.setattr(models, "_NETWORKS", {**models._NETWORKS})  # or register a network
+    monkeypatch.setattr(models, "NETWORKS", {**models.NETWORKS})  # or register a network
     names: dict[str, Any] = {}
     for block in BLOCKS[page]:
         exec(compile(block, str(page), "exec"), names)

@@ -1,4 +1,4 @@
-"""EncapNet's feedback-agreement unit (Li et al., 2018, section 3.2), a loss between two layers, and the full loss."""
+"""EncapNet's feedback-agreement unit (Li et al., 2018, section 3.2): a loss between two layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.losses import margin_loss
 from fastcaps_lab.checks import check_choice, check_map
 from fastcaps_lab.encapnet.cap_conv import rectified_squash
 from fastcaps_lab.encapnet.sinkhorn import SinkhornDivergence
@@ -39,8 +38,8 @@ class FeedbackAgreement(nn.Module):
     these, so the cosine cost has no effect there; ``cost="l2"`` has. Inductor takes minutes to compile the Sinkhorn
     iterations: compile the network without the units, or with ``backend="aot_eager"``.
 
-    A network's loss adds it, times 10 in the paper (:func:`fastcaps_lab.encapnet.feedback_loss`), in training only: in
-    evaluation mode the unit returns 0 and computes nothing.
+    A network's loss adds it, times 10 in the paper, in training only: in evaluation mode the unit returns 0 and
+    computes nothing.
 
     Parameters
     ----------
@@ -118,29 +117,3 @@ class FeedbackAgreement(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x, y = (z.flatten(1).to(torch.promote_types(z.dtype, torch.float32)).log_softmax(1) for z in (x, y))
             return F.kl_div(x, y, reduction="batchmean", log_target=True)
-
-
-def feedback_loss(
-    lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"
-) -> Tensor:
-    r"""Return the loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
-
-    .. math:: L = L_\mathrm{margin} + \lambda \sum_k D_k
-
-    Parameters
-    ----------
-    lengths, target, reduction
-        See :func:`~fastcaps.losses.margin_loss`.
-    feedback : Tensor
-        A scalar, the sum of the losses of the network's :class:`~fastcaps_lab.encapnet.FeedbackAgreement` units.
-    weight : float
-        :math:`\lambda`; 10 in the paper.
-
-    Examples
-    --------
-    >>> import torch
-    >>> lengths = torch.tensor([[0.7, 0.3, 0.05]])
-    >>> feedback_loss(lengths, torch.tensor([0]), torch.tensor(0.02))  # 0.06 + 10 * 0.02
-    tensor(0.2600)
-    """
-    return margin_loss(lengths, target, reduction=reduction) + weight * feedback

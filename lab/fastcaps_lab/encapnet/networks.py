@@ -88,8 +88,8 @@ class EncapNet(nn.Module):
     def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits ``[B, classes]``, the lengths of class capsules if there are any, of ``[B, channels, H, W]``.
 
-        ``return_feedback`` adds the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
-        :func:`fastcaps_lab.encapnet.feedback_loss`.
+        ``return_feedback`` adds the sum of the feedback units' divergences, for the loss: a scalar, 0 in evaluation
+        mode.
         """
         check_map("images", images, self.in_channels, self.image_size if self.fixed else None)
         found = self.stem(images)

@@ -9,8 +9,9 @@ import torch
 from stand_ins import refusals
 from torch import Tensor
 
+from fastcaps.losses import margin_loss
 from fastcaps_lab import models
-from fastcaps_lab.encapnet import CapConv2d, EncapNet, FeedbackAgreement, cap_conv, feedback_loss, networks
+from fastcaps_lab.encapnet import CapConv2d, EncapNet, FeedbackAgreement, cap_conv, networks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [name for name in models.names() if isinstance(models.config(name), networks.FeedbackConfig)]
@@ -90,7 +91,7 @@ def test_every_network_learns_a_step(name: str) -> None:
     before = {name: p.clone() for name, p in net.named_parameters() if not name.startswith("feedback")}
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     logits, feedback = net(torch.randn(4, 2, 11, 26), return_feedback=True)
-    loss = feedback_loss(logits, torch.arange(4), feedback)
+    loss = margin_loss(logits, torch.arange(4)) + 10 * feedback
     loss.backward()
     optimizer.step()
     after = dict(net.named_parameters())
@@ -142,10 +143,9 @@ def test_feedback_is_of_training_alone() -> None:
 
 
 test_errors_name_the_argument = refusals(
-    (ValueError, r"images must be \[B, 3, H, W\], got \[1, 1, 16, 16\]",
+    (ValueError, r"images must be \[B, 3, 16, 16\], got \[1, 1, 16, 16\]",
      lambda: small("li-encapnet-v1")(torch.ones(1, 1, 16, 16))),
-    (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
+    (ValueError, r"images must be \[B, 3, 16, 16\], got \[1, 3, 16, 15\]",
      lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
-    (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
-    (ValueError, r"strides must have 4 values as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
+    (ValueError, "coefficients must be one of 'own', 'other'", lambda: small("li-encapnet-v1", coefficients="x")),
 )  # fmt: skip
