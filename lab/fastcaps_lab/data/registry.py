@@ -60,84 +60,39 @@ def _read_folder(folder: Path, part: str, image_size: int | None = None) -> Arra
 _IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 _IDX_FILES = "the four IDX files of {}, plain or .gz; torchvision.datasets.{}(data_dir, download=True) fetches them"
 _CIFAR_FILES = "the archive 'CIFAR-{} binary version (suitable for C programs)' of Krizhevsky's CIFAR page, unpacked"
+_CIFAR: dict[str, Any] = {"padding": 4, "flip": True}  # Tsai et al. (2020), A.2
+_DIGITS = "0123456789"
 _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 _THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SOURCES = {
     "mnist": Source(
-        "MNIST",
-        ("mnist", "MNIST/raw", "MNIST"),
-        _IDX,
-        _IDX_FILES.format("'The MNIST database of handwritten digits' (LeCun, Cortes, Burges)", "MNIST"),
-        _read_mnist,
-        "0123456789",
-        ([0.1307], [0.3081]),
-    ),
+        "MNIST", ("mnist", "MNIST/raw", "MNIST"), _IDX, _IDX_FILES.format("LeCun's MNIST", "MNIST"),
+        _read_mnist, _DIGITS, ([0.1307], [0.3081])),
     "fashion-mnist": Source(
-        "Fashion-MNIST",
-        ("fashion-mnist", "FashionMNIST/raw", "fashion"),
-        _IDX,
-        _IDX_FILES.format("Zalando Research's Fashion-MNIST", "FashionMNIST"),
-        _read_mnist,
-        _CLOTHES,
-        ([0.2860], [0.3530]),
-    ),
+        "Fashion-MNIST", ("fashion-mnist", "FashionMNIST/raw", "fashion"), _IDX,
+        _IDX_FILES.format("Zalando Research's Fashion-MNIST", "FashionMNIST"), _read_mnist, _CLOTHES,
+        ([0.2860], [0.3530])),
     "cifar10": Source(
-        "CIFAR-10 (binary version)",
-        ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
-        ("data_batch_1.bin", "test_batch.bin"),
-        _CIFAR_FILES.format(10),
-        partial(_read_cifar, classes=10),
-        _THINGS,
-        ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
-        padding=4,  # Tsai et al. (2020), A.2
-        flip=True,
-    ),
+        "CIFAR-10 (binary version)", ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
+        ("data_batch_1.bin", "test_batch.bin"), _CIFAR_FILES.format(10), partial(_read_cifar, classes=10), _THINGS,
+        ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]), **_CIFAR),
     "cifar100": Source(
-        "CIFAR-100 (binary version)",
-        ("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
-        ("train.bin", "test.bin"),
-        _CIFAR_FILES.format(100),
-        partial(_read_cifar, classes=100),
-        [str(label) for label in range(100)],
-        ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
-        padding=4,
-        flip=True,
-    ),
-    "digits": Source(
-        "scikit-learn's digits",
-        (),
-        (),
-        "they come with scikit-learn",
-        _read_digits,
-        "0123456789",
-        ([0.3053], [0.3760]),
-    ),
+        "CIFAR-100 (binary version)", ("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
+        ("train.bin", "test.bin"), _CIFAR_FILES.format(100), partial(_read_cifar, classes=100),
+        [str(label) for label in range(100)], ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]), **_CIFAR),
+    "digits": Source("scikit-learn's digits", (), (), "", _read_digits, _DIGITS, ([0.3053], [0.3760])),
     "smallnorb": Source(
-        "smallNORB",
-        ("smallnorb", "norb"),
-        tuple(f"{stem}-dat.mat" for stem in readers.STEMS.values()),
+        "smallNORB", ("smallnorb", "norb"), tuple(f"{stem}-dat.mat" for stem in readers.STEMS.values()),
         "the files -dat and -cat of 'The small NORB dataset, v1.0' (LeCun, Huang, Bottou), plain or .gz",
-        readers.read_norb,
-        ("animal", "human", "airplane", "truck", "car"),
-        padding=16,  # Heinsen (2019), section 3.2
-    ),
+        readers.read_norb, ("animal", "human", "airplane", "truck", "car"), padding=16),  # Heinsen (2019), 3.2
     "svhn": Source(
-        "SVHN (cropped digits)",
-        ("svhn", "SVHN"),
-        ("train_32x32.mat", "test_32x32.mat"),
+        "SVHN (cropped digits)", ("svhn", "SVHN"), ("train_32x32.mat", "test_32x32.mat"),
         "train_32x32.mat and test_32x32.mat ('Format 2: Cropped Digits') of the Street View House Numbers page",
-        lambda folder, part: readers.read_svhn(folder / f"{part}_32x32.mat"),
-        "0123456789",
-    ),
+        lambda folder, part: readers.read_svhn(folder / f"{part}_32x32.mat"), _DIGITS),
     "folder": Source(
-        "A folder of images",
-        (),
-        ("train",),
-        "folders train and test (or val), each with a folder of images for each class",
-        _read_folder,
-        None,
-    ),
-}
+        "A folder of images", (), ("train",),
+        "folders train and test (or val), each with a folder of images for each class", _read_folder, None),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ class FeedbackAgreement(nn.Module):
     .. math:: L = 2 W(x, y) - W(x, x) - W(y, y)
 
     The critic reduces maps of 4 x 4 or less to a single value that is not negative. There is no angle between two of
-    these, so the cosine cost has no effect there; ``cost="l2"`` has. Inductor takes minutes to compile the Sinkhorn
-    iterations: compile the network without the units, or with ``backend="aot_eager"``.
+    these, so the cosine cost has no effect there; ``cost="l2"`` has.
 
     A network's loss adds it, times 10 in the paper, in training only: in evaluation mode the unit returns 0 and
     computes nothing.

@@ -52,17 +52,10 @@ class EncapModule(nn.Module):
 class EncapNet(nn.Module):
     """A network of modules from images to logits, with optional feedback units for the loss.
 
-    Parameters
-    ----------
-    stem, head : Module
-        Map images to the first map, and the last map to logits.
-    modules_ : sequence of Module
-        Each takes a map and returns two: the one after its first layer, and the one at its end.
-    feedback : sequence of sequence of FeedbackAgreement
-        The units of each module: none; or one, which reconstructs the module's input from its output; or a second one,
-        which reconstructs the output of its first layer.
-    in_channels, image_size, fixed
-        Channels, height and width of the images for which the network was built, and whether they must have that size.
+    ``stem`` and ``head`` map images to the first map, and the last map to logits. Each of ``modules_`` takes a map and
+    returns two: the one after its first layer, and the one at its end. Each has ``feedback`` units: none; or one, which
+    reconstructs the module's input from its output; or a second one, which reconstructs the output of its first layer.
+    The network was built for images of ``in_channels`` and ``image_size``, and, if ``fixed``, must get that size.
     """
 
     def __init__(
@@ -107,27 +100,18 @@ class EncapNet(nn.Module):
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """The options of the feedback units (Li et al., 2018, Table 3).
+    """The options of the feedback units (Li et al., 2018, Table 3), most of
+    :class:`~fastcaps_lab.encapnet.FeedbackAgreement`. Units have their own parameters, for training only."""
 
-    Attributes
-    ----------
-    feedback : "none", "one" or "two"
-        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have their own parameters, and
-        are used in training only.
-    divergence, bias_fix, through_plan, critic, cost
-        See :class:`~fastcaps_lab.encapnet.FeedbackAgreement`: (b), (d1), (d2), (d3), (d5).
-    generator : "capsules" or "vanilla"
-        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Networks without capsules
-        always use the latter.
-    """
-
-    feedback: str = "none"
-    divergence: str = "ot"
-    bias_fix: bool = True
-    through_plan: bool = False
-    critic: bool = True
-    generator: str = "capsules"
-    cost: str = "cosine"
+    feedback: str = "none"  # or "one" unit for each module, (c) of the table, or "two", (8)
+    divergence: str = "ot"  # (b): "kl"
+    bias_fix: bool = True  # (d1): False
+    through_plan: bool = False  # (d2): True
+    critic: bool = True  # (d3): False
+    generator: str = (
+        "capsules"  # grouped by type, with a squash; (d4): "vanilla", as always in networks without capsules
+    )
+    cost: str = "cosine"  # (d5): "l2"
 
     def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
         """Return the units of a module from ``before`` channels to ``after``, with ``several`` layers or one."""
@@ -144,37 +128,19 @@ class FeedbackConfig:
 
 @dataclass(frozen=True)
 class EncapNetConfig(FeedbackConfig):
-    """The configuration of an EncapNet.
-
-    Attributes
-    ----------
-    classes, in_channels : int
-        Class capsules, and channels of an image.
-    image_size : int or (int, int)
-        Height and width, on which the class capsules depend.
-    types : int
-        Capsule types in every layer.
-    stem : tuple of (int, int, int)
-        First convolutions, each with BatchNorm and ReLU: channels per type, kernel size, stride. The last one's
-        channels per type are the values in the first capsules.
-    dims, layers, strides : tuple of int
-        For each module: values in a capsule, layers, stride of the first layer.
-    coefficients : str or tuple of str
-        Of all modules, or of each, as :class:`~fastcaps_lab.encapnet.CapConv2d` has them: (1) to (4) of Table 3.
-    skip : "none", "I", "II" or "both"
-        Skip connections: (5) to (7) of Table 3.
-    """
+    """The configuration of an EncapNet."""
 
     classes: int = 10
-    image_size: int | tuple[int, int] = 32
-    in_channels: int = 3
-    types: int = 32
+    image_size: int | tuple[int, int] = 32  # height and width, on which the class capsules depend
+    in_channels: int = 3  # of an image
+    types: int = 32  # capsule types in every layer
+    # first convolutions, with BatchNorm and ReLU: channels per type (in the end values in a capsule), kernel, stride
     stem: tuple[tuple[int, int, int], ...] = ((1, 3, 1),)
-    dims: tuple[int, ...] = (2, 4, 8, 16)
-    layers: tuple[int, ...] = (4, 4, 4, 4)
-    strides: tuple[int, ...] = (1, 2, 2, 2)
-    coefficients: str | tuple[str, ...] = "both"
-    skip: str = "both"
+    dims: tuple[int, ...] = (2, 4, 8, 16)  # for each module: values in a capsule,
+    layers: tuple[int, ...] = (4, 4, 4, 4)  # layers,
+    strides: tuple[int, ...] = (1, 2, 2, 2)  # and the stride of the first layer
+    coefficients: str | tuple[str, ...] = "both"  # of all modules, or of each: (1) to (4) of Table 3
+    skip: str = "both"  # or "none", "I", "II": (5) to (7)
 
     def build(self) -> EncapNet:
         """Return the network with new weights."""
