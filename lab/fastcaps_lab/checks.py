@@ -10,16 +10,9 @@ from torch import Tensor
 
 
 def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
-    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any.
-
-    Of a path such as ``optimizer.lr`` the last part is compared.
-    """
-    ends: dict[str, str] = {}
-    for each in names:
-        end = each.rpartition(".")[2].lower()
-        ends[end] = min(ends.get(end, each), each, key=len)
-    near = [ends[end] for end in difflib.get_close_matches(str(name).lower(), ends, n=most)]
-    return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
+    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any."""
+    near = difflib.get_close_matches(str(name).lower(), names, n=most)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

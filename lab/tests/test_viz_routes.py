@@ -95,14 +95,15 @@ def test_a_child_that_is_not_there_has_no_part_and_the_window_is_where_it_is() -
 def test_frames_hold_what_windows_see() -> None:
     specs = [CapsuleSpec(4, kernel_size=3, stride=2, padding=1), CapsuleSpec(3, kernel_size=2), CapsuleSpec(5)]
     stack = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(6, 8))
-    net: Any = fastcaps.CapsNet(nn.Conv2d(1, 2, 3), fastcaps.PrimaryCapsules(2, 2, 4), stack, nn.Identity())
     levels = [torch.zeros(each) for each in ((5,), (3, 2, 3), (4, 3, 4), (2, 6, 8))]
-    top, upper, lower, lowest = _frames(net, torch.rand(1, 8, 10), levels)
-    assert top is None and lowest[1] == [1, 1] and lower[1] == [3, 3] and upper[1] == [5, 5]
+    top, upper, lower, lowest = _frames(stack, torch.rand(1, 12, 16), levels)
+    assert top is None and lowest[1] == [2, 2] and lower[1] == [6, 6] and upper[1] == [10, 10]
     for axis, (places, windows) in enumerate(((6, 3), (8, 4))):
-        assert lowest[0][axis].tolist() == list(range(1, 1 + places))
-        assert lower[0][axis].tolist() == [1 + 2 * k for k in range(windows)]  # the padding lies before the first place
-        assert upper[0][axis].tolist() == [2 + 2 * k for k in range(windows - 1)]
+        assert lowest[0][axis].tolist() == [0.5 + 2 * k for k in range(places)]
+        assert lower[0][axis].tolist() == [
+            0.5 + 4 * k for k in range(windows)
+        ]  # the padding lies before the first place
+        assert upper[0][axis].tolist() == [2.5 + 4 * k for k in range(windows - 1)]
 
 
 def test_pictures(tmp_path: Path) -> None:

@@ -154,17 +154,10 @@ class CapFC(nn.Module):
 
     Parameters
     ----------
-    in_capsules : int
-        Capsules below; for a map, types times height times width.
-    out_capsules : int
-        Capsules above, one per class.
+    in_capsules, out_capsules : int
+        Capsules below, types times height times width, and above, one per class.
     dim : int
         Components of a capsule, below and above.
-
-    Attributes
-    ----------
-    weight : Parameter
-        ``[dim, in_capsules, out_capsules]``.
 
     Examples
     --------
@@ -185,18 +178,10 @@ class CapFC(nn.Module):
     def forward(self, capsules: Tensor) -> Tensor:
         """Return the class capsules ``[B, out_capsules, dim]``, of lengths below 1.
 
-        ``capsules`` are a set ``[B, in_capsules, dim]``, or a map ``[B, types * dim, H, W]``, read types slowest, then
-        rows, then columns.
+        ``capsules`` are a map ``[B, types * dim, H, W]``, read types slowest, then rows, then columns.
         """
-        given = capsules
-        if given.dim() == 4 and given.shape[1] % self.dim == 0:
-            given = given.unflatten(1, (-1, self.dim)).movedim(2, -1).flatten(1, 3)
-        if given.dim() != 3 or given.shape[1:] != (self.in_capsules, self.dim):
-            raise ValueError(
-                f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] with "
-                f"as many values, got {list(capsules.shape)}"
-            )
-        return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0)).contiguous()
+        given = capsules.unflatten(1, (-1, self.dim)).flatten(3).movedim(2, 0).flatten(2)  # [dim, B, in_capsules]
+        return squash((given @ self.weight).permute(1, 2, 0)).contiguous()
 
     def as_poses(self, capsules: Tensor) -> Tensor:
         """Return the layer's result, which already is poses."""

@@ -8,38 +8,26 @@ latter widened to about six times the size, and ``li-resnet18`` of Table 2; thes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting
+from fastcaps.nn import CapsuleSpec, DynamicRouting, EMRouting
 from fastcaps_lab.checks import image_size
 from fastcaps_lab.encapnet import networks as encapnet
 from fastcaps_lab.models.layers import Blocks, Conv
 from fastcaps_lab.models.networks import Config, NetworkConfig
 
 
-@dataclass(frozen=True)
-class CapNetConfig(NetworkConfig):
-    """The configuration of a CapNet."""
-
-    _: KW_ONLY
-    parents: int = 512  # capsules of the fifth layer: a multiple of 32
-
-    def build(self) -> CapsNet:
-        """Return the network with new weights."""
-        first = CapsuleSpec(self.parents, dim=16, kernel_size="all", share=True)
-        return super(CapNetConfig, replace(self, hidden=(first,))).build()
-
-
-def capnet(channels: int, order: str, layer: Any, normalize: str | None, **options: Any) -> CapNetConfig:
+def capnet(channels: int, order: str, layer: Any, normalize: str | None, **options: Any) -> NetworkConfig:
     """Return a CapNet; its fourth convolution has so many channels and this order of modules."""
     convs = ((32, 1, "layer norm relu"), (64, 1, "layer norm relu"), (128, 2, "layer norm relu"), (channels, 2, order))
-    return CapNetConfig(
+    return NetworkConfig(
         tuple(Conv(width, 3, stride=stride, padding=1, bias=False, order=words) for width, stride, words in convs),
         capsules=32,
         dim=8,
+        hidden=(CapsuleSpec(512, dim=16, kernel_size="all", share=True),),
         classes=10,
         image_size=32,
         in_channels=3,

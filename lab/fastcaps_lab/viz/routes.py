@@ -11,7 +11,7 @@ from matplotlib.patches import ConnectionPatch
 from torch import Tensor
 
 from fastcaps.nn import CapsNet, RoutingStack, RoutingTrace
-from fastcaps_lab.inside import seen, watched
+from fastcaps_lab.inside import seen
 from fastcaps_lab.viz.charts import GREY, ORANGE, finish, pyplot
 from fastcaps_lab.viz.listening import overlay, plain, traced
 
@@ -70,9 +70,10 @@ def parse_tree(
     """Draw one image's parse tree, from the predicted class down to the image, and return the file's path.
 
     Below each capsule are the ``branches`` children with the largest parts in it (:func:`descent`'s q), with the part
-    in percent, which is also the thickness of the line. A frame shows a capsule's position in the image; at the left
-    are the parts of the whole layer in the class. The image is ``[channels, H, W]``. Capsules without a grid have no
-    frame, and classes without ``names`` are numbered.
+    in percent, which is also the thickness of the line. A frame shows a capsule's position in the image, if primary
+    capsules are spread evenly over it, as after padded convolutions; at the left are the parts of the whole layer in
+    the class. The image is ``[channels, H, W]``. Capsules without a grid have no frame, and classes without ``names``
+    are numbered.
     """
     logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
@@ -89,7 +90,9 @@ def parse_tree(
             line += [Node(spot, index, part) for spot, part in zip(spots, best.values.tolist(), strict=True)]
         tree.append(line)
     name = names[chosen] if names else f"class {chosen}"
-    return finish(_tree(image.detach().float().cpu(), levels, tree, _frames(network, image, levels), name), path, title)
+    return finish(
+        _tree(image.detach().float().cpu(), levels, tree, _frames(network.routing, image, levels), name), path, title
+    )
 
 
 _MOST = 12  # capsules side by side
@@ -107,38 +110,14 @@ Frames = list[tuple[Sequence[Tensor], Sequence[float]] | None]
 """For each level the positions in the image, and the height and width of a receptive field; None for a set."""
 
 
-def _places(network: CapsNet, image: Tensor, grid: Sequence[int]) -> list[Tensor]:
-    """Return the centres of the primary capsules' receptive fields, in pixels: rows ``[H']`` and columns ``[W']``.
-
-    They follow from gradients of two neighbours in the middle, where no border cuts what they see, on noise.
-    """
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(4, *image.shape, generator=generator).to(image).requires_grad_()
-    middles = []
-    with watched(network), torch.enable_grad():
-        made = network.primary(network.backbone(noise))
-        features = (made if isinstance(made, Tensor) else made[0]).movedim((2, 3), (-2, -1))
-        first = [(n - 1) // 2 for n in grid]
-        for step in (0, 1):
-            y, x = (min(start + step, n - 1) for start, n in zip(first, grid, strict=True))
-            seeing = features[..., y, x]  # whose sum may be the same whatever they see: LayerNorm's is
-            weights = torch.randn(seeing.shape, generator=generator).to(seeing)
-            (slope,) = torch.autograd.grad(seeing, noise, weights, retain_graph=True)
-            there = slope.abs().sum((0, 1)) > 0
-            middles.append([float(there.any(axis).nonzero()[[0, -1]].float().mean()) for axis in (1, 0)])
-    pairs = zip(grid, first, *middles, strict=True)
-    return [a + (b - a or 1.0) * (torch.arange(n) - start) for n, start, a, b in pairs]
-
-
-def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames:
+def _frames(stack: RoutingStack, image: Tensor, levels: Sequence[Tensor]) -> Frames:
     if levels[-1].dim() != 3:
         return [None] * len(levels)
-    where = _places(network, image, levels[-1].shape[1:])
-    axes = zip(where, image.shape[1:], strict=True)
-    steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in axes]
+    steps = [size / n for n, size in zip(levels[-1].shape[1:], image.shape[1:], strict=True)]
     spans = list(steps)
-    frames: Frames = [(where, steps)]
-    for layer, level in zip(network.routing.layers, levels[-2::-1], strict=True):
+    places = [(torch.arange(n) + 0.5) * step - 0.5 for n, step in zip(levels[-1].shape[1:], steps, strict=True)]
+    frames: Frames = [(places, steps)]
+    for layer, level in zip(stack.layers, levels[-2::-1], strict=True):
         below = frames[0]
         if level.dim() != 3 or layer.window is None or below is None:
             frames.insert(0, None)
