@@ -87,7 +87,7 @@ def diagnose(
     in a leaky routing the leak counts as one more parent. If children compete for a parent: the mean over samples,
     positions and parents of :math:`H_m = -\sum_i r_{im} \ln r_{im} / \ln n`, where n children have a coefficient above
     0. 1 means that all coefficients are equal, 0 means a tree. None if there is only one to choose, and for layers
-    without coefficients (``CapConv2d``, ``CapFC``).
+    without coefficients.
 
     **Gradient norms.** :math:`\lVert \partial L / \partial \theta \rVert_2` over all parameters of the layer, and
     :math:`\lVert \partial L / \partial v \rVert_2` over its last results, poses and activations (scores) together.

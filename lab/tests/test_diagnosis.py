@@ -113,20 +113,15 @@ def test_a_layer_of_ones_own_without_coefficients() -> None:
     assert found.entropy is None and found.measured_by == "relative length"
 
 
-@pytest.mark.parametrize("name", ["zhao-cnn-routing", "zhao-affnist", "li-encapnet-six", "heinsen-sst2"])
-def test_networks_of_every_kind(name: str) -> None:
-    options: dict[str, Any] = {"layers": 3, "embedding": 16} if "sst" in name else {}
-    net = fastcaps_lab.models.create(name, **options)
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("zhao-cnn-routing", ["RoutingPool2d"]), ("heinsen-sst2", ["HeinsenRouting"] * 2)]
+)
+def test_networks_of_other_kinds(name: str, kinds: list[str]) -> None:
+    net = fastcaps_lab.models.create(name, **({"layers": 3, "embedding": 16} if "sst" in name else {}))
     size = (5, 3, 16) if "sst" in name else (net.in_channels, *net.image_size)
     found = fastcaps_lab.diagnose(net, (torch.randn(2, *size), torch.tensor([0, 1])))
-    kinds = {type(module).__name__ for module in net.modules()} & {
-        "RoutingPool2d", "RoutingPool", "CapConv2d", "CapFC", "HeinsenRouting", "DynamicRouting"
-    }  # fmt: skip
-    assert {layer.layer for layer in found.layers} == kinds
-    for layer in found.layers:
-        assert all(math.isfinite(each) and each >= 0 for each in layer.strengths)
-        assert (layer.entropy is None) == (layer.compete == "") and layer.parent_gradient is not None
-        assert layer.entropy is None or 0 <= layer.entropy <= 1.000001
+    assert [layer.layer for layer in found.layers] == kinds
+    assert all(layer.entropy is not None and 0 <= layer.entropy <= 1.000001 for layer in found.layers)
 
 
 def test_wrong_calls_are_told() -> None:

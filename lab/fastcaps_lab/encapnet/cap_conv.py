@@ -7,11 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fastcaps import Window
 from fastcaps.functional import squash
 from fastcaps_lab.checks import check_choice
-
-COEFFICIENTS = ("own", "other", "both", "none")
 
 
 def rectified_squash(maps: Tensor, types: int) -> Tensor:
@@ -43,14 +40,11 @@ class CapConv2d(nn.Module):
 
     Parameters
     ----------
-    types : int
-        Capsule types, below and above.
-    in_dim, out_dim : int
-        Components of a capsule below and above.
-    kernel_size : int or pair
-        The master's, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
-    stride : int or pair
-        Of both; the map's height and width are divided by it and rounded up.
+    types, in_dim, out_dim : int
+        Capsule types, below and above; components of a capsule below, and above.
+    kernel_size, stride : int
+        The master's kernel, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
+        The stride of both divides the map's height and width, rounded up.
     coefficients : "own", "other", "both" or "none"
         The source of a branch's coefficient: its own capsules (``master/aide_v1`` of Table 3), the other branch's
         (``v2``), or both (``v3``). "none": neither aide nor coefficients, only the master (the table's baseline).
@@ -65,45 +59,38 @@ class CapConv2d(nn.Module):
     torch.Size([2, 128, 8, 9])
     """
 
-    activation = "squash"
-
     def __init__(
         self,
         types: int,
         in_dim: int,
         out_dim: int,
         *,
-        kernel_size: int | tuple[int, int] = 3,
-        stride: int | tuple[int, int] = 1,
+        kernel_size: int = 3,
+        stride: int = 1,
         coefficients: str = "both",
         skip: bool = False,
     ) -> None:
         super().__init__()
         self.types, self.in_dim, self.out_dim = types, in_dim, out_dim
-        rows, columns, *strides = Window(kernel_size, stride).spec[:4]
-        if not rows % 2 or not columns % 2:
+        if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, got {kernel_size}")
-        self.kernel_size, self.stride = (rows, columns), (strides[0], strides[1])
-        check_choice("coefficients", coefficients, COEFFICIENTS)
-        self.coefficients, self.skip = coefficients, skip
+        check_choice("coefficients", coefficients, ("own", "other", "both", "none"))
+        self.kernel_size, self.stride, self.coefficients, self.skip = kernel_size, stride, coefficients, skip
         below, above = types * in_dim, types * out_dim
 
-        def convolution(wider: int, groups: int = 1) -> nn.Conv2d:
-            size = rows + wider, columns + wider
-            padding = size[0] // 2, size[1] // 2
-            return nn.Conv2d(below, above, size, stride=self.stride, padding=padding, groups=groups)
+        def convolution(size: int, groups: int = 1) -> nn.Conv2d:
+            return nn.Conv2d(below, above, size, stride, padding=size // 2, groups=groups)
 
-        self.master = convolution(0, types)
+        self.master = convolution(kernel_size, types)
         branches, both = coefficients != "none", coefficients == "both"
-        self.aide = convolution(4) if branches else None
+        self.aide = convolution(kernel_size + 4) if branches else None
         self.master_norm = nn.BatchNorm2d(above) if branches else None
         self.aide_norm = nn.BatchNorm2d(above) if branches else None
         # with "both", the coefficients of the two branches are added, so one bias is enough
         count = (2 if both else 1) * types
         self.of_master = nn.Conv2d(above, count, 3, padding=1, groups=types) if branches else None
         self.of_aide = nn.Conv2d(above, count, 3, padding=1, groups=types, bias=not both) if branches else None
-        converts = skip and (in_dim != out_dim or self.stride != (1, 1))
-        self.shortcut = nn.Conv2d(below, above, 3, stride=self.stride, padding=1) if converts else None
+        self.shortcut = convolution(3) if skip and (in_dim != out_dim or stride != 1) else None
         self.norm = nn.BatchNorm2d(above)
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
@@ -121,10 +108,6 @@ class CapConv2d(nn.Module):
         elif self.skip:
             summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
         return rectified_squash(self.norm(summed), self.types).flatten(1, 2)
-
-    def as_poses(self, capsules: Tensor) -> Tensor:
-        """Return the layer's result as poses, ``[B, types, Ho, Wo, out_dim]``."""
-        return capsules.unflatten(1, (self.types, self.out_dim)).movedim(2, -1)
 
     def combine(self, capsules: Tensor) -> Tensor:
         """Return a m + b n, before skip connection and BatchNorm."""
@@ -167,8 +150,6 @@ class CapFC(nn.Module):
     torch.Size([2, 10, 16])
     """
 
-    activation = "squash"
-
     def __init__(self, in_capsules: int, out_capsules: int, dim: int) -> None:
         super().__init__()
         self.in_capsules, self.out_capsules, self.dim = in_capsules, out_capsules, dim
@@ -182,7 +163,3 @@ class CapFC(nn.Module):
         """
         given = capsules.unflatten(1, (-1, self.dim)).flatten(3).movedim(2, 0).flatten(2)  # [dim, B, in_capsules]
         return squash((given @ self.weight).permute(1, 2, 0)).contiguous()
-
-    def as_poses(self, capsules: Tensor) -> Tensor:
-        """Return the layer's result, which already is poses."""
-        return capsules

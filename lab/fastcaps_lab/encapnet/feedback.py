@@ -42,13 +42,11 @@ class FeedbackAgreement(nn.Module):
 
     Parameters
     ----------
-    higher_channels, lower_channels : int
-        Channels of the two layers.
+    higher_channels, lower_channels, stride : int
+        Channels of the two layers, and the size of the lower map relative to the higher one's, 1 or 2.
     types : int or None
         Capsule types, for capsules in channels: the generator is grouped by type, and squashes. None: feature maps of
         any convolutional network, or the paper's *vanilla* generator between capsules (d4 of Table 3).
-    stride : 1 or 2
-        The size of the lower layer's map relative to the higher layer's.
     critic : bool
         False: compare the layers without a critic (d3).
     divergence : "ot" or "kl"

@@ -23,14 +23,12 @@ class SinkhornDivergence(nn.Module):
     ----------
     cost : "cosine" or "l2"
         1 minus the cosine of the angle between two vectors (1 for a zero vector), or their distance.
-    eps : float
-        :math:`\epsilon`: the larger, the more evenly the plan spreads. The authors' code has 1.
-    iterations : int
-        Sinkhorn iterations, each over rows and columns; 10 in the paper.
-    bias_fix : bool
-        False: only W(x, y), which is not 0 for equal sets.
-    through_plan : bool
-        Let the gradient flow through the plan, too. The paper does not, and found it slightly worse.
+    eps, iterations
+        :math:`\epsilon`: the larger, the more evenly the plan spreads; iterations are over rows and columns. 1 in the
+        authors' code and 10 in the paper.
+    bias_fix, through_plan : bool
+        Without the fix, only W(x, y), which is not 0 for equal sets. Whether the gradient flows through the plan, too;
+        the paper's does not, and was slightly better.
 
     Examples
     --------

@@ -38,9 +38,8 @@ class TextCapsNet(nn.Module):
         self, layers: int, embedding: int, classes: int, *, parts: int = 64, dim: int = 64, iterations: int = 3
     ) -> None:
         super().__init__()
-        self.layers = layers
-        self.embedding = embedding
-        self.depth = nn.Parameter(torch.empty(layers, embedding))
+        self.layers, self.embedding = layers, embedding
+        self.depth = nn.Parameter(torch.zeros(layers, embedding))
         self.norm = nn.LayerNorm(embedding)
         self.affine = nn.Linear(embedding, dim)
         self.routing = RoutingStack.build(
@@ -54,11 +53,6 @@ class TextCapsNet(nn.Module):
             pose="vector",
             bias=True,
         )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the depths and the affine map."""
-        nn.init.zeros_(self.depth)
         nn.init.kaiming_normal_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
 

@@ -21,7 +21,6 @@ FORMS: dict[str, Any] = {
     "type-II": ((3, 2, 2), {"kernel_size": 1, "coefficients": "other", "skip": True}, (2, 4, 3)),
     "no-skip": ((2, 3, 3), {"kernel_size": 1}, (2, 2, 5)),
     "master": ((3, 2, 3), {"stride": 2, "coefficients": "none", "skip": True}, (2, 5, 5)),
-    "oblong": ((2, 1, 2), {"kernel_size": (1, 3), "stride": (2, 1), "skip": True}, (2, 3, 4)),
     "one-type": ((1, 2, 1), {"stride": 3, "skip": True}, (1, 7, 5)),
 }
 
@@ -34,7 +33,7 @@ def squash(poses: Tensor, dim: int) -> Tensor:
 def cap_conv(layer: CapConv2d, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
     """The whole layer, step by step; ``skipped`` as the layer takes it."""
 
-    def convolve(conv: nn.Conv2d | None, given: Tensor, groups: int, stride: tuple[int, int] = (1, 1)) -> Tensor:
+    def convolve(conv: nn.Conv2d | None, given: Tensor, groups: int, stride: int = 1) -> Tensor:
         assert conv is not None
         return F.conv2d(given, conv.weight, conv.bias, stride, [n // 2 for n in conv.kernel_size], groups=groups)
 
@@ -60,7 +59,7 @@ def cap_conv(layer: CapConv2d, capsules: Tensor, skipped: Tensor | None = None) 
         if skipped is not None:
             summed = summed + skipped
         elif layer.skip:
-            same = layer.in_dim == layer.out_dim and layer.stride == (1, 1)
+            same = layer.in_dim == layer.out_dim and layer.stride == 1
             summed = summed + (capsules if same else convolve(layer.shortcut, capsules, 1, layer.stride))
         return capsules_of(layer.norm, summed)
 
