@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
-from fastcaps_lab.checks import check_number
 from fastcaps_lab.inside import Inside, watched
 
 HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")
@@ -41,8 +40,7 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of :func:`diagnose`. It prints as a table, ``viz.diagnosis`` draws it, and ``dataclasses.asdict``
-    returns it for ``json.dumps``.
+    """The result of :func:`diagnose`. It prints as a table, and ``dataclasses.asdict`` returns it for ``json.dumps``.
 
     In the table, "by" is the measure of a parent's strength, and "grad θ" and "grad v" are the norms of the gradients
     of the layer's parameters and results.
@@ -53,20 +51,13 @@ class Diagnosis:
     threshold: float  # of dead parents
     loss: float | None = None  # of the batch
 
-    @property
-    def title(self) -> str:
-        """The table's title: samples, loss and threshold."""
-        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
-        return f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
-
     def __str__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        title = f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
         rows = [HEADER, *(layer.cells() for layer in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.title, *lines])
-
-    def __rich__(self) -> str:
-        return str(self)
+        return "\n".join([title, *lines])
 
 
 def diagnose(
@@ -118,9 +109,8 @@ def diagnose(
 
     Raises
     ------
-    TypeError, ValueError
-        If ``model`` is not a module or has no capsule layer, ``batch`` holds no tensor or no sample, or the loss is not
-        a scalar.
+    ValueError
+        If ``model`` has no capsule layer that runs, or ``batch`` holds no sample.
 
     Examples
     --------
@@ -130,19 +120,11 @@ def diagnose(
     >>> [(layer.path, len(layer.strengths), layer.compete) for layer in found.layers]
     [('routing.layers.0', 8, 'parents'), ('routing.layers.1', 10, 'parents')]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_number("threshold", threshold)
     inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     if loss is None and target is not None:
         loss = F.cross_entropy
-    if not (loss is None or callable(loss)):
-        raise TypeError(f"loss must be a function of the model's result and the target, got {loss!r}")
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    if not any(isinstance(each, Tensor) for each in given):
-        raise TypeError(f"batch must be a tensor or (inputs, target), got {type(batch).__name__}")
-    samples = next(each.shape[0] if each.dim() else 0 for each in given if isinstance(each, Tensor))
-    if samples == 0:
+    if (samples := next(len(each) for each in given if isinstance(each, Tensor))) == 0:
         raise ValueError("batch must hold a sample, got none")
     with watched(model) as calls:
         with torch.set_grad_enabled(loss is not None):
@@ -158,12 +140,8 @@ def diagnose(
 
 def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]:
     """Return the loss's gradients of the layers' parameters and results, 0 for those that it does not depend on."""
-    if value is None:
-        return {}
-    if value.numel() != 1:
-        raise ValueError(f"loss must return a scalar, got {list(value.shape)}")
     wanted = [each for one in seen for each in (*one.layer.parameters(), *one.returned) if each.requires_grad]
-    if not wanted or not value.requires_grad:
+    if value is None or not wanted or not value.requires_grad:
         return {}
     return dict(zip(wanted, torch.autograd.grad(value, wanted, materialize_grads=True), strict=True))
 

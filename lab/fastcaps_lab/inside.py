@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastcaps import Votes
 from fastcaps.nn import RoutingLayer, RoutingPool2d
 
 
@@ -19,13 +19,9 @@ def seen(layer: RoutingLayer[Any, Any], children: Tensor, gates: Tensor) -> Tens
     """Return the gates of the children in each window, in the order of coefficients: ``[B, Ho, Wo, I]``."""
     call = layer.prepare(children, gates)
     assert call.activity is not None
-    if call.window is None:
-        return call.activity[:, None, None]
-    kh, kw, sh, sw, ph, pw, dh, dw = call.window.spec
-    patches = F.unfold(call.activity, (kh, kw), (dh, dw), (ph, pw), (sh, sw))  # [B, N * kh * kw, Ho * Wo]
-    grid = call.window.output_size(*call.activity.shape[2:])
-    patches = patches.unflatten(1, (-1, kh * kw)).transpose(1, 2).flatten(1, 2)  # types vary fastest
-    return patches.unflatten(2, grid).movedim(1, -1)
+    votes = Votes(call.children, call.weight, call.bias, call.window, parents=call.parent_count)
+    gates = votes.unfold(call.activity)
+    return gates if call.window is not None else gates[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fastcaps import losses
 from fastcaps.nn import CapsuleSpec, EMRouting
 from fastcaps_lab import models
 from fastcaps_lab.encapnet.networks import FeedbackConfig
+from fastcaps_lab.models.layers import simple, small
 
 PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
 EM_PAIR = 2 * (9 * 32 * 32 * 16 + 2 * 32)
@@ -52,7 +53,7 @@ def test_parameters_are_the_published_and_told(name):
         close = {f"{exact / 1e6:.{digits}f}M" for digits in (0, 1, 2)} & {*re.findall(r"[\d.]+M", published)}
         assert close or BY_HAND.get(name, BY_HAND.get(name.rpartition("-")[0])) == exact or name in ("mnist", "digits")
         if name.startswith("tsai-iar"):  # as the authors' code has it: the table's figure either way
-            without = models.create(name, primary_bias=False)
+            without = models.create(name, primary={"bias": False})
             assert exact - weights(without) == without.primary.conv.out_channels
             assert f"{weights(without) / 1e6:.2f}M" in published
 
@@ -132,11 +133,28 @@ def test_a_network_of_every_kind_trains_and_takes_every_batch(name):
         assert net(*(tensor[:batch] for tensor in given)).shape == (batch, classes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("sabour-mnist", (1, 20, 20), {"image_size": 20, "decoder": (8,)}),
+        ("hinton-norb", (2, 28, 28), {"image_size": 28}),
+        ("heinsen-sst2", (5, 3, 8), {"layers": 3, "embedding": 8, "parts": 6}),
+        ("zhao-affnist", (1, 24, 24), {"image_size": 24, "decoder": (8,)}),
+        ("li-encapnet-v1", (3, 8, 8), {"image_size": 8, "types": 2}),
+    ],
+)
+def test_networks_are_compiled_in_one_graph_and_exported(name, shape, options):
+    torch._dynamo.reset()
+    net, given = models.create(name, **options).eval(), torch.randn(2, *shape)
+    wanted = net(given)
+    torch.testing.assert_close(torch.compile(net, fullgraph=True, backend="aot_eager")(given), wanted)
+    program = torch.export.export(net, (given,), dynamic_shapes=({0: torch.export.Dim("batch", max=64)},))
+    torch.testing.assert_close(program.module()(torch.cat([given] * 3)), torch.cat([wanted] * 3))
+
+
 def test_other_texts():
     net = models.create("heinsen-sst5", layers=3, embedding=20, classes=7, parts=6, dim=8).eval()
-    with torch.no_grad():
-        net.depth.fill_(torch.nan)  # as after a build without memory
-    net.apply(lambda module: getattr(module, "reset_parameters", int)())
     assert not net.depth.any()
     embeddings = torch.randn(2, 5, 3, 20)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -178,9 +196,9 @@ def test_residual_blocks():
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"pose": "vector", "hidden": (), "primary_bias": False},
+        {"pose": "vector", "hidden": (), "primary": {"bias": False}},
         {"hidden": (CapsuleSpec(6, kernel_size=2), CapsuleSpec(5, dim=4)), "iterations": 4, "routing": "sequential"},
-        {"capsules": 3, "dim": 9, "channels": 10, "backbone": "simple", "dropout": 0.2},
+        {"capsules": 3, "dim": 9, "backbone": simple(10), "dropout": 0.2},
     ],
 )
 def test_overrides_build_and_learn(overrides):
@@ -195,10 +213,10 @@ def test_options_take_effect():
     for layer in net.routing.layers:
         assert layer.norm is None and layer.activations and layer.dropout == 0.1
     assert net.primary.activations and net.primary.norm is not None
-    pool = models.create("zhao-cnn-routing", sharpness=3.0, iterations=4)[-3]
-    assert (pool.sharpness, pool.iterations) == (3.0, 4)
-    for kind, pool in (("average", torch.nn.AdaptiveAvgPool2d), ("max", torch.nn.AdaptiveMaxPool2d)):
-        assert isinstance(models.create(f"zhao-cnn-{kind}", device="meta")[-3], pool)
+    pools = [models.create(f"zhao-cnn-{kind}", device="meta")[-3] for kind in ("average", "max", "routing")]
+    assert isinstance(pools[0], torch.nn.AdaptiveAvgPool2d) and isinstance(pools[1], torch.nn.AdaptiveMaxPool2d)
+    assert (pools[2].dim, pools[2].sharpness, pools[2].iterations) == (16, 0.5, 3)
+    assert models.create("zhao-resnet20-routing", device="meta")[-3].sharpness == 5
     meta = models.create("mnist", device="meta", dtype=torch.float64)
     assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.float64)}
     for name, options, wanted in (
@@ -209,8 +227,6 @@ def test_options_take_effect():
         ("sabour-mnist", {"detach": True}, {"detach": True}),
         ("mnist", {"start": "learned", "layer_norm": False, "pose": "vector"}, {"norm": None, "pose": "vector"}),
         ("zhao-affnist", {"sharpness": 15.0}, {"sharpness": 15.0}),
-        ("digits", {"routing": "equilibrium", "tolerance": 1e-3}, {"iterations": 32, "tolerance": 1e-3}),
-        ("digits", {"routing": "equilibrium", "iterations": 9}, {"iterations": 9}),
     ):
         for layer in models.create(name, **options).routing.layers:
             assert {option: getattr(layer, option) for option in wanted} == wanted
@@ -235,18 +251,12 @@ def test_coordinates_of_heinsens_images():
     torch.testing.assert_close(coordinates[0, 3, :, 4], torch.tensor([-1.0, 0, 1]))
 
 
-def test_a_network_of_ones_own_has_a_name_too():
-    sizes = {"channels": 8, "capsules": 2, "dim": 4, "classes": 5, "image_size": 6, "in_channels": 1}
+def test_a_network_of_ones_own_has_a_name_too(monkeypatch):
+    sizes = {"capsules": 2, "dim": 4, "classes": 5, "image_size": 6, "in_channels": 1}
     changed = {"hidden": (CapsuleSpec(3),), "layer": EMRouting, "primary": {"normalize": None}}
-    config = models.NetworkConfig("tiny", **sizes, **changed)
-    models.register("own", config)
-    try:
-        assert "own" in models.names()
-        assert models.create("own", classes=4)(torch.randn(2, 1, 6, 6)).shape == (2, 4)
-        with pytest.raises(ValueError, match="name must be a new one, got 'own'"):
-            models.register("own", config)
-    finally:
-        models._NETWORKS.pop("own")
+    monkeypatch.setitem(models.NETWORKS, "own", models.NetworkConfig(small(8, 1), **sizes, **changed))
+    assert "own" in models.names()
+    assert models.create("own", classes=4)(torch.randn(2, 1, 6, 6)).shape == (2, 4)
 
 
 def create(*arguments, **overrides):
@@ -260,14 +270,12 @@ test_errors_are_named = refusals(
     (ValueError, "called 'tsai-iar-simple-c1'.*mean tsai-iar-simple-c10", create("tsai-iar-simple-c1")),
     (ValueError, "did you mean zhao-affnist, sabour-affnist or ", create("affnist")),
     (ValueError, "no network is called None", create(None)),
-    (TypeError, "no override iteration .did you mean iterations", create("mnist", iteration=1)),
-    (TypeError, "create.. has no override lr; there are: .*image_size", create("mnist", lr=1, batch=2)),
+    (TypeError, "no argument iteration .did you mean iterations", create("mnist", iteration=1)),
+    (TypeError, "no override image_sizes .did you mean image_size", create("sabour-cnn", image_sizes=1)),
     (ValueError, "larger than its grid", create("mnist", image_size=8)),
-    (ValueError, "channels must be None", create("sabour-mnist", channels=8)),
     (ValueError, "'concurrent' for DynamicRouting", create("sabour-mnist", routing="sequential")),
     (ValueError, "image_size .8, 8. is too small", create("sabour-mnist", image_size=8)),
     (ValueError, "must divide the 100 capsules", create("li-capnet-dynamic", parents=100)),
     (ValueError, "images must be .B, 3, 32, 32.", lambda: create("zhao-cnn-max")(torch.randn(1, 1, 32, 32))),
-    (ValueError, "mask must be", lambda: text(torch.randn(1, 3, 1, 2), torch.ones(1, 2))),
     (ValueError, "embeddings must be", lambda: text(torch.randn(1, 3, 2))),
 )  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastcaps import Window
 from fastcaps.functional import squash
-from fastcaps_lab.checks import check_choice, check_count
+from fastcaps_lab.checks import check_choice
 
 COEFFICIENTS = ("own", "other", "both", "none")
 
@@ -57,8 +56,6 @@ class CapConv2d(nn.Module):
         (``v2``), or both (``v3``). "none": neither aide nor coefficients, only the master (the table's baseline).
     skip : bool
         Add the layer's input before the last BatchNorm, through a 3 x 3 convolution if the shapes differ.
-    bias : bool
-        Whether the convolutions have biases.
 
     Examples
     --------
@@ -80,53 +77,34 @@ class CapConv2d(nn.Module):
         stride: int | tuple[int, int] = 1,
         coefficients: str = "both",
         skip: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.types = check_count("types", types)
-        self.in_dim = check_count("in_dim", in_dim)
-        self.out_dim = check_count("out_dim", out_dim)
+        self.types, self.in_dim, self.out_dim = types, in_dim, out_dim
         rows, columns, *strides = Window(kernel_size, stride).spec[:4]
         if not rows % 2 or not columns % 2:
             raise ValueError(f"kernel_size must be odd, got {kernel_size}")
         self.kernel_size, self.stride = (rows, columns), (strides[0], strides[1])
         check_choice("coefficients", coefficients, COEFFICIENTS)
-        self.coefficients = coefficients
-        self.skip = bool(skip)
-        self.bias = bool(bias)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        below, above = self.types * self.in_dim, self.types * self.out_dim
+        self.coefficients, self.skip = coefficients, skip
+        below, above = types * in_dim, types * out_dim
 
         def convolution(wider: int, groups: int = 1) -> nn.Conv2d:
             size = rows + wider, columns + wider
-            window: dict[str, Any] = {"stride": self.stride, "padding": (size[0] // 2, size[1] // 2)}
-            return nn.Conv2d(below, above, size, groups=groups, bias=self.bias, **window, **place)
+            padding = size[0] // 2, size[1] // 2
+            return nn.Conv2d(below, above, size, stride=self.stride, padding=padding, groups=groups)
 
-        self.master = convolution(0, self.types)
+        self.master = convolution(0, types)
         branches, both = coefficients != "none", coefficients == "both"
         self.aide = convolution(4) if branches else None
-        self.master_norm = nn.BatchNorm2d(above, **place) if branches else None
-        self.aide_norm = nn.BatchNorm2d(above, **place) if branches else None
+        self.master_norm = nn.BatchNorm2d(above) if branches else None
+        self.aide_norm = nn.BatchNorm2d(above) if branches else None
         # with "both", the coefficients of the two branches are added, so one bias is enough
-        sizes = above, (2 if both else 1) * self.types, 3
-        options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
-        self.of_master = nn.Conv2d(*sizes, bias=self.bias, **options) if branches else None
-        self.of_aide = nn.Conv2d(*sizes, bias=self.bias and not both, **options) if branches else None
-        converts = self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1))
-        window: dict[str, Any] = {"stride": self.stride, "padding": 1}
-        self.shortcut = nn.Conv2d(below, above, 3, bias=self.bias, **window, **place) if converts else None
-        self.norm = nn.BatchNorm2d(above, **place)
-
-    def reset_parameters(self) -> None:
-        """Initialise the parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
-
-    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the height and width of the next layer's map, of one of ``size``."""
-        return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
+        count = (2 if both else 1) * types
+        self.of_master = nn.Conv2d(above, count, 3, padding=1, groups=types) if branches else None
+        self.of_aide = nn.Conv2d(above, count, 3, padding=1, groups=types, bias=not both) if branches else None
+        converts = skip and (in_dim != out_dim or self.stride != (1, 1))
+        self.shortcut = nn.Conv2d(below, above, 3, stride=self.stride, padding=1) if converts else None
+        self.norm = nn.BatchNorm2d(above)
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
         """Return the capsules of the next layer, of lengths below 1: ``[B, types * out_dim, Ho, Wo]``.
@@ -139,8 +117,6 @@ class CapConv2d(nn.Module):
             raise ValueError(f"capsules must be {wanted}, got {list(capsules.shape)}")
         summed = self.combine(capsules)
         if skipped is not None:
-            if skipped.shape != summed.shape:
-                raise ValueError(f"skipped must be {list(summed.shape)}, the result's shape, got {list(skipped.shape)}")
             summed = summed + skipped
         elif self.skip:
             summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
@@ -200,27 +176,11 @@ class CapFC(nn.Module):
 
     activation = "squash"
 
-    def __init__(
-        self,
-        in_capsules: int,
-        out_capsules: int,
-        dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, in_capsules: int, out_capsules: int, dim: int) -> None:
         super().__init__()
-        self.in_capsules = check_count("in_capsules", in_capsules)
-        self.out_capsules = check_count("out_capsules", out_capsules)
-        self.dim = check_count("dim", dim)
-        shape = self.dim, self.in_capsules, self.out_capsules
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the weights as a linear layer's."""
-        bound = 1 / math.sqrt(self.in_capsules)
-        nn.init.uniform_(self.weight, -bound, bound)
+        self.in_capsules, self.out_capsules, self.dim = in_capsules, out_capsules, dim
+        bound = 1 / math.sqrt(in_capsules)  # as of a linear layer
+        self.weight = nn.Parameter(torch.empty(dim, in_capsules, out_capsules).uniform_(-bound, bound))
 
     def forward(self, capsules: Tensor) -> Tensor:
         """Return the class capsules ``[B, out_capsules, dim]``, of lengths below 1.

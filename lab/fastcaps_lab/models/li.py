@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting
-from fastcaps_lab.checks import check_count, image_size
+from fastcaps_lab.checks import image_size
 from fastcaps_lab.encapnet import networks as encapnet
 from fastcaps_lab.models.layers import Blocks, Conv
 from fastcaps_lab.models.networks import Config, NetworkConfig
@@ -35,7 +35,7 @@ class CapNetConfig(NetworkConfig):
 
 def capnet(channels: int, order: str, layer: Any, normalize: str | None, **options: Any) -> CapNetConfig:
     """Return a CapNet; its fourth convolution has so many channels and this order of modules."""
-    convs = ((32, 1, "conv norm relu"), (64, 1, "conv norm relu"), (128, 2, "conv norm relu"), (channels, 2, order))
+    convs = ((32, 1, "layer norm relu"), (64, 1, "layer norm relu"), (128, 2, "layer norm relu"), (channels, 2, order))
     return CapNetConfig(
         tuple(Conv(width, 3, stride=stride, padding=1, bias=False, order=words) for width, stride, words in convs),
         capsules=32,
@@ -77,7 +77,7 @@ class PlainNetConfig(encapnet.FeedbackConfig):
 
     def build(self) -> encapnet.EncapNet:
         """Return the network with new weights."""
-        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
+        size, channels = image_size(self.image_size), self.in_channels
         stem = encapnet.convolutions(channels, [(width, 3, stride) for width, stride in self.stem])
         channels = self.stem[-1][0] if self.stem else channels
         modules, units = [], []
@@ -85,15 +85,13 @@ class PlainNetConfig(encapnet.FeedbackConfig):
             modules.append(Stage(Blocks(width, blocks, stride).modules((channels,), None)))
             units.append(self.units(channels, width, stride, blocks > 1, None))
             channels = width
-        head = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, check_count("classes", self.classes))
-        )
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes))
         return encapnet.EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=False)
 
 
 NETWORKS: dict[str, Config] = {
-    "li-capnet-dynamic": capnet(256, "conv norm relu", DynamicRouting, "squash", compete="children"),
-    "li-capnet-em": capnet(256 + 32, "conv norm", EMRouting, None, normalize_cost=True),
+    "li-capnet-dynamic": capnet(256, "layer norm relu", DynamicRouting, "squash", compete="children"),
+    "li-capnet-em": capnet(256 + 32, "layer norm", EMRouting, None, normalize_cost=True),
     "li-cnn-same": PlainNetConfig(stem=((32, 1), (64, 1), (128, 2), (256, 2), (512, 2))),
     "li-cnn-large": PlainNetConfig(stem=((80, 1), (160, 1), (320, 2), (640, 2), (1280, 2))),
     "li-resnet18": PlainNetConfig(stages=((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))),

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.colors import LogNorm
 from matplotlib.patches import ConnectionPatch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastcaps.nn import CapsNet, RoutingPool2d, RoutingStack, RoutingTrace
+from fastcaps.nn import CapsNet, RoutingStack, RoutingTrace
 from fastcaps_lab.inside import seen, watched
-from fastcaps_lab.viz.charts import DIVERGING, GREY, ORANGE, finish, pyplot
-from fastcaps_lab.viz.listening import traced
-from fastcaps_lab.viz.maps import Places, heat_maps, overlay, places, plain
+from fastcaps_lab.viz.charts import GREY, ORANGE, finish, pyplot
+from fastcaps_lab.viz.listening import overlay, plain, traced
 
 
 @torch.no_grad()
@@ -66,78 +64,6 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     return torch.stack([gather(each)[0] for each in found.unbind(1)], 1)
 
 
-def coefficients(network: nn.Module, images: Tensor, *, uniform: bool = False) -> Tensor:
-    """Return the parts of every position in every class, or parent of a routing pool: ``[B, M, H', W']``.
-
-    For a :class:`~fastcaps.nn.CapsNet` with primary capsules on a grid: their parts by :func:`descent`, summed over the
-    types of a position. For a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the coefficients of
-    the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``uniform`` returns what it would be with
-    equal gates and coefficients. Images are ``[B, channels, H, W]``; ValueError for other networks.
-    """
-    if isinstance(network, CapsNet):
-        _, trace, _ = traced(network, images)
-        if uniform:
-            alike = tuple((each > 0).float() for each in trace.coefficients)
-            trace = RoutingTrace(trace.poses, (None,) * len(trace.activations), alike)
-        lowest = descent(network.routing, trace)[0]
-        if lowest.dim() == 5:
-            return lowest.sum(2)
-    else:
-        with watched(network) as calls, torch.no_grad():
-            network(images)
-            pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
-            if pools:
-                shares = pools[-1].coefficients()[:, 0, 0]  # [B, H'W' (groups), M]
-                shares = torch.full_like(shares, 1 / shares.shape[1]) if uniform else shares
-                grid = pools[-1].given["features"].shape[2:]
-                return shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
-    raise ValueError(
-        f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
-        f"got {type(network).__name__}"
-    )
-
-
-def coefficient_map(
-    network: nn.Module,
-    images: Tensor,
-    path: str | Path,
-    *,
-    title: str,
-    names: Sequence[str] = (),
-    labels: Sequence[str] = (),
-) -> Path:
-    """Draw the coefficients over images, a row per image and a column per class or parent; return the file's path.
-
-    The colour is the part of a position in a class, relative to that with equal coefficients, because more windows
-    contain inner positions than outer ones. Lines are the image's outline. ``names`` are those of the columns,
-    ``labels`` those of the images; ValueError for a wrong number of them, or from :func:`coefficients`.
-    """
-    uniform = coefficients(network, images, uniform=True).clamp_min(torch.finfo(torch.float32).tiny)
-    heat = (coefficients(network, images) / uniform).float().cpu()
-    images = images.detach().float().cpu()
-    where = places(network, images.to(next(network.parameters()).device), (heat.shape[-2], heat.shape[-1]))
-    rows, columns = heat.shape[:2]
-    for name, given, count in (("names", names, columns), ("labels", labels, rows)):
-        if given and len(given) != count:
-            raise ValueError(f"{name}: got {len(given)}, want one for each of {count}")
-    bound = max(1.01, *(float((heat**sign).flatten().quantile(0.99)) for sign in (1, -1)))
-    figure, _, bar = heat_maps(
-        images,
-        heat,
-        where,
-        title=title,
-        names=names or [f"parent {column}" for column in range(columns)],
-        labels=labels,
-        cmap=DIVERGING,
-        norm=LogNorm(1 / bound, bound),
-    )
-    ticks = [bound ** (k / 2) for k in range(-2, 3)]
-    bar.set_ticks(ticks, labels=[f"{each:.3g}" for each in ticks])
-    bar.ax.minorticks_off()
-    bar.set_label("times an even share", fontsize=9)
-    return finish(figure, path)
-
-
 def parse_tree(
     network: CapsNet, image: Tensor, path: str | Path, *, title: str, names: Sequence[str] = (), branches: int = 3
 ) -> Path:
@@ -148,12 +74,8 @@ def parse_tree(
     are the parts of the whole layer in the class. The image is ``[channels, H, W]``. Capsules without a grid have no
     frame, and classes without ``names`` are numbered.
     """
-    if image.dim() != 3:
-        raise ValueError(f"image must be [channels, H, W], got {list(image.shape)}")
     logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
-    if names and len(names) != logits.shape[1]:
-        raise ValueError(f"names: got {len(names)}, want one for each of {logits.shape[1]}")
     levels = [each[0, chosen].cpu() for each in descent(network.routing, trace)][::-1]
     tree: list[list[Node]] = [[Node((chosen,), 0, 1.0)]]
     for k in reversed(range(len(network.routing.layers))):
@@ -181,18 +103,41 @@ class Node(NamedTuple):
     part: float
 
 
-Frames = list[tuple[Places, tuple[float, float]] | None]
+Frames = list[tuple[Sequence[Tensor], Sequence[float]] | None]
 """For each level the positions in the image, and the height and width of a receptive field; None for a set."""
+
+
+def _places(network: CapsNet, image: Tensor, grid: Sequence[int]) -> list[Tensor]:
+    """Return the centres of the primary capsules' receptive fields, in pixels: rows ``[H']`` and columns ``[W']``.
+
+    They follow from gradients of two neighbours in the middle, where no border cuts what they see, on noise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(4, *image.shape, generator=generator).to(image).requires_grad_()
+    middles = []
+    with watched(network), torch.enable_grad():
+        made = network.primary(network.backbone(noise))
+        features = (made if isinstance(made, Tensor) else made[0]).movedim((2, 3), (-2, -1))
+        first = [(n - 1) // 2 for n in grid]
+        for step in (0, 1):
+            y, x = (min(start + step, n - 1) for start, n in zip(first, grid, strict=True))
+            seeing = features[..., y, x]  # whose sum may be the same whatever they see: LayerNorm's is
+            weights = torch.randn(seeing.shape, generator=generator).to(seeing)
+            (slope,) = torch.autograd.grad(seeing, noise, weights, retain_graph=True)
+            there = slope.abs().sum((0, 1)) > 0
+            middles.append([float(there.any(axis).nonzero()[[0, -1]].float().mean()) for axis in (1, 0)])
+    pairs = zip(grid, first, *middles, strict=True)
+    return [a + (b - a or 1.0) * (torch.arange(n) - start) for n, start, a, b in pairs]
 
 
 def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames:
     if levels[-1].dim() != 3:
         return [None] * len(levels)
-    rows, columns = places(network, image[None], (levels[-1].shape[1], levels[-1].shape[2]))
-    axes = zip((rows, columns), image.shape[1:], strict=True)
+    where = _places(network, image, levels[-1].shape[1:])
+    axes = zip(where, image.shape[1:], strict=True)
     steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in axes]
     spans = list(steps)
-    frames: Frames = [((rows, columns), (steps[0], steps[1]))]
+    frames: Frames = [(where, steps)]
     for layer, level in zip(network.routing.layers, levels[-2::-1], strict=True):
         below = frames[0]
         if level.dim() != 3 or layer.window is None or below is None:
@@ -203,7 +148,7 @@ def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames
         middles = [m[0] + by * (torch.arange(n) * s - p + (k - 1) * d / 2) for m, n, k, s, p, d, by in sizes]
         spans = [span + (k - 1) * d * by for span, k, d, by in zip(spans, (kh, kw), (dh, dw), steps, strict=True)]
         steps = [step * s for step, s in zip(steps, (sh, sw), strict=True)]
-        frames.insert(0, ((middles[0], middles[1]), (spans[0], spans[1])))
+        frames.insert(0, (middles, spans))
     return frames
 
 
