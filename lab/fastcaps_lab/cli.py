@@ -179,14 +179,14 @@ def train(
             raise ValueError("--resume needs the folder of a run, and only --resume: fastcaps train --resume RUN")
         config = _config(run, recipe, _changes(named, settings))
     from fastcaps_lab import training  # loads Lightning, for which a wrong setting need not wait
-    from fastcaps_lab.training.callbacks import Report
+    from fastcaps_lab.training.callbacks import Report, is_main
 
     report = Report(Console(stderr=as_json))
     with _one_line_errors(f"fastcaps train --resume {shlex.quote(str(config.folder))}"):
         work: Any = training.train if config.runs == 1 else training.train_seeds
         result = work(config, resume=resume, overwrite=overwrite, report=report)
     runs_done = [result] if config.runs == 1 else result.results
-    if as_json:
+    if as_json and is_main():
         _show([{"out": str(one.out), **json.loads((one.out / "result.json").read_text())} for one in runs_done])
     elif config.runs == 1:
         best = "" if result.best_epoch is None else f"; the best epoch on held-out data is {result.best_epoch}"
@@ -266,6 +266,8 @@ def reproduce(
         lines = reproduce.collect(table.lines(folder, short=short, changes=changes))
         if not collect:
             reproduce.train_missing(lines, row or [], console)
+            if not reproduce.is_main():
+                return
             lines = reproduce.collect(lines)
         shown = {path: value for path, value in changes.items() if path != "data.dir"}
         text = reproduce.as_markdown(table, lines, short, shown)

@@ -120,7 +120,7 @@ def run(
     if speed:
         console.print(
             "\n[bold]2. What routing costs on this machine[/]: the kernels, and this package's plain PyTorch code.\n"
-            "That is not the fastest way to write it: [bold]fastcaps bench[/] compares with the fastest."
+            "That is not the fastest way to write it: [bold]pytest bench[/] in a checkout compares with the fastest."
         )
         figures = measure_machine(console)
         console.print(speed_table(figures))

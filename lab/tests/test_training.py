@@ -184,7 +184,7 @@ def test_ctrl_c_ends_a_run_and_says_how_to_go_on(
 
 @pytest.mark.slow
 def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
-    given = arguments(tmp_path, "--devices", "2", "--strategy", "ddp", "--runs", "2")
+    given = arguments(tmp_path, "--set", "devices=2", "--set", "strategy=ddp", "--runs", "2")
     done = python("-m", "fastcaps_lab", *given, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     # two epochs of two runs and the end: only the first process speaks

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from fastcaps_lab.training.folder import replace, write_text
@@ -19,6 +20,11 @@ COLUMNS = (
     *("epoch", "step", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"),
     *("validation_loss", "validation_accuracy"),  # if there are validation images
 )
+
+
+def is_main() -> bool:
+    """Return whether this is the first of several processes, which alone prints and writes."""
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -89,7 +95,7 @@ class Metrics(Callback):
         row = {name: float(f"{float(found[name]):.6g}") for name in COLUMNS if name in found}
         self.rows.append({"epoch": len(self.rows) + 1, "step": trainer.global_step, **row})
         self.began = time.monotonic()
-        if trainer.is_global_zero:
+        if is_main():
             text = io.StringIO()
             csv.writer(text).writerows([self.rows[0], *(row.values() for row in self.rows)])
             write_text(self.path, text.getvalue())
@@ -103,17 +109,16 @@ class Report(Callback):
         self.quiet = quiet
 
     def say(self, text: str) -> None:
-        """Print a line, unless quiet."""
-        if not self.quiet:
+        """Print a line in the first process, unless quiet."""
+        if not self.quiet and is_main():
             self.console.print(text, highlight=False, soft_wrap=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step and trainer.is_global_zero:
+        if trainer.global_step:
             self.say(f"resumed after step {trainer.global_step}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            loss = float(pl_module.figures("train")["train_loss"])  # type: ignore[operator]
-            accuracy = float(trainer.callback_metrics["test_accuracy"])
-            done = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-            self.say(f"{done}: training loss {loss:.4f}, test accuracy {100 * accuracy:.2f} %")
+        loss = float(pl_module.figures("train")["train_loss"])  # type: ignore[operator]
+        accuracy = float(trainer.callback_metrics["test_accuracy"])
+        done = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        self.say(f"{done}: training loss {loss:.4f}, test accuracy {100 * accuracy:.2f} %")

@@ -14,12 +14,13 @@ from typing import Any
 
 from rich.console import Console
 
-from fastcaps_lab.training.callbacks import Report
+from fastcaps_lab.training.callbacks import Report, is_main
 from fastcaps_lab.training.config import TrainConfig, check_same, kept, runs_of
 from fastcaps_lab.training.folder import read_result, versions, write_json, write_text
 from fastcaps_lab.training.run import train
 from fastcaps_lab.training.tables import Line, Table
 
+__all__ = ["as_markdown", "collect", "is_main", "train_missing", "write"]
 HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 
@@ -44,10 +45,10 @@ def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console
     wanted = [line for line in lines if not chosen or line.row.label in chosen]
     unfinished = [line for line in wanted if len(line.results) < line.config.runs]
     for index, line in enumerate(unfinished):
-        text = f"{index + 1} of {len(unfinished)}: {line.label} ({line.config.folder})"
-        console.print(text, highlight=False, soft_wrap=True, style="bold")
+        report = Report(console)
+        report.say(f"{index + 1} of {len(unfinished)}: {line.label} ({line.config.folder})")
         for one in runs_of(line.config):
-            train(one, resume=True, report=Report(console))
+            train(one, resume=True, report=report)
 
 
 def _number(value: float | None, spread: float | None) -> str:

@@ -19,12 +19,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from fastcaps_lab import models
 from fastcaps_lab.data import Splits
-from fastcaps_lab.training.callbacks import Best, Last, Metrics, Report, WholeFiles
+from fastcaps_lab.training.callbacks import Best, Last, Metrics, Report, WholeFiles, is_main
 from fastcaps_lab.training.config import TrainConfig, check_same, kept, runs_of
 from fastcaps_lab.training.data import ImageData, read_data
 from fastcaps_lab.training.folder import (
@@ -68,11 +67,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in loggers.items():
             logger.setLevel(level)
-
-
-def is_main() -> bool:
-    """Return whether this is the first of several processes, which alone prints and writes."""
-    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
