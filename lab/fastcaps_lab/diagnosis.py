@@ -92,25 +92,11 @@ def diagnose(
     **Gradient norms.** :math:`\lVert \partial L / \partial \theta \rVert_2` over all parameters of the layer, and
     :math:`\lVert \partial L / \partial v \rVert_2` over its last results, poses and activations (scores) together.
 
-    The model runs in evaluation mode, without dropout or changes of BatchNorm's statistics. Each layer runs once more
-    for its coefficients, which take one value per pair of child and parent. Modes, hooks and ``.grad`` are restored.
-
-    Parameters
-    ----------
-    model : Module
-        With layers of :mod:`fastcaps.nn`: a network of :mod:`fastcaps_lab.models`, your own, or one layer.
-    batch : Tensor or (inputs, target)
-        The model's inputs, a tensor or a tuple of several, and the loss's target, or None.
-    loss : callable, optional
-        ``loss(output, target)``, a scalar. By default cross-entropy if there is a target; without either there are no
-        gradients.
-    threshold : float
-        Parents below it are dead.
-
-    Raises
-    ------
-    ValueError
-        If ``model`` has no capsule layer that runs, or ``batch`` holds no sample.
+    The model has layers of :mod:`fastcaps.nn`, or is one, and runs in evaluation mode. Each layer runs once more for
+    its coefficients, which take one value per pair of child and parent. Modes, hooks and ``.grad`` are restored. The
+    batch is the model's inputs, a tensor or a tuple of several, or these and the loss's target. ``loss(output,
+    target)`` returns a scalar; by default it is cross-entropy if there is a target, and without either there are no
+    gradients. Parents below ``threshold`` are dead. ValueError if no capsule layer runs, or the batch has no sample.
 
     Examples
     --------

@@ -214,8 +214,7 @@ def load(
     ValueError
         If the name is unknown, or the data set does not take the option.
     MissingDataError, CorruptDataError
-        If files are missing, truncated or wrong; the message names the file, what was found, what is wanted and how to
-        get it.
+        If a file is missing, truncated or wrong; the message says what was found, what is wanted, and how to get it.
     """
     if name not in names():
         raise ValueError(f"data: got {name!r}{did_you_mean(name, names())}, want one of {', '.join(names())}")

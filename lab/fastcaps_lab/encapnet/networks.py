@@ -21,11 +21,10 @@ from fastcaps_lab.encapnet.feedback import FeedbackAgreement, convolutions
 
 
 class EncapModule(nn.Module):
-    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, then those of type II.
+    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, with the stride, then those of type II.
 
-    The type I layer has the ``stride``, and maps ``in_dim`` to ``out_dim`` values in a capsule. ``coefficients`` are
-    every layer's, as :class:`~fastcaps_lab.encapnet.CapConv2d` has them. ``skip`` says which layers have a skip
-    connection: with "I" or "both" the type I layer its own, with "II" or "both" the type II layers one over all.
+    ``skip`` says which layers have a skip connection: with "I" or "both" the type I layer its own, with "II" or "both"
+    the type II layers one over all.
     """
 
     def __init__(

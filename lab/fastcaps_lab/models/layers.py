@@ -24,7 +24,6 @@ class Declaration(Protocol):
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         """Return the modules for an input of ``shape``, without the batch, in a network of ``classes``."""
-        ...
 
 
 Layer = Declaration | type[nn.Module]
@@ -113,24 +112,11 @@ class Coordinates(nn.Module):
         return torch.cat([images, grid.expand(images.shape[0], -1, -1, -1)], dim=1)
 
 
-class PadShortcut(nn.Module):
-    """A shortcut without parameters (He et al., 2016, option A): every ``stride``-th pixel, zeros in new channels."""
-
-    def __init__(self, channels: int, stride: int) -> None:
-        super().__init__()
-        self.channels, self.stride = channels, stride
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return ``[B, channels, H / stride, W / stride]`` of ``[B, fewer channels, H, W]``."""
-        kept = features[:, :, :: self.stride, :: self.stride]
-        return F.pad(kept, (0, 0, 0, 0, 0, self.channels - features.shape[1]))
-
-
 class BasicBlock(nn.Module):
     """A residual block of two 3 x 3 convolutions (He et al., 2016).
 
-    If the shape changes, its shortcut is "conv", a 1 x 1 convolution with BatchNorm, or "pad", zeros in new channels,
-    without parameters.
+    If the shape changes, its shortcut is a 1 x 1 convolution with BatchNorm, or, without parameters (option A), takes
+    every ``stride``-th pixel and zeros in new channels.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1, shortcut: str = "conv") -> None:
@@ -139,16 +125,20 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != channels:
+        self.shortcut: nn.Module | None = None
+        self.stride, self.new_channels = stride, channels - in_channels
+        if shortcut == "conv" and (stride != 1 or in_channels != channels):
             conv = nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False)
-            pads = shortcut == "pad"
-            self.shortcut = PadShortcut(channels, stride) if pads else nn.Sequential(conv, nn.BatchNorm2d(channels))
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
 
     def forward(self, features: Tensor) -> Tensor:
         """Return ``[B, channels, H / stride, W / stride]`` of ``[B, in_channels, H, W]``."""
-        inner = F.relu(self.bn1(self.conv1(features)))
-        return F.relu(self.bn2(self.conv2(inner)) + self.shortcut(features))
+        inner = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(features)))))
+        if self.shortcut is not None:
+            features = self.shortcut(features)
+        elif self.stride > 1 or self.new_channels:
+            features = F.pad(features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(inner + features)
 
 
 def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) -> nn.Sequential:
