@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from scipy.io import savemat
 
@@ -127,13 +126,11 @@ def test_digits_split_is_fixed_and_stratified() -> None:
 def test_folders_come_back(tmp_path: Path) -> None:
     held = write_folder(tmp_path / "train")
     write_folder(tmp_path / "val")
-    images, labels = data.read_folder(tmp_path / "train")
-    assert labels.tolist() == [0, 0, 1, 1]
-    for k, name in enumerate(("ant/0.png", "ant/1.png", "bee/0.png", "bee/1.png")):
-        np.testing.assert_array_equal(images[k], held[name].transpose(2, 0, 1))
     splits = data.load("folder", tmp_path)
     assert splits.classes == ("ant", "bee") and (splits.in_channels, splits.image_size) == (3, 8)
-    assert torch.equal(splits.test.labels, torch.tensor([0, 0, 1, 1]))
+    assert splits.train.labels.tolist() == splits.test.labels.tolist() == [0, 0, 1, 1]
+    for k, name in enumerate(("ant/0.png", "ant/1.png", "bee/0.png", "bee/1.png")):
+        np.testing.assert_array_equal(splits.train.images[k], held[name].transpose(2, 0, 1))
     held = write_folder(tmp_path / "sizes", ((6, 14), (20, 6)))
     images, _ = data.read_folder(tmp_path / "sizes", image_size=6)
     np.testing.assert_array_equal(images[0], held["ant/0.png"][:, 4:10].transpose(2, 0, 1))
@@ -163,15 +160,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], list[tuple[Any, str]]]] = {
     "idx": ("train-images", lambda path: read_array(path, (None, 28, 28)), [
         (b"", "want an IDX file of uint8, any x 28 x 28; it has 0 bytes"),
         (b"\0\0\x0d\x01\0\0\0\0", "want an IDX file of uint8, .* begins with 00 00 0d 01"),
-        (b"\0\0\x08\x03\0\0", "want an IDX file .* has 6 bytes"),
         (DIGITS[:-1], "truncated or too long; its header states 2,352 bytes, found 2,351"),
-        (DIGITS + b"x", "too long; .* found 2,353"),
         (idx_bytes(np.zeros((3, 28, 27), np.uint8)), "holds 3 x 28 x 27, want any x 28 x 28"),
         (gzip.compress(DIGITS)[:-9], "gzip that ends early or is damaged"),
     ]),
     "norb": (f"{STEMS['train']}-dat.mat", lambda path: data.read_norb(path.parent, "train"), [
         (norb_bytes(noise(6, 2, 96, 96))[:-1], "header states 110,592 bytes, found 110,591"),
-        (b"MATLAB 5.0 MAT-file", "want a binary matrix of uint8, 6 x 2 x 96 x 96; .* begins with 4d 41 54 4c"),
         (norb_bytes(np.zeros((5, 2, 96, 96), np.uint8)), "holds 5 x 2 x 96 x 96, want 6 x 2 x 96 x 96"),
     ]),
     "norb's labels": (f"{STEMS['train']}-cat.mat", lambda path: data.read_norb(path.parent, "train"), [
@@ -179,16 +173,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], list[tuple[Any, str]]]] = {
     ]),
     "cifar": ("x.bin", lambda path: data.read_cifar(path, classes=10), [
         (CIFAR[:-1], "truncated, or not the binary version: 9,218 bytes, want a multiple of 3,073"),
-        (b"", "binary version: 0 bytes"),
         (b"\x0b" + CIFAR[1:], "holds the labels 1 to 11, want labels from 0 to 9"),
     ]),
     "svhn": ("train_32x32.mat", data.read_svhn, [
-        (lambda content: content[:140], "SciPy cannot read X and y"),
         (lambda content: content[:9000] + bytes(50) + content[9050:], "SciPy cannot read X and y"),
         ({"X": FOUR}, "SciPy cannot read X and y .*KeyError: 'y'"),
         ({"X": FOUR[:, :31], "y": ONES}, r"holds uint8 \(32, 31, 3, 4\) and"),
-        ({"X": FOUR.astype(float), "y": ONES}, r"holds float64 .*, want X, uint8"),
-        ({"X": FOUR, "y": ONES[:3]}, r"float64 \(3, 1\), want X"),
         ({"X": FOUR, "y": ONES * 0}, "holds the labels 0 to 0, want labels from 1 to 10"),
         ({"X": FOUR, "y": ONES * 1.5}, "want X, .* y, whole numbers"),
     ]),

@@ -21,7 +21,7 @@ from fastcaps_lab.data.files import CorruptDataError, MissingDataError, Place
 from fastcaps_lab.data.transforms import DRAWS, Mixup
 
 CLASSES = {5: ("very negative", "negative", "neutral", "positive", "very positive"), 2: ("negative", "positive")}
-_BRACKETS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
+_BRACKETS = dict(zip(("-LRB-", "-RRB-", "-LSB-", "-RSB-", "-LCB-", "-RCB-"), "()[]{}", strict=True))
 _PARTS = re.compile(r"\(\s*([0-4])\s|\)|[^\s()]+")  # the start of a node with its label, the end of a node, a word
 FILES = {"train": "train.txt", "validation": "dev.txt", "test": "test.txt"}
 PLACE = Place(

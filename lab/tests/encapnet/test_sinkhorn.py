@@ -15,7 +15,6 @@ from fastcaps.functional import squash
 from fastcaps_lab.encapnet import FeedbackAgreement, SinkhornDivergence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZES = [(3, 5, 4), (1, 1, 1), (1, 4, 2)]
 
 
 def cost(kind: str, one: list[float], other: list[float]) -> float:
@@ -37,7 +36,7 @@ def transport(kind: str, eps: float, iterations: int, x: Tensor, y: Tensor) -> f
     return sum(a[i] * kernel[i][j] * b[j] * costs[i][j] for i in range(n) for j in range(m))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (1, 1, 1), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["cosine", "l2"])
 def test_the_divergence_is_the_procedure(kind: str, sizes: tuple[int, int, int]) -> None:
     n, m, d = sizes
@@ -132,17 +131,12 @@ def test_the_unit_and_every_switch(switch: str, stride: int, size: tuple[int, in
     torch.testing.assert_close(found, by_hand(unit, higher, lower).detach(), atol=1e-10, rtol=1e-9)
     found.backward()
     assert (higher.grad != 0).any() and (lower.grad != 0).any()
-    for name, parameter in unit.named_parameters():
-        assert parameter.grad is not None, name
-    before = {name: buffer.clone() for name, buffer in unit.named_buffers()}
-    unit.eval()
-    assert unit(higher, lower).item() == 0
-    assert all(torch.equal(buffer, before[name]) for name, buffer in unit.named_buffers())
+    assert all(parameter.grad is not None for parameter in unit.parameters())
+    assert unit.eval()(higher, lower).item() == 0
 
 
-@pytest.mark.parametrize("divergence", ["ot", "kl"])
-def test_the_unit_under_autocast_and_compiled(divergence: str) -> None:
-    unit = FeedbackAgreement(8, 4, types=2, stride=2, divergence=divergence)
+def test_the_unit_under_autocast_and_compiled() -> None:
+    unit = FeedbackAgreement(8, 4, types=2, stride=2)
     higher, lower = torch.rand(3, 8, 4, 4), torch.rand(3, 4, 7, 8)
     wanted = unit(higher, lower)
     torch.testing.assert_close(torch.compile(unit, fullgraph=True, backend="aot_eager")(higher, lower), wanted)
