@@ -13,7 +13,7 @@ import fastcaps
 import fastcaps_lab
 from fastcaps.nn import CapsuleSpec, RoutingStack
 from fastcaps_lab import viz
-from fastcaps_lab.viz.routes import _frames
+from fastcaps_lab.viz.routes import _places
 
 EM, HEINSEN, DYNAMIC = fastcaps.EMRouting, fastcaps.HeinsenRouting, fastcaps.DynamicRouting
 
@@ -92,29 +92,27 @@ def test_a_child_that_is_not_there_has_no_part_and_the_window_is_where_it_is() -
         assert (viz.descent(stack, trace)[0][0, 0] == 0).nonzero().tolist() == [[1, 2, 0]]
 
 
-def test_frames_hold_what_windows_see() -> None:
+def test_places_are_the_middles_of_what_windows_see() -> None:
     specs = [CapsuleSpec(4, kernel_size=3, stride=2, padding=1), CapsuleSpec(3, kernel_size=2), CapsuleSpec(5)]
     stack = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(6, 8))
-    levels = [torch.zeros(each) for each in ((5,), (3, 2, 3), (4, 3, 4), (2, 6, 8))]
-    top, upper, lower, lowest = _frames(stack, torch.rand(1, 12, 16), levels)
-    assert top is None and lowest[1] == [2, 2] and lower[1] == [6, 6] and upper[1] == [10, 10]
+    levels = [torch.zeros(each) for each in ((2, 6, 8), (4, 3, 4), (3, 2, 3), (5,))]
+    lowest, lower, upper, top = _places(stack, torch.rand(1, 12, 16), levels)
+    assert top is None
     for axis, (places, windows) in enumerate(((6, 3), (8, 4))):
-        assert lowest[0][axis].tolist() == [0.5 + 2 * k for k in range(places)]
-        assert lower[0][axis].tolist() == [
-            0.5 + 4 * k for k in range(windows)
-        ]  # the padding lies before the first place
-        assert upper[0][axis].tolist() == [2.5 + 4 * k for k in range(windows - 1)]
+        assert lowest[axis].tolist() == [0.5 + 2 * k for k in range(places)]
+        assert lower[axis].tolist() == [0.5 + 4 * k for k in range(windows)]  # the padding lies before the first place
+        assert upper[axis].tolist() == [2.5 + 4 * k for k in range(windows - 1)]
 
 
 def test_pictures(tmp_path: Path) -> None:
     net, images = network(), torch.rand(2, 1, 8, 8)
     modes = [module.training for module in net.modules()]
     names = [f"class {k}" for k in range(10)]
-    tree = viz.parse_tree(net, images[0], tmp_path / "tree.svg", title="A tree", names=names, branches=2).read_text()
-    assert tree.count("<image") == 1 + 2 + 4 + 2  # the class, its children, theirs; all of each of two layers on grids
+    drawn = viz.route_maps(net, images[0], tmp_path / "routes.svg", title="Routes", names=names).read_text()
+    assert drawn.count("<image") == 1 + 2 * 2  # the image; a map and its colours for each of two layers on grids
     assert modes == [module.training for module in net.modules()]
     flat = fastcaps_lab.models.create("sabour-mnist", image_size=20)  # one layer, whose children come from a grid
-    assert viz.parse_tree(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
+    assert viz.route_maps(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
     with pytest.raises(TypeError, match="network must be a CapsNet, got Flatten"):
         viz.listening(nn.Flatten(), images)
     contributions = viz.listening(net, images)

@@ -107,9 +107,7 @@ class FeedbackConfig:
     bias_fix: bool = True  # (d1): False
     through_plan: bool = False  # (d2): True
     critic: bool = True  # (d3): False
-    generator: str = (
-        "capsules"  # grouped by type, with a squash; (d4): "vanilla", as always in networks without capsules
-    )
+    generator: str = "capsules"  # (d4): "vanilla", without groups and squash, as for networks without capsules
     cost: str = "cosine"  # (d5): "l2"
 
     def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
