@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -92,8 +93,7 @@ def test_it_leaves_no_trace() -> None:
     net.routing.eval()
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    state = torch.get_rng_state()
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
     fastcaps_lab.diagnose(net, (images, labels))
     with pytest.raises(ValueError):  # which does not fit
         fastcaps_lab.diagnose(net, (images, labels[:1]))

@@ -28,7 +28,7 @@ class CorruptDataError(DataError, ValueError):
 
 def spellings(name: str) -> list[str]:
     """Return the names that a file may have: plain or ``.gz``, and with ``.idx`` for ``-idx``."""
-    return [stem + end for stem in dict.fromkeys((name, name.replace("-idx", ".idx"))) for end in ("", ".gz")]
+    return [stem + end for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
 
 
 def find(folder: str | Path, name: str) -> Path:

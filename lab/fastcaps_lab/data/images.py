@@ -28,6 +28,8 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     without one, every batch draws from torch's global generator.
     """
 
+    is_random = True  # whether items take random numbers
+
     def __init__(
         self,
         images: Images,
@@ -63,12 +65,9 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     def _gathered(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return item indices from 0 to n − 1, and random numbers for the items, ``[n, DRAWS]``."""
         items = torch.from_numpy(np.arange(len(self))[indices])
-        return items, torch.rand(len(items), self.draws) if self._numbers is None else self._numbers[items]
-
-    @property
-    def draws(self) -> int:
-        """How many random numbers an item takes."""
-        return DRAWS
+        return items, torch.rand(
+            len(items), DRAWS if self.is_random else 0
+        ) if self._numbers is None else self._numbers[items]
 
     def _normalised(self, images: Tensor) -> Tensor:
         return (images.to(torch.float32) / 255 - self.mean.to(images.device)) / self.std.to(images.device)
@@ -117,8 +116,8 @@ class ImageDataset(BatchDataset):
         self.augment, self.mixup = augment, mixup
 
     @property
-    def draws(self) -> int:
-        return 0 if self.augment is None and self.mixup is None else DRAWS
+    def is_random(self) -> bool:  # type: ignore[override]
+        return self.augment is not None or self.mixup is not None
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return float32 ``[n, c, h, w]``, and int64 ``[n]`` or, with mixup, float32 ``[n, classes]``."""

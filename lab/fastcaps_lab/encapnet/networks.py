@@ -69,13 +69,9 @@ class EncapNet(nn.Module):
         fixed: bool,
     ) -> None:
         super().__init__()
-        self.stem = stem
-        self.layers = nn.ModuleList(modules_)
+        self.stem, self.layers, self.head = stem, nn.ModuleList(modules_), head
         self.feedback = nn.ModuleList(nn.ModuleList(units) for units in feedback)
-        self.head = head
-        self.in_channels = in_channels
-        self.image_size = image_size
-        self.fixed = fixed
+        self.in_channels, self.image_size, self.fixed = in_channels, image_size, fixed
 
     def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits ``[B, classes]``, the lengths of class capsules if there are any, of ``[B, channels, H, W]``.
@@ -114,13 +110,12 @@ class FeedbackConfig:
         """Return the units of a module from ``before`` channels to ``after``, with ``several`` layers or one."""
         check_choice("feedback", self.feedback, ("none", "one", "two"))
         check_choice("generator", self.generator, ("capsules", "vanilla"))
-        lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
-        if not several:
-            lower = lower[:1]
+        count = {"none": 0, "one": 1, "two": 1 + several}[self.feedback]
         names = ("divergence", "bias_fix", "through_plan", "critic", "cost")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        grouped = types if self.generator == "capsules" else None
-        return [FeedbackAgreement(after, size, stride=step, types=grouped, **options) for size, step in lower]
+        options["types"] = types if self.generator == "capsules" else None
+        lower = [(before, stride), (after, 1)][:count]
+        return [FeedbackAgreement(after, channels, stride=step, **options) for channels, step in lower]
 
 
 @dataclass(frozen=True)
