@@ -18,7 +18,6 @@ from fastcaps_lab.data import (
     ImageDataset,
     MissingDataError,
     Mixup,
-    Phrases,
     RandomCropFlip,
     ShuffledBatches,
     TextDataset,
@@ -72,12 +71,12 @@ def test_texts_are_embedded_and_mixed_with_their_masks(tmp_path: Path, monkeypat
         TextEmbedder(tmp_path / "none")
     fake_transformers(monkeypatch)
     (tmp_path / "config.json").write_text("{}")
-    embed, phrases = TextEmbedder(tmp_path), Phrases(("a fine film", "dull", "ab"), (4, 0, 3))
-    ids, mask = embed.tokens(phrases.texts)
+    embed, phrases = TextEmbedder(tmp_path), [("a fine film", 4), ("dull", 0), ("ab", 3)]
+    ids, mask = embed.tokens(texts := [text for text, _ in phrases])
     embeddings = embed.layers(ids, mask)
     assert embed.sizes == (3, 6) and embeddings.shape == (3, 9, 3, 6) and not embeddings.requires_grad
     assert mask.sum(1).tolist() == [9, 4, 2]
-    for row, text in enumerate(phrases.texts):
+    for row, text in enumerate(texts):
         alone = embed.layers(*embed.tokens([text]))  # what pads a batch is not seen
         torch.testing.assert_close(embeddings[row, : alone.shape[1]], alone[0])
         assert not embeddings[row, alone.shape[1] :].any()

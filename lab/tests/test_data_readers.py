@@ -141,13 +141,13 @@ def test_trees_give_every_unique_phrase(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(b"\xef\xbb\xbf" + TREES.encode())  # as some editors begin a file
     found = data.read_trees(path, phrases=True)
-    assert dict(zip(found.texts, found.labels, strict=True)) == {
+    assert dict(found) == {
         "A": 2, "fine": 4, "film": 2, "fine film": 3, "A fine film": 2, ".": 2, "A fine film .": 3,
         "dull": 0, "(": 2, "film (": 2, "dull film (": 1,
     }  # fmt: skip
-    assert data.read_trees(path, phrases=False) == data.Phrases(("A fine film .", "dull film ("), (3, 1))
+    assert data.read_trees(path, phrases=False) == [("A fine film .", 3), ("dull film (", 1)]
     found = data.read_trees(path, phrases=True, classes=2)
-    assert set(zip(found.texts, found.labels, strict=True)) == {
+    assert set(found) == {
         ("fine", 1), ("fine film", 1), ("A fine film .", 1), ("dull", 0), ("dull film (", 0),
     }  # fmt: skip
 

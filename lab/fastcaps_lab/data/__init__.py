@@ -11,11 +11,11 @@ from fastcaps_lab.data.generators import AffineDigits, OverlappingDigits, Shifte
 from fastcaps_lab.data.images import BatchDataset, ImageDataset
 from fastcaps_lab.data.readers import read_cifar, read_digits, read_folder, read_idx, read_norb, read_svhn
 from fastcaps_lab.data.registry import Splits, load, names
-from fastcaps_lab.data.text import Phrases, TextDataset, TextEmbedder, read_trees
+from fastcaps_lab.data.text import TextDataset, TextEmbedder, read_trees
 from fastcaps_lab.data.transforms import Mixup, RandomCropFlip, ResizeCrop
 
 __all__ = [
-    "Splits", "load", "names", "Phrases", "TextEmbedder", "read_cifar", "read_digits", "read_folder", "read_idx",
+    "Splits", "load", "names", "TextEmbedder", "read_cifar", "read_digits", "read_folder", "read_idx",
     "read_norb", "read_svhn", "read_trees", "AffineDigits", "BatchDataset", "ImageDataset", "OverlappingDigits",
     "ShiftedDigits", "ShuffledBatches", "TextDataset", "Mixup", "RandomCropFlip", "ResizeCrop", "CorruptDataError",
     "DataError", "MissingDataError",

@@ -15,7 +15,7 @@ from fastcaps_lab.data import files, readers
 from fastcaps_lab.data.files import Arrays, CorruptDataError, DataError, MissingDataError, Place, find
 from fastcaps_lab.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps_lab.data.images import ImageDataset
-from fastcaps_lab.data.text import CLASSES, FILES, PLACE, Phrases, TextDataset, TextEmbedder, read_trees
+from fastcaps_lab.data.text import CLASSES, FILES, PLACE, TextDataset, TextEmbedder, read_trees
 from fastcaps_lab.data.transforms import RandomCropFlip
 
 Scale = tuple[Sequence[float], Sequence[float]]
@@ -170,7 +170,7 @@ def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path 
         )
     count = _TEXTS[name]
     parts = {part: read_trees(folder / file, phrases=part == "train", classes=count) for part, file in FILES.items()}
-    parts["train"] = Phrases(parts["train"].texts[:limit], parts["train"].labels[:limit])
+    parts["train"] = parts["train"][:limit]
     embed = TextEmbedder(transformer)
     layers, embedding = embed.sizes
     made: dict[str, Any] = {part: TextDataset(phrases, embed) for part, phrases in parts.items()}

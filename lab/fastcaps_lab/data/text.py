@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,8 @@ PLACE = Place(
 )
 
 
-@dataclass(frozen=True)
-class Phrases:
-    """Texts with labels."""
-
-    texts: tuple[str, ...]  # the treebank's tokens, separated by spaces
-    labels: tuple[int, ...]  # a class for each
-
-    def __len__(self) -> int:
-        return len(self.texts)
+Phrases = list[tuple[str, int]]
+"""Texts, the treebank's tokens separated by spaces, with their labels."""
 
 
 def _nodes(line: str) -> Iterator[tuple[str, int]]:
@@ -87,7 +79,7 @@ def read_trees(path: str | Path, *, phrases: bool, classes: int = 5) -> Phrases:
     pairs = [(text, first[text]) for text in dict.fromkeys(text for text, _ in found)] if phrases else found
     if classes == 2:
         pairs = [(text, int(label > 2)) for text, label in pairs if label != 2]
-    return Phrases(*map(tuple, zip(*pairs, strict=True)))
+    return pairs
 
 
 class TextEmbedder:
@@ -151,7 +143,7 @@ class TextDataset(Dataset[tuple[str, int]]):
         return len(self.phrases)
 
     def __getitem__(self, index: int) -> tuple[str, int]:
-        return self.phrases.texts[index], self.phrases.labels[index]
+        return self.phrases[index]
 
     def gather(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return tokens and their mask ``[n, longest]``, labels int64 ``[n]`` and random numbers."""

@@ -99,9 +99,6 @@ class CapConv2d(nn.Module):
         ``capsules`` are ``[B, types * in_dim, H, W]``. ``skipped``, of the result's shape, is added before the last
         BatchNorm instead of the layer's own input: the input of the first of several layers that one connection skips.
         """
-        if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:
-            wanted = f"[B, {self.types * self.in_dim}, H, W], {self.types} types of {self.in_dim} values"
-            raise ValueError(f"capsules must be {wanted}, got {list(capsules.shape)}")
         summed = self.combine(capsules)
         if skipped is not None:
             summed = summed + skipped

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps_lab.checks import check_choice, check_map
+from fastcaps_lab.checks import check_choice
 from fastcaps_lab.encapnet.cap_conv import rectified_squash
 from fastcaps_lab.encapnet.sinkhorn import SinkhornDivergence
 
@@ -80,7 +80,6 @@ class FeedbackAgreement(nn.Module):
         if stride not in (1, 2):
             raise ValueError(f"stride must be 1 or 2, got {stride}")
         check_choice("divergence", divergence, ("ot", "kl"))
-        self.higher_channels, self.lower_channels = higher_channels, lower_channels
         self.types, self.stride, self.divergence = types, stride, divergence
         self.sinkhorn = SinkhornDivergence(**options)
         groups = types or 1
@@ -89,24 +88,16 @@ class FeedbackAgreement(nn.Module):
         layers = [(max(1, lower_channels // 4), 3, 2), (1, 3, 2)]
         self.critic = convolutions(lower_channels, layers) if critic else None
 
-    def generate(self, higher: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return x, ``[B, lower_channels, *size]``, from the higher layer."""
-        given: Any = list(size)
-        normal = self.norm(self.generator(higher, output_size=given))
-        return normal.relu() if self.types is None else rectified_squash(normal, self.types).flatten(1, 2)
-
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
         """Return the loss, a scalar, float32 or float64; 0 in evaluation mode.
 
         The layers are ``[B, higher_channels, h, w]`` and ``[B, lower_channels, H, W]``; H and W divided by the stride
         and rounded up are h and w.
         """
-        size = lower.shape[2], lower.shape[3]
-        check_map("lower", lower, self.lower_channels)
-        check_map("higher", higher, self.higher_channels, tuple(-(-n // self.stride) for n in size))
         if not self.training:
             return lower.new_zeros((), dtype=torch.promote_types(lower.dtype, torch.float32))
-        x, y = self.generate(higher, size), lower
+        x, y = self.norm(self.generator(higher, output_size=lower.shape[2:])), lower
+        x = x.relu() if self.types is None else rectified_squash(x, self.types).flatten(1, 2)
         if self.critic is not None:
             x, y = self.critic(x), self.critic(y)
         if self.divergence == "ot":

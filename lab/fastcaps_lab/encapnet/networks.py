@@ -54,7 +54,7 @@ class EncapNet(nn.Module):
     ``stem`` and ``head`` map images to the first map, and the last map to logits. Each of ``modules_`` takes a map and
     returns two: the one after its first layer, and the one at its end. Each has ``feedback`` units: none; or one, which
     reconstructs the module's input from its output; or a second one, which reconstructs the output of its first layer.
-    The network was built for images of ``in_channels`` and ``image_size``, and, if ``fixed``, must get that size.
+    Images have ``in_channels`` and ``image_size``.
     """
 
     def __init__(
@@ -66,12 +66,11 @@ class EncapNet(nn.Module):
         *,
         in_channels: int,
         image_size: tuple[int, int],
-        fixed: bool,
     ) -> None:
         super().__init__()
         self.stem, self.layers, self.head = stem, nn.ModuleList(modules_), head
         self.feedback = nn.ModuleList(nn.ModuleList(units) for units in feedback)
-        self.in_channels, self.image_size, self.fixed = in_channels, image_size, fixed
+        self.in_channels, self.image_size = in_channels, image_size
 
     def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits ``[B, classes]``, the lengths of class capsules if there are any, of ``[B, channels, H, W]``.
@@ -79,7 +78,7 @@ class EncapNet(nn.Module):
         ``return_feedback`` adds the sum of the feedback units' divergences, for the loss: a scalar, 0 in evaluation
         mode.
         """
-        check_map("images", images, self.in_channels, self.image_size if self.fixed else None)
+        check_map("images", images, self.in_channels, self.image_size)
         found = self.stem(images)
         feedback = found.new_zeros((), dtype=torch.promote_types(found.dtype, torch.float32))
         for k, layer in enumerate(self.layers):
@@ -151,7 +150,7 @@ class EncapNetConfig(FeedbackConfig):
             height, width = -(-height // stride), -(-width // stride)
         last = CapFC(types * height * width, self.classes, dim_below)
         head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
-        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
+        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size)
 
 
 V1 = EncapNetConfig()

@@ -55,7 +55,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class PlainNetConfig(encapnet.FeedbackConfig):
-    """The configuration of the paper's convolutional networks, for images of any size."""
+    """The configuration of the paper's convolutional networks."""
 
     classes: int = 10
     image_size: int | tuple[int, int] = 32  # of the paper's images
@@ -74,7 +74,7 @@ class PlainNetConfig(encapnet.FeedbackConfig):
             units.append(self.units(channels, width, stride, blocks > 1, None))
             channels = width
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes))
-        return encapnet.EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=False)
+        return encapnet.EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size)
 
 
 NETWORKS: dict[str, Config] = {
