@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 from fastcaps_lab.inside import Inside, watched
 
-HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")
-
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
@@ -30,12 +28,6 @@ class LayerDiagnosis:
     entropy: float | None  # of the coefficients: 0 if each child goes to one, 1 if all are equal; None without a choice
     weight_gradient: float | None  # norms of the loss's gradients; None without a loss or without gradients
     parent_gradient: float | None
-
-    def cells(self) -> tuple[str, ...]:
-        """Return a row of the table."""
-        values = (self.entropy, ".3f"), (self.weight_gradient, ".2e"), (self.parent_gradient, ".2e")
-        texts = ("" if value is None else format(value, form) for value, form in values)
-        return (self.path, self.layer, str(len(self.strengths)), str(len(self.dead)), self.measured_by, *texts)
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,12 @@ class Diagnosis:
     def __str__(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         title = f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
-        rows = [HEADER, *(layer.cells() for layer in self.layers)]
+        rows = [("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")]
+        for each in self.layers:
+            values = (each.entropy, ".3f"), (each.weight_gradient, ".2e"), (each.parent_gradient, ".2e")
+            entropy, *gradients = ("" if value is None else format(value, form) for value, form in values)
+            counts = str(len(each.strengths)), str(len(each.dead))
+            rows.append((each.path, each.layer, *counts, each.measured_by, entropy, gradients[0], gradients[1]))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([title, *lines])

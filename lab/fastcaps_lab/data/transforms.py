@@ -65,10 +65,6 @@ class ResizeCrop:
     size: int  # and after it
     flip: bool = False  # left and right, with probability 1/2
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.size <= self.resize:
-            raise ValueError(f"size: got {self.size}, want 1 to {self.resize}, the size before the crop")
-
     def __call__(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Return bytes ``[n, c, size, size]`` of ``[n, c, h, w]``."""
         return cropped(resized(images, self.resize), self.resize - self.size, numbers, self.flip)

@@ -7,6 +7,7 @@ numbers of parameters, and our choices where a paper is silent.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fastcaps_lab.checks import did_you_mean
 from fastcaps_lab.encapnet import networks as encapnet
 from fastcaps_lab.models import heinsen, hinton, li, ours, sabour, tsai, zhao
 from fastcaps_lab.models.layers import BasicBlock
-from fastcaps_lab.models.networks import CNNConfig, Config, NetworkConfig, override
+from fastcaps_lab.models.networks import CNNConfig, Config, NetworkConfig
 
 __all__ = ["NETWORKS", "BasicBlock", "CNNConfig", "Config", "NetworkConfig", "config", "create", "names"]
 
@@ -35,11 +36,21 @@ def names() -> list[str]:
 def config(name: str, **overrides: Any) -> Any:
     """Return the configuration of the network ``name``, with ``overrides``: a :class:`NetworkConfig`, a
     :class:`CNNConfig` or another. ValueError for an unknown name, TypeError for an unknown override.
+
+    Overrides are fields, of a :class:`NetworkConfig` also its ``options``; of these the routing layers, when they are
+    built, refuse those that they do not have.
     """
     if name not in NETWORKS:
         hint = did_you_mean(name, NETWORKS, most=3)
         raise ValueError(f"no network is called {name!r}{hint}, fastcaps_lab.models.names() lists all")
-    return override(NETWORKS[name], overrides)
+    found: Any = NETWORKS[name]
+    known = {each.name for each in fields(found)}
+    options = {option: overrides.pop(option) for option in overrides.keys() - known}
+    if options and not isinstance(found, NetworkConfig):
+        raise TypeError(f"no override {next(iter(options))}{did_you_mean(next(iter(options)), known)}")
+    if options:
+        overrides["options"] = {**overrides.get("options", found.options), **options}
+    return replace(found, **overrides)
 
 
 def create(

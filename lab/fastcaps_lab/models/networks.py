@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from fastcaps.nn import CapsNet, CapsuleSpec, InvertedAttentionRouting, RoutingLayer
-from fastcaps_lab.checks import check_map, did_you_mean, image_size
+from fastcaps_lab.checks import check_map, image_size
 from fastcaps_lab.models.layers import Layer, assemble
 
 
@@ -91,19 +91,3 @@ class CNN(nn.Sequential):
         """Return logits ``[B, classes]`` of images ``[B, in_channels, H, W]``; ValueError for another shape."""
         check_map("images", images, self.in_channels, self.image_size)
         return super().forward(images)
-
-
-def override(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """Return a configuration with other values; of a :class:`NetworkConfig` the options may be overrides, too.
-
-    TypeError if an override is neither a field nor an option; an option that a routing layer does not have raises when
-    the network is built.
-    """
-    known = {each.name for each in fields(config)}
-    more = {name: value for name, value in overrides.items() if name not in known}
-    if more and not isinstance(config, NetworkConfig):
-        raise TypeError(f"no override {next(iter(more))}{did_you_mean(next(iter(more)), known)}")
-    changes = {name: value for name, value in overrides.items() if name in known}
-    if more:
-        changes["options"] = {**changes.get("options", config.options), **more}
-    return replace(config, **changes)
