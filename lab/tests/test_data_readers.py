@@ -234,7 +234,6 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         (lambda: data.load("folder", sizes), CorruptDataError, "test images of 9 x 9 pixels, want 8 x 8 as in train"),
         (lambda: data.load("folder", half), MissingDataError, "half/test: no such folder with .* Wanted: folders"),
         (lambda: data.read_norb(tmp_path, "train"), MissingDataError, "training-cat.mat: no such file"),
-        (lambda: data.read_cifar(path, classes=10), MissingDataError, "no such file"),
         (lambda: data.read_svhn(path), MissingDataError, "x32.mat: no such file"),
         (lambda: data.read_trees(path, phrases=True), MissingDataError, "no such file; a file of the treebank's"),
     ):

@@ -165,8 +165,8 @@ def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path 
     folder = PLACE.folder_under(data_dir)
     if transformer is None:
         raise MissingDataError(
-            f"{name} needs transformer=path (--set data.options.transformer=path): the local folder of a transformer "
-            "and its tokenizer, as save_pretrained writes it, whose embeddings the network takes"
+            f"{name} needs transformer=path (--set data.options.transformer=path): the folder of a transformer and its "
+            "tokenizer, as save_pretrained writes it"
         )
     count = _TEXTS[name]
     parts = {part: read_trees(folder / file, phrases=part == "train", classes=count) for part, file in FILES.items()}
@@ -189,6 +189,9 @@ def load(
 ) -> Splits:
     """Return a data set read from disk, with the sizes that a network needs. Nothing is downloaded.
 
+    ValueError if the name is unknown, or the data set does not take the option. MissingDataError or CorruptDataError if
+    a file is missing, truncated or wrong; the message says what was found, what is wanted, and how to get it.
+
     Parameters
     ----------
     name : str
@@ -208,13 +211,6 @@ def load(
         Height and width to which images of ``folder`` are resized; without it they must be squares of one size.
     transformer : str or Path, optional
         The folder of the transformer that embeds the phrases of ``sst5`` and ``sst2``, as for :class:`TextEmbedder`.
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown, or the data set does not take the option.
-    MissingDataError, CorruptDataError
-        If a file is missing, truncated or wrong; the message says what was found, what is wanted, and how to get it.
     """
     if name not in names():
         raise ValueError(f"data: got {name!r}{did_you_mean(name, names())}, want one of {', '.join(names())}")

@@ -58,18 +58,11 @@ def create(
 ) -> nn.Module:
     """Return the network ``name``, one of :func:`names`, with new weights; it returns logits ``[B, classes]``.
 
-    It is a :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration. ValueError
-    or TypeError if there is no such network or override, or an override's value is invalid.
-
-    Parameters
-    ----------
-    name : str
-        One of :func:`names`.
-    device, dtype : optional
-        Of its parameters, which are initialised there.
-    **overrides
-        Any field of its configuration: in_channels, image_size, classes, iterations, routing... For a
-        :class:`NetworkConfig` also the arguments of its routing layers: layer_norm, dropout, compete, prior, start...
+    It is a :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration, with its
+    parameters on ``device``. ``overrides`` are fields of its configuration: in_channels, image_size, classes,
+    iterations, routing... For a :class:`NetworkConfig` they are also arguments of its routing layers: layer_norm,
+    dropout, compete, prior, start... ValueError or TypeError if there is no such network or override, or an override's
+    value is invalid.
 
     Examples
     --------

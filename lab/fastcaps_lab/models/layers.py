@@ -89,17 +89,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer, with dropout and activation."""
+    """A linear layer, with an activation."""
 
     features: int | None = None  # of the result; the number of classes if None
-    dropout: float = 0.0  # the fraction of inputs dropped in training
     order: str = "layer"  # "layer", "relu" or "swish", in their order
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         features = classes if self.features is None else self.features
         assert features is not None
-        made = _in_order(self.order, nn.Linear(shape[0], features), shape[0], features)
-        return [nn.Dropout(self.dropout), *made] if self.dropout else made
+        return _in_order(self.order, nn.Linear(shape[0], features), shape[0], features)
 
 
 class Coordinates(nn.Module):

@@ -44,7 +44,8 @@ NETWORKS: dict[str, Config] = {
             nn.Flatten,
             Linear(328, order="layer relu"),
             Linear(192, order="layer relu"),
-            Linear(dropout=0.5),
+            nn.Dropout,  # of 0.5
+            Linear(),
         ),
         classes=10,
         image_size=28,

@@ -135,16 +135,6 @@ def test_the_unit_and_every_switch(switch: str, stride: int, size: tuple[int, in
     assert unit.eval()(higher, lower).item() == 0
 
 
-def test_the_unit_under_autocast_and_compiled() -> None:
-    unit = FeedbackAgreement(8, 4, types=2, stride=2)
-    higher, lower = torch.rand(3, 8, 4, 4), torch.rand(3, 4, 7, 8)
-    wanted = unit(higher, lower)
-    torch.testing.assert_close(torch.compile(unit, fullgraph=True, backend="aot_eager")(higher, lower), wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = unit(higher, lower)
-    assert found.dtype == torch.float32 and abs(found - wanted) < 0.05
-
-
 test_errors_name_the_argument = refusals(
     (ValueError, "eps must be above 0", lambda: SinkhornDivergence(eps=0)),
     (ValueError, "cost must be one of 'cosine', 'l2', got 'l1'", lambda: SinkhornDivergence("l1")),
