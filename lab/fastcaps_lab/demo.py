@@ -114,8 +114,6 @@ def run(
         )
         figures = measure_machine(console)
         console.print(speed_table(figures))
-        if not kernels.available:
-            console.print("Only the reference runs here: " + kernels.detail)
     pictures = draw(result, splits, out)
     summary = {
         "test_accuracy": result.test_accuracy,

@@ -7,15 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from fastcaps_lab import demo, measure
-
-
-def pixels(path: Path) -> np.ndarray:
-    import matplotlib.image
-
-    return matplotlib.image.imread(path)
 
 
 def test_a_short_demo_writes_what_it_says(tmp_path: Path) -> None:
@@ -28,9 +23,8 @@ def test_a_short_demo_writes_what_it_says(tmp_path: Path) -> None:
     assert len(summary["pictures"]) == 2
     for picture in map(Path, summary["pictures"]):
         assert picture.name in printed.replace("\n", "")
-        height, width = pixels(picture).shape[:2]
-        assert width >= 1000 and height >= 400
-        assert pixels(picture)[..., :3].std() > 0.05  # not an empty page
+        pixels = np.asarray(Image.open(picture).convert("L"))
+        assert pixels.shape[1] >= 1000 and pixels.shape[0] >= 400 and pixels.std() > 12  # not an empty page
 
 
 @pytest.mark.slow

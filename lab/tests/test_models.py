@@ -199,9 +199,7 @@ def test_options_take_effect():
     assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.float64)}
     for name, options, wanted in (
         ("li-capnet-dynamic", {}, {"compete": "children"}),
-        ("li-capnet-dynamic", {"compete": "parents", "iterations": 1}, {"compete": "parents", "iterations": 1}),
         ("li-capnet-em", {}, {"normalize_cost": True}),
-        ("li-capnet-em", {"normalize_cost": False}, {"normalize_cost": False}),
         ("sabour-mnist", {"detach": True}, {"detach": True}),
         ("mnist", {"start": "learned", "layer_norm": False, "pose": "vector"}, {"norm": None, "pose": "vector"}),
         ("zhao-affnist", {"sharpness": 15.0}, {"sharpness": 15.0}),
@@ -221,7 +219,6 @@ def test_a_network_of_ones_own_has_a_name_too(monkeypatch):
     sizes = {"capsules": 2, "dim": 4, "classes": 5, "image_size": 6, "in_channels": 1}
     changed = {"hidden": (CapsuleSpec(3),), "layer": EMRouting, "primary": {"normalize": None}}
     monkeypatch.setitem(models.NETWORKS, "own", models.NetworkConfig(small(8, 1), **sizes, **changed))
-    assert "own" in models.names()
     assert models.create("own", classes=4)(torch.randn(2, 1, 6, 6)).shape == (2, 4)
 
 
@@ -235,7 +232,6 @@ text = create("heinsen-sst2", layers=1, embedding=2)
 test_errors_are_named = refusals(
     (ValueError, "called 'tsai-iar-simple-c1'.*mean tsai-iar-simple-c10", create("tsai-iar-simple-c1")),
     (ValueError, "did you mean zhao-affnist or sabour-affnist or ", create("affnist")),
-    (ValueError, "no network is called None", create(None)),
     (TypeError, "no argument iteration .did you mean iterations", create("mnist", iteration=1)),
     (TypeError, "no override image_sizes .did you mean image_size", create("sabour-cnn", image_sizes=1)),
     (ValueError, "'concurrent' for DynamicRouting", create("sabour-mnist", routing="sequential")),

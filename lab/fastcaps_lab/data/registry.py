@@ -124,8 +124,7 @@ _GENERATED: dict[str, tuple[Any, Any, int]] = {
 }
 """Generators of training and test images from MNIST's training and test digits, and their size."""
 
-_TEXTS = {"sst5": 5, "sst2": 2}
-"""The Stanford Sentiment Treebank, with its number of classes."""
+_TEXTS = {"sst5": 5, "sst2": 2}  # the Stanford Sentiment Treebank, with its number of classes
 
 
 def names() -> list[str]:
