@@ -126,6 +126,9 @@ def test_a_folder_has_one_run_and_is_not_overwritten_by_accident(tmp_path: Path)
         run(config)
     with FileLock(tmp_path / ".lock"), pytest.raises(RunError, match=r"is in use by a run: wait for it, or use"):
         run(config, overwrite=True)
+    for wrong in ({"data.validation": 192}, {"network.options.types": 3}, {"devices": "-3"}):
+        with pytest.raises(ValueError):
+            run(config.changed(wrong), overwrite=True)
     assert (tmp_path / "result.json").exists()  # nothing was deleted
     assert same_weights(first.network, run(config, overwrite=True).network)  # the same seed: the same bits
     assert not same_weights(first.network, run(config.changed({"seed": 1}), overwrite=True).network)

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fastcaps_lab import models
@@ -82,36 +83,37 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
         raise ValueError(f"network {config.network} cannot be built for {config.data.name}: {error}") from error
 
 
-def _fit(config: TrainConfig, network: nn.Module, splits: Splits, report: Report, checkpoint: Path | None) -> None:
-    """Train a network, from a checkpoint if there is one; its files are in the run's folder."""
-    pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
-    module, data, out = CapsuleClassifier(network, config, **pixels), ImageData(splits, config), config.folder
-    bar = report.console.is_terminal and not report.quiet
+def _make_trainer(config: TrainConfig, report: Report, has_validation: bool) -> pl.Trainer:
+    """Return Lightning's Trainer, with callbacks that write into the run's folder; ValueError for wrong devices."""
+    out, bar = config.folder, report.console.is_terminal and not report.quiet
     callbacks = [
         Metrics(out / "metrics.csv"),
         report,
         *([RichProgressBar(console_kwargs={"stderr": report.console.stderr})] if bar else []),
-        *([Best(out)] if data.validation is not None else []),
+        *([Best(out)] if has_validation else []),
         Last(out, config.checkpoint_every),
     ]
-    trainer = pl.Trainer(
-        accelerator=config.accelerator,
-        devices=int(config.devices) if config.devices.lstrip("-").isdigit() else config.devices,
-        strategy=config.strategy,
-        precision=config.precision,
-        max_epochs=config.epochs,
-        logger=TensorBoardLogger(out, name="", version="tensorboard"),
-        callbacks=callbacks,
-        plugins=[WholeFiles()],
-        enable_progress_bar=bar,
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # ShuffledBatches splits the data itself
-        num_sanity_val_steps=0,
-        log_every_n_steps=10,
-    )
+    try:
+        trainer = pl.Trainer(
+            accelerator=config.accelerator,
+            devices=int(config.devices) if config.devices.lstrip("-").isdigit() else config.devices,
+            strategy=config.strategy,
+            precision=config.precision,
+            max_epochs=config.epochs,
+            logger=TensorBoardLogger(out, name="", version="tensorboard"),
+            callbacks=callbacks,
+            plugins=[WholeFiles()],
+            enable_progress_bar=bar,
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # ShuffledBatches splits the data itself
+            num_sanity_val_steps=0,
+            log_every_n_steps=10,
+        )
+    except (MisconfigurationException, TypeError) as error:
+        raise ValueError(f"accelerator {config.accelerator}, devices {config.devices}: {error}") from error
     if config.batch_size % trainer.world_size:
         raise ValueError(f"batch_size: got {config.batch_size}, want a multiple of the {trainer.world_size} devices")
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    return trainer
 
 
 @_quiet()
@@ -156,24 +158,33 @@ def train(
     if going_on:
         check_same(kept(out), config)
         read_checkpoint(checkpoint)  # names a damaged file
-    if not (going_on and read_result(out)):
-        with prepared(config, resume, overwrite) if is_main() else nullcontext():
-            _fit(config, network, splits, report or Report(), checkpoint if going_on else None)
-            if is_main():
-                _write_result(config, network, read_metrics(out))
-    epoch, history = load_weights(network.cpu(), out), read_metrics(out)
+    if going_on and read_result(out):
+        return _result(network, out)
+    pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
+    module, data = CapsuleClassifier(network, config, **pixels), ImageData(splits, config)
+    trainer = _make_trainer(config, report or Report(), data.validation is not None)
+    with prepared(config, resume, overwrite) if is_main() else nullcontext():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint if going_on else None, weights_only=True)
+        result = _result(network.cpu(), out)
+        if is_main():
+            _write_result(config, result)
+    return result
+
+
+def _result(network: nn.Module, out: Path) -> TrainResult:
+    """Return the result of a finished run, whose weights the network gets."""
+    epoch, history = load_weights(network, out), read_metrics(out)
     row, best = history[epoch - 1], epoch if "validation_loss" in history[0] else None
     return TrainResult(network.eval(), row["test_accuracy"], row["test_loss"], history, out, best)
 
 
-def _write_result(config: TrainConfig, network: nn.Module, history: list[dict[str, float]]) -> None:
-    """Write ``result.json``: of the last epoch, or of the best one on validation images."""
-    best = max(history, key=lambda row: row.get("validation_accuracy", row["epoch"]))
-    found: dict[str, Any] = {name: best[name] for name in ("test_accuracy", "test_loss")}
-    if "validation_accuracy" in best:
-        found |= {"best_epoch": int(best["epoch"]), "validation_accuracy": best["validation_accuracy"]}
+def _write_result(config: TrainConfig, result: TrainResult) -> None:
+    """Write ``result.json``."""
+    found: dict[str, Any] = {"test_accuracy": result.test_accuracy, "test_loss": result.test_loss}
+    if (best := result.best_epoch) is not None:
+        found |= {"best_epoch": best, "validation_accuracy": result.history[best - 1]["validation_accuracy"]}
     found |= {"metric": config.metric, "epochs": config.epochs, "seed": config.seed}
-    found |= {"parameters": sum(p.numel() for p in network.parameters()), "versions": versions()}
+    found |= {"parameters": sum(p.numel() for p in result.network.parameters()), "versions": versions()}
     write_json(config.folder / "result.json", found)
 
 
