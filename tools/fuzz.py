@@ -212,7 +212,8 @@ def public(draw: st.DrawFn) -> None:
     window = Window(draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(0, 1)))
     grid = draw(st.sampled_from(((), (3, 3), (4, 5))))
     dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-    sizes = {"types": draw(small), "grid": grid, "parents": draw(small), "pose": tuple(draw(small) for _ in range(3))}
+    parents = row.settings.get("parents", draw(small))  # of votes without matrices a fixed number
+    sizes = {"types": draw(small), "grid": grid, "parents": parents, "pose": tuple(draw(small) for _ in range(3))}
     given: dict[str, Any] = row.tensors(window if grid else None, dtype, draw(small), draw(SEED), **sizes)
     for name in ("gate", "parents", *(["bias"] if row.child != "scores" else [])):  # which may be left out
         if name in given and draw(st.booleans()):
