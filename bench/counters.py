@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+from bench.markdown import as_markdown
 
 _PEAK, _STALL = "avg.pct_of_peak_sustained_active", "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 COUNTERS = (
@@ -18,8 +19,7 @@ COUNTERS = (
     # issue slots and pipes
     f"smsp__issue_active.{_PEAK}", "smsp__inst_executed.sum",
     *(f"sm__inst_executed_pipe_{pipe}.sum" for pipe in ("fma", "alu", "xu", "lsu", "tensor")),
-    f"sm__pipe_fma_cycles_active.{_PEAK}", f"sm__pipe_alu_cycles_active.{_PEAK}",
-    f"sm__pipe_tensor_cycles_active.{_PEAK}",
+    *(f"sm__pipe_{pipe}_cycles_active.{_PEAK}" for pipe in ("fma", "alu", "tensor")),
     # warps that wait, per instruction issued
     *map(_STALL.format, ("long_scoreboard", "short_scoreboard", "barrier", "math_pipe_throttle", "mio_throttle",
                          "lg_throttle", "wait", "not_selected", "no_instruction", "dispatch_stall")),
@@ -27,8 +27,8 @@ COUNTERS = (
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", "l1tex__t_sectors_pipe_lsu_mem_global_op_red.sum",
     "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum", "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",
-    f"l1tex__throughput.{_PEAK}", "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum",
-    "lts__t_sectors_op_red.sum", "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    f"l1tex__throughput.{_PEAK}", *(f"lts__t_sectors_op_{op}.sum" for op in ("read", "write", "red")),
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "dram__bytes_read.sum", "dram__bytes_write.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     # occupancy
     f"sm__warps_active.{_PEAK}", "launch__registers_per_thread", "launch__shared_mem_per_block",
@@ -42,29 +42,25 @@ def known(listing: str) -> list[str]:
     return [one for one in COUNTERS if one.startswith("launch__") or one.partition(".")[0] in names or not names]
 
 
-def launches(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each profiled launch of a folder's CSV files: the file's name with the kernel's, and its columns.
+def table(folder: Path) -> str:
+    """Return a Markdown table: a column for each profiled launch (of equal ones the last), a row for each counter.
 
-    A file holds lines of the program and of ncu, then ncu's raw page: names, units, a row for each launch.
+    A CSV file holds lines of the program and of ncu, then ncu's raw page: names, units, a row for each launch.
     """
+    found: dict[str, dict[str, str]] = {}
     for path in sorted(folder.rglob("*.csv")):
         lines = path.read_text(errors="replace").splitlines()
         begin = next((k for k, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
         for row in csv.DictReader(lines[begin:]):
             if (row["ID"] or "").isdigit():  # not the units
                 kernel = re.sub(r"\((?:int|bool)\)|\w+::|^void ", "", row["Kernel Name"]).partition("(")[0]
-                yield f"{path.stem} {kernel}", row
-
-
-def table(folder: Path) -> str:
-    """Return a Markdown table: a column for each launch (of equal ones the last), a row for each counter."""
-    found = dict(launches(folder))
+                found[f"{path.stem} {kernel}"] = row
     if not found:
         raise SystemExit(f"counters: no profiled launch in {folder}")
     names = [one for one in COUNTERS if any(row.get(one) for row in found.values())]
-    rows = [["counter", *found], ["---", *["---:"] * len(found)]]
-    rows += [[one, *(row.get(one) or "" for row in found.values())] for one in names]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return as_markdown(
+        [["counter", *found], *[[one, *(row.get(one) or "" for row in found.values())] for one in names]]
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
@@ -28,24 +27,19 @@ from torch import Tensor, nn
 
 import fastcaps
 from bench import record, report
+from bench.judge import largest, largest_error
 from bench.process import Remote, WorkerError
-from bench.runner import KEEPING, grown, set_allocator
-from bench.timing import quantiles, time_calls
-from fastcaps._testing.judge import largest, largest_error
+from bench.timing import FULL, KEEPING, peak_growth, set_allocator, take_turns
 
 BAR = 3, 1e-5  # times the error of the published code in float32, and besides a share of a tensor's largest number
 NOTHING = 1e-6  # a gradient this share of the largest is zero but for rounding: of a bias in front of a BatchNorm, say
-TURNS, PATIENCE = 5, 300.0  # of each in one process; seconds until a process is given up
+PATIENCE = 300.0  # seconds until a process is given up
 randn, rand = torch.randn, torch.rand
 
 
 class _TwoIterations(nn.Sequential):
     def forward(self, children: Tensor) -> Any:
         return self[0](children, 1, self[0](children, 0))
-
-
-def _guo() -> nn.Module:
-    return import_module("capsulenet").CapsuleNet([1, 28, 28], classes=10, routings=3)
 
 
 def _yl() -> nn.Module:
@@ -70,7 +64,8 @@ CASES = (
     ("VinAIResearch/3D-UCaps", "`ConvSlimCapsule3D`, 16³ × 16 to 16³ × 16", 1,  # the second of a patch of 32³
      lambda: import_module("layers").ConvSlimCapsule3D(3, 16, 16, 8, 8, stride=1, padding=1),
      lambda b: [randn(b, 16, 8, 16, 16, 16)]),
-    ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100, _guo,
+    ("XifengGuo/CapsNet-Pytorch", "`CapsuleNet`, MNIST", 100,
+     lambda: import_module("capsulenet").CapsuleNet([1, 28, 28], classes=10, routings=3),
      lambda b: [rand(b, 1, 28, 28), torch.eye(10)[torch.arange(b) % 10]]),
     ("yl-1993/Matrix-Capsules-EM-PyTorch", "`CapsNet`, MNIST", 32, _yl, lambda b: [rand(b, 1, 28, 28)]),
     ("yaohungt/Capsules-Inverted-Attention-Routing", "`CapsModel`, CIFAR-10", 4, _tsai,
@@ -137,28 +132,22 @@ class Program:
             far = max(_errors(_step(*sides["compiled"]), _step(*sides["theirs"])))
             if not far <= 1e-2:  # float32 alone moves some gradients by a tenth of it
                 raise ValueError(f"wrong result: differs by {far:.1e}")
-        calls = {name: partial(_step, *side) for name, side in sides.items()}
-        once = {name: time_calls(call, 1, 1)[0] for name, call in calls.items()}
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(TURNS):
-            for name, call in calls.items():
-                samples[name] += time_calls(call, max(1, int(0.2 / once[name])), int(once[name] < 1))
-        return {name: quantiles(each) for name, each in samples.items()}
+        return take_turns({name: partial(_step, *side) for name, side in sides.items()}, FULL)
 
     def memory(self, name: str) -> int:
         """Return the bytes that a step adds at its peak to a process that holds the module and its inputs."""
         _step(*self._sides(min(2, self.batch))[name])  # has the code loaded, and threads started
-        return grown(partial(_step, *self._sides(self.batch)[name]))[0]
+        return peak_growth(partial(_step, *self._sides(self.batch)[name]))[0]
 
 
 def measure(case: int, folder: Path, threads: int) -> dict[str, Any]:
     """Return the row of a case whose repository is in a folder; ``refused`` says why it has no figures."""
-    names, at = ("repository", "what", "batch"), ["git", "-C", str(folder)]
-    row: dict[str, Any] = dict(zip(names, CASES[case], strict=False)) | {"network": case in NETWORKS}
-    row["commit"] = subprocess.check_output([*at, "rev-parse", "HEAD"], text=True).strip()
-    row["load"], remote = os.getloadavg()[0], Remote(threads, Program, str(folder), case)
+    row: dict[str, Any] = dict(zip(("repository", "what", "batch"), CASES[case], strict=False))
+    row |= {"network": case in NETWORKS, "load": os.getloadavg()[0]}
+    git, remote = ["git", "-C", str(folder)], Remote(threads, Program, str(folder), case)
+    row["commit"] = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
     try:
-        if subprocess.check_output([*at, "status", "--porcelain", "--untracked-files=no"]):
+        if subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"]):
             raise WorkerError("its source is modified")
         row["equal"] = remote.call(PATIENCE, "check")
         try:
@@ -180,20 +169,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Public capsule programs, as published and on fastcaps.")
     parser.add_argument("folder", type=Path, help="holds clones, each under its repository's name or as owner+name")
     parser.add_argument("--write", action="store_true", help="keep the record in bench/results")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="start no row later than this (default 600)")
     parser.add_argument("--only", default="", metavar="WORD", help="repositories whose names hold this word")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    machine, rows, until = record.describe(given.threads), [], time.monotonic() + given.seconds
-    for index, (repository, *_) in enumerate(CASES):
-        for name in (repository.replace("/", "+"), repository.partition("/")[2]):
-            place = given.folder / name
-            if not place.is_dir() or given.only not in repository or time.monotonic() > until:
-                continue
-            rows.append({**measure(index, place, given.threads), "machine": machine})
-            print(report.public(rows[-1:]), flush=True)
-            if given.write:  # a run that is stopped leaves what it has
-                print(f"written: {record.write(record.RESULTS, rows, 'public')}")
+    threads = min(2, os.cpu_count() or 1)
+    machine, rows = record.describe(threads), []
+    for case, (repository, *_) in enumerate(CASES):
+        places = [given.folder / name for name in (repository.replace("/", "+"), repository.partition("/")[2])]
+        for place in places if given.only in repository else ():
+            if place.is_dir():
+                rows.append(measure(case, place, threads))
+                print(report.public([{**rows[-1], "machine": machine}]), flush=True)
+                if given.write:  # a run that is stopped leaves what it has
+                    print(f"written: {record.write(record.RESULTS, machine, rows, 'public')}")
     if not rows:
         parser.exit(1, f"public: no repository of {', '.join(sorted({one[0] for one in CASES}))} in {given.folder}\n")
     return int(any("refused" in row for row in rows))

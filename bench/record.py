@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import torch
 
 import fastcaps
@@ -33,6 +32,13 @@ Calls = dict[Call, dict[str, Entry]]
 CALL = ("workload", "batch", "mode", "precision")
 
 
+def _processor() -> str:
+    """Return the processor's name."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", file.read_text() if file.is_file() else "", re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def describe(threads: int) -> dict[str, Any]:
     """Return what a figure is measured on: device, versions, commit and date."""
     commit = os.environ.get("FASTCAPS_COMMIT", "")  # of a copy without its history, such as an archive
@@ -42,7 +48,7 @@ def describe(threads: int) -> dict[str, Any]:
     native = {entry.name: entry for entry in fastcaps.backends.listing()}["cpu"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "device": cpuinfo.get_cpu_info().get("brand_raw") or platform.machine(),
+        "device": _processor(),
         "cores": cores,
         "threads": threads,
         "memory": describe_memory(),

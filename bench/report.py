@@ -33,12 +33,12 @@ from bench.figures import (
     speedup,
 )  # fmt: skip
 from bench.floors import Chip, floors
+from bench.markdown import as_markdown, into
 from bench.record import Call, Calls, Entry
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
 from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS
-from fastcaps._testing.markdown import as_markdown, into
 
 ON_GPU = "gpu"  # the kind of files that have a GPU's entries; "bench": a CPU's
 LEGENDS = {

@@ -1,8 +1,8 @@
 """Losses of capsule networks: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
 
-Their gradients are finite everywhere, and so is that of :func:`length` at the zero vector. With ``reduction="mean"``,
-the default, or "sum" they return a scalar for the batch, with "none" one value per sample, ``[B]``. An argument of a
-wrong type, dtype or shape raises TypeError or ValueError naming it.
+Their gradients are finite everywhere, and so is that of :func:`fastcaps.functional.length` at the zero vector. With
+``reduction="mean"``, the default, or "sum" they return a scalar for the batch, with "none" one value per sample,
+``[B]``. An argument of a wrong type, dtype or shape raises TypeError or ValueError naming it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastcaps.checks import (
 from fastcaps.vectors import length
 from fastcaps.watchers import is_transformed
 
-__all__ = ["ReconstructionDecoder", "length", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
+__all__ = ["ReconstructionDecoder", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
 suggest(__name__)
 
 
@@ -97,7 +97,7 @@ def margin_loss(
     Parameters
     ----------
     lengths : Tensor
-        ``[B, M]``, the class capsules' lengths (:func:`length`) or other activations.
+        ``[B, M]``, the class capsules' lengths (:func:`~fastcaps.functional.length`) or other activations.
     target : Tensor
         ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class in the image.
     upper, lower : float

@@ -6,8 +6,8 @@ import pytest
 import torch
 from suite import refusals
 
-from fastcaps.losses import ReconstructionDecoder, length, margin_loss, reconstruction_loss, spread_loss, spread_margin
-from fastcaps.vectors import squash, unit
+from fastcaps.losses import ReconstructionDecoder, margin_loss, reconstruction_loss, spread_loss, spread_margin
+from fastcaps.vectors import length, squash, unit
 
 LENGTHS = torch.tensor([[0.95, 0.4, 0.05], [0.2, 0.5, 0.3]], dtype=torch.float64)
 LABELS = torch.tensor([0, 2])

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m tools.fuzz --seed 17 --shrink    # a failing call of one seed, as small as it goes
     PYTHONPATH=tests python -m tools.fuzz --minutes 30          # seed after seed: make soak
 
-A right call is held to the rule of ``fastcaps._testing.judge`` against the reference, must have the same bits on any
+A right call is held to the rule of ``bench.judge`` against the reference, must have the same bits on any
 number of threads, and NaN or infinity must not leave its sample. A raw op refuses wrong arguments, or returns the
 reference's shapes. Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
 
@@ -32,8 +32,8 @@ from suite import random_cases
 from torch import Tensor
 
 import fastcaps
+from bench.judge import Bar, largest
 from fastcaps import backends, libraries
-from fastcaps._testing.judge import Bar, largest
 from fastcaps.functional import Window
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW
@@ -288,7 +288,7 @@ def soak(minutes: float, seed: int, count: int) -> int:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of fastcaps._testing.judge.")
+    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of bench.judge.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=15, help="calls of each kind")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))

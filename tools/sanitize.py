@@ -9,7 +9,7 @@ scratch memory. ``thread``: ThreadSanitizer over every routing's cases, from two
 for the short form the portable one. torch is as it is installed: AddressSanitizer knows its allocations and copies,
 ThreadSanitizer nothing of it (``tests/parallel_threads.cpp`` replaces its threads).
 
-The calls are held to the rule of ``fastcaps._testing.judge``. They are cases of the tests: the first of every rule on a
+The calls are held to the rule of ``bench.judge``. They are cases of the tests: the first of every rule on a
 set and on a grid, and rows for the ways in which the CUDA kernels cut a call up.
 """
 
