@@ -152,7 +152,7 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     ):
         assert site.for_site(page, text) == turned
     sources = [*site.PAGES, *(name(path) for path in DOCS.rglob("*") if path.is_file())]
-    files = {*map(site.place, sources), *map(site.place, site.named_outside()), "performance/measured.html"}
+    files = {*map(site.place, sources), *map(site.place, site.named_outside())}
     for source in sources:
         if source.endswith((".md", ".py")):
             text = re.sub(r"```.*?```", "", (ROOT / source).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -165,16 +165,15 @@ def test_the_api_describes_every_argument_of_a_layer_and_names_only_what_there_i
     pytest.importorskip("latex2mathml")
     from fastcaps import nn
     from fastcaps.nn.poses import arguments
-    from tools.docstrings import described, translated
+    from tools.docstrings import translated
 
     layers = [
         each for each in map(vars(nn).get, nn.__all__) if isinstance(each, type) and issubclass(each, nn.RoutingLayer)
     ]
     for layer in layers:
-        wanted = {*arguments(layer)}
-        listed = set(re.findall(r"^(\w+)(?: :|$)", translated(layer.__doc__ or "", layer.__module__), re.MULTILINE))
-        assert wanted <= {*described(layer.__qualname__, layer.__module__)} & listed, layer
-    assert len(layers) >= 6 and {"children", "activations"} <= {*described("RoutingLayer.forward", "fastcaps.nn.layer")}
+        listed = set(re.findall(r"^(\w+)(?: :|$)", translated(layer.__doc__ or ""), re.MULTILINE))
+        assert {*arguments(layer)} <= listed, layer
+    assert len(layers) >= 6
     names = re.findall(r"^::: ([\w.]+)$", "\n".join(map(site.api, site.API)), re.MULTILINE)
     assert len(names) > 50 and len(names) == len({*names})
 
