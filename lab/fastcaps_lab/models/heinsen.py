@@ -72,7 +72,7 @@ class TextCapsNet(nn.Module):
         scores = None
         if mask is not None:
             scores = mask.to(poses.dtype).logit().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
-        found: Any = self.routing(poses, scores, return_trace=return_trace)  # type: ignore[call-overload]
+        found: Any = self.routing(poses, scores, return_trace=return_trace)
         return (found[0].scores, found[1]) if return_trace else found.scores
 
 
