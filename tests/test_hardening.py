@@ -34,7 +34,7 @@ def test_the_fuzzer_sees_a_wrong_number(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @native_only
-@pytest.mark.parametrize("kind", ["broken", "wrong", "public", "misused"])
+@pytest.mark.parametrize("kind", ["backward", "broken", "wrong", "public"])
 def test_a_few_calls_of_every_other_kind(kind: str) -> None:
     assert fuzz.run_seed(0, [kind], 2)
 
