@@ -65,10 +65,10 @@ test-slow: $(VENV)/.installed-test ## run the tests marked slow
 	$(BIN)/python -m pytest tests lab/tests -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.installed-test ## run the kernels under the compiler's sanitizers (SANITIZE_ARGS=--short: a part)
-	$(BIN)/python -m tools.sanitizers $(SANITIZE_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m tools.sanitize $(SANITIZE_ARGS)
 
 soak: $(VENV)/.installed-test ## fuzz the functions and the raw ops for half an hour (SOAK_ARGS="--minutes 5")
-	$(BIN)/python -m tools.soak --first $$(date +%s) $(SOAK_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m tools.fuzz --minutes 30 --seed $$(date +%s) $(SOAK_ARGS)
 
 mutate: $(VENV)/.installed-test ## plant faults in the kernels and count those that the tests see (MUTATE_ARGS="--count 50")
 	for backend in cpu cuda triton; do $(BIN)/python -m tools.mutate $$backend $(MUTATE_ARGS) || failed=1; done; test -z "$$failed"

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -59,11 +60,11 @@ class Gate(Bar):
             one, given = workload.types // workload.copies, inputs.arguments
             inputs = replace(inputs, arguments={n: t[:, :one] if n in _OF_CHILDREN else t for n, t in given.items()})
             ways = [routing.routed(workload, Layout(axes_of(workload)), workload.copies)]
-        if getattr(routing, "uniform", False):  # by design one product of the library's, with longer sums
-            ways.append(routing.routed(workload, Layout(axes_of(workload))))
-        self._inputs = inputs
+        if getattr(routing, "uniform", False):  # by design the library's convolution, with longer sums
+            ways.append(partial(convolution, workload))
+        self._inputs = inputs.each(lambda _, tensor: tensor.contiguous())  # no layout is slow for the reference
         runs = [partial(self._step, way) for way in ways]
-        super().__init__(runs[0], [*inputs.arguments.values(), *inputs.grads.values()], runs, tf32)
+        super().__init__(runs[0], [*self._inputs.arguments.values(), *self._inputs.grads.values()], runs, tf32)
 
     def measure(self, eager: Sequence[Any]) -> Any:
         exact, errors, dtypes = super().measure(eager)
@@ -93,3 +94,14 @@ class Gate(Bar):
         seen = self.tf32 and torch._C._len_torch_dispatch_stack()
         with forward_ad.dual_level() if seen else nullcontext():
             return runner(run, inputs, training=True)()
+
+
+def convolution(work: Workload, children: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Run a uniform pass as a user would write it with ``F.conv2d``: rows in the batch, N * D channels in."""
+    batch, types, height, width, rows, inner = children.shape
+    size, (many, columns) = work.kernel_size, weight.shape[1::2]
+    images = children.permute(0, 4, 2, 3, 1, 5).reshape(batch * rows, height, width, types * inner)
+    kernel = weight.view(size, size, types, many, inner, columns).permute(3, 5, 2, 4, 0, 1)
+    kernel = kernel.reshape(many * columns, types * inner, size, size)
+    result = F.conv2d(images.permute(0, 3, 1, 2), kernel, stride=work.stride) / many  # channels last, as ours lie
+    return (result.view(batch, rows, many, columns, *result.shape[2:]).permute(0, 2, 4, 5, 1, 3),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import glob
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -255,60 +254,26 @@ def test_a_setting_of_the_build_that_is_wrong_is_told(setup_py: ModuleType) -> N
             call(given)
 
 
-def test_without_the_native_library_the_reference_serves_under_the_hubs_name_too(
-    pure_wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
-    """As the hub's reader loads it: from a path, under another name, with no fastcaps to be imported; warned once."""
-    script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), pure_wheel.filename or "", str(tmp_path)]
-    assert subprocess.run(script, capture_output=True, text=True).returncode == 0
-    folder = tmp_path / "build/torch-universal"
-    metadata = json.loads((folder / "metadata.json").read_text())
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files == {*metadata["digest"]["files"], "metadata.json"} and metadata["id"] == "fastcaps"
+def test_without_the_native_library_the_reference_serves(pure_wheel: zipfile.ZipFile) -> None:
+    """From the wheel itself; warned once."""
     code = f"""if True:
-        import importlib.util, sys, warnings
-        from pathlib import Path
-        sys.modules["fastcaps"] = None  # an import of it fails
-        folder = Path({str(folder)!r})
-        spec = importlib.util.spec_from_file_location("hub_1f", folder / "__init__.py",
-                                                      submodule_search_locations=[str(folder)])
-        package = sys.modules["hub_1f"] = importlib.util.module_from_spec(spec)
+        import sys, warnings
+        sys.path.insert(0, {pure_wheel.filename!r})
         import torch
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            spec.loader.exec_module(package)
-            layer, children = package.DynamicRouting(6, 3, 4, 4), torch.randn(2, 6, 4, requires_grad=True)
+            import fastcaps
+            layer, children = fastcaps.DynamicRouting(6, 3, 4, 4), torch.randn(2, 6, 4, requires_grad=True)
             for _ in range(2):
                 assert (result := layer(children)).shape == (2, 3, 4)
                 result.sum().backward()
+        assert {pure_wheel.filename!r} in fastcaps.__file__
         said = [str(w.message) for w in said if "fastcaps" in str(w.message)]
         assert len(said) == 1 and "reference" in said[0], said
-        listed = {{entry.name: entry.available for entry in package.backends.listing()}}
+        listed = {{entry.name: entry.available for entry in fastcaps.backends.listing()}}
         assert not listed["cpu"] and listed["reference"], listed
-        compatible = importlib.import_module("hub_1f.fastcaps")
-        assert compatible.DynamicRouting is package.DynamicRouting
-        for name in package.__all__:
-            assert getattr(compatible, name) is not None
     """
     assert (done := python(code)).returncode == 0, done.stderr
-
-
-def test_the_folder_for_the_hub_has_a_variant_for_every_kind_of_torch(tmp_path: Path) -> None:
-    """The hub's loader takes no CPU variant where torch has CUDA."""
-    wheel = tmp_path / "fastcaps-1.2-py3-none-manylinux_2_28_x86_64.whl"
-    with zipfile.ZipFile(wheel, "w") as files:
-        files.writestr("fastcaps/__init__.py", "")
-        files.writestr("fastcaps/lib/libfastcaps_cuda.so", b"")
-        files.writestr(
-            "fastcaps/lib/libfastcaps_cpu.so", b'{"toolkit": "13.0.88", "architectures": ["80-real", "120"]}'
-        )
-    script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), str(wheel), str(tmp_path)]
-    subprocess.run(script, check=True)
-    for name, backend in (("cpu", {"type": "cpu"}), ("cu130", {"type": "cuda", "archs": ["8.0", "12.0+PTX"]})):
-        folder = tmp_path / f"build/torch-stable-abi210-{name}-x86_64-linux"
-        metadata = json.loads((folder / "metadata.json").read_text())
-        assert (metadata["backend"], metadata["python-depends"], metadata["version"]) == (backend, [], 1)
-        assert (folder / "lib/libfastcaps_cuda.so").exists() == (name != "cpu")
 
 
 def test_an_index_shows_the_readme_without_paths(setup_py: ModuleType, pure_wheel: zipfile.ZipFile) -> None:

@@ -158,7 +158,7 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     ):
         assert site.for_site(page, text) == turned
     sources = [*site.PAGES, *(name(path) for path in DOCS.rglob("*") if path.is_file())]
-    files = {*map(site.place, sources), *map(site.place, site.named_outside()), "performance/measured.html"}
+    files = {*map(site.place, sources), *map(site.place, site.named_outside())}
     for source in sources:
         if source.endswith((".md", ".py")):
             text = re.sub(r"```.*?```", "", (ROOT / source).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -221,6 +221,5 @@ def test_equations_become_mathml_and_docstrings_markdown() -> None:
 
 
 def test_the_minutes_are_those_of_the_record() -> None:
-    for path, place in minutes.texts(minutes.newest()).items():
-        page = (ROOT / path).read_text()
-        assert minutes.written(page, *place) == page, f"python -m tools.minutes --write changes {path}"
+    for path, text in minutes.texts().items():
+        assert f"\n{text}\n" in (ROOT / path).read_text(), f"python -m tools.minutes --write changes {path}"

@@ -41,7 +41,7 @@ def test_the_calls_for_the_sanitizer_are_held_to_the_rule(
 ) -> None:
     names = " ".join(sanitize.calls())
     assert all(name in names for name in (*Rule.__members__, *sanitize.ROWS))
-    few = ["--device", "cpu", "--only", "pose-2x3"]
+    few = ["calls", "--device", "cpu", "--only", "pose-2x3"]
     assert sanitize.main(few) == 0 and "ok     attention LAYER_NORM pose-2x3, free" in capsys.readouterr().out
     right = Call.by_op
     monkeypatch.setattr(Call, "by_op", lambda call: {name: 1.01 * result for name, result in right(call).items()})

@@ -1,17 +1,25 @@
-"""Calls drawn at random, of the public functions and of the raw ops, right and wrong: ``tools/soak.py`` runs many.
+"""Calls drawn at random, of the public functions and of the raw ops, right and wrong: ``make soak``.
 
+    PYTHONPATH=tests python -m tools.fuzz --minutes 5           # seed after seed, on every instruction set
     PYTHONPATH=tests python -m tools.fuzz --seed 17 --shrink    # a failing call of one seed, as small as it goes
 
 A right call is held to the rule of ``fastcaps._testing.judge`` against the reference, must have the same bits on any
 number of threads, and NaN or infinity must not leave its sample. A wrong one is refused, or as right as any other.
-Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
+Hypothesis draws, and shrinks what fails; the same seed draws the same calls. With ``--minutes`` each seed has its own
+process, whose tensors end at guard pages (``tests/guard_pages.c``): an access beyond ends it, and the report names the
+seed. One more build of the library has such pages behind its scratch memory too.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,11 +34,13 @@ from suite import random_cases
 from torch import Tensor
 
 import fastcaps
+from bench.timing import status
 from fastcaps import backends
 from fastcaps._testing.judge import Bar, largest
 from fastcaps.functional import Window
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW
+from tools.native import LEVELS, ROOT, guarded, guarded_library
 
 THREADS = (1, 2, 3, 7)
 MOST = 1 << 19  # multiply-adds of a call
@@ -316,13 +326,79 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
     return well
 
 
+# ---- many seeds ------------------------------------------------------------------------------------------------------
+
+
+def growth(calls: int) -> int:
+    """Return by how many bytes the process grew over so many calls, every other one refused; after as many to warm up.
+
+    The system must be Linux.
+    """
+    children, weight = torch.randn(3, 9, 4, 4, requires_grad=True), torch.randn(9, 5, 4, 4)
+    before = 0
+    for k in range(2 * calls):
+        if k == calls:
+            before = status("VmRSS")
+        if k % 2:
+            with suppress(RuntimeError, ValueError):
+                fastcaps.functional.dynamic_routing(children, weight[:, :, :3])
+            with suppress(RuntimeError, ValueError):
+                torch.ops.fastcaps_cpu.pooling_routing(children, weight)
+            continue
+        made = fastcaps.functional.dynamic_routing(children, weight, compete=("parents", "children")[k // 2 % 2])
+        made.sum().backward()
+        children.grad = None
+    return status("VmRSS") - before
+
+
+def _process(setting: dict[str, str], *arguments: str) -> tuple[int, str]:
+    """Run Python in the checkout with more variables; return its exit status and all that it said."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **setting}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        done = subprocess.run(command, env=variables, timeout=900, cwd=ROOT, **streams)  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired:
+        return 1, "WRONG: it does not come to an end"
+    return done.returncode, done.stdout
+
+
+def soak(minutes: float, first: int, count: int) -> int:
+    """Run seed after seed, instruction set after instruction set; print what failed and how memory grew."""
+    asked = "from fastcaps import backends; print(backends.native_capability())"  # another where it cannot run
+    settings = [{"FASTCAPS_CPU_CAPABILITY": level} for level in LEVELS]
+    settings = [one for one in settings if _process(one, "-c", asked)[1].strip() in one.values()]
+    if guard := guarded(ROOT / "build"):
+        settings.append({"FASTCAPS_CPU_LIBRARY": str(guarded_library(ROOT / "build" / "guards"))})
+    begin, seed, calls, failures = time.monotonic(), first, 0, 0
+    while time.monotonic() < begin + 60 * minutes:
+        setting, fuzz = settings[seed % len(settings)], ("-m", "tools.fuzz", "--seed", str(seed), "--count", str(count))
+        ended, said = _process({**setting, **guard}, *fuzz)
+        calls += sum(map(int, re.findall(r"^calls (\d+)", said, re.MULTILINE)))
+        wrong = re.findall("^WRONG.*", said, re.MULTILINE)
+        if ended and not wrong:
+            wrong = [f"ended with {ended}: {' '.join(said.split())[-800:]}"]
+        for line in wrong:
+            variables = " ".join(f"{name}={value}" for name, value in setting.items())
+            print(f"{variables} PYTHONPATH=tests python {' '.join(fuzz)}: {line}", flush=True)
+        failures += len(wrong)
+        seed += 1
+    grown = _process({}, "-c", "from tools.fuzz import growth; print(growth(10_000) >> 10, 'KiB')")[1].strip()
+    taken = f"{(time.monotonic() - begin) / 60:.0f} min, seeds {first} to {seed - 1}"
+    print(f"{taken}: {calls} calls, {failures} failures; growth over 10000: {grown}")
+    return 1 if failures else 0
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of fastcaps._testing.judge.")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="with --minutes the first")
     parser.add_argument("--count", type=int, default=15, help="calls of each kind")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--shrink", action="store_true", help="make a failing call as small as it goes")
+    parser.add_argument("--minutes", type=float, help="run seed after seed for so long, each in a process of its own")
     given = parser.parse_args(None if arguments is None else list(arguments))
+    if given.minutes:
+        return soak(given.minutes, given.seed, given.count)
     return 0 if run_seed(given.seed, given.kinds, given.count, given.shrink) else 1
 
 

@@ -1,20 +1,31 @@
-"""Small calls through the kernels, held to the rule of ``fastcaps._testing.judge``: for compute-sanitizer to watch.
+"""The kernels under sanitizers: ``make sanitize``, and small checked calls for compute-sanitizer to watch.
 
-PYTHONPATH=tests compute-sanitizer --tool memcheck python -m tools.sanitize --device cuda --backend cuda
+    PYTHONPATH=tests python -m tools.sanitize [address] [thread] [cuda] [--short]
+    PYTHONPATH=tests compute-sanitizer python -m tools.sanitize calls --backend cuda
 
-The calls are cases of the tests: the first of every rule on a set and on a grid, and rows for the ways in which the
-CUDA kernels cut a call up.
+``address``: AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the CPU kernels, with guard pages behind
+every piece of scratch memory. ``thread``: ThreadSanitizer over every routing's cases, from two threads at once and each
+cut into four. ``cuda``: AddressSanitizer over the CUDA sources as they run on the CPU. Each has a separate build, for
+one instruction set; the short form takes the portable one and a part of the cases. torch is as it is installed:
+AddressSanitizer knows its allocations and copies, ThreadSanitizer nothing of it (``tests/parallel_threads.cpp``
+replaces its threads).
+
+``calls`` are cases of the tests, held to the rule of ``fastcaps._testing.judge``: the first of every rule on a set and
+on a grid, and rows for the ways in which the CUDA kernels cut a call up.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +35,9 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps._testing.judge import Bar
+from tools.native import LEVEL_FLAGS, ROOT, build, call, environment
+
+# ---- small calls, checked --------------------------------------------------------------------------------------------
 
 ROWS = (
     "pose-4x4-20", "bias-6x6", "bias-8x8", "pose-1x8", "pose-1x16", "bias-1x64", "pose-2x3", "children-float32", "conv",
@@ -34,9 +48,9 @@ Checked = tuple[Callable[[str], dict[str, Tensor]], Bar]
 
 
 def _of_routing(routing: Routing, case: Case, dtype: torch.dtype) -> Checked:
-    call = routing.call(replace(case, dtype=dtype))
-    own = lambda device: call.having([on_device(one, device) for one in call.tensors]).training(Call.by_op)  # noqa: E731
-    return own, call.bar()
+    made = routing.call(replace(case, dtype=dtype))
+    own = lambda device: made.having([on_device(one, device) for one in made.tensors]).training(Call.by_op)  # noqa: E731
+    return own, made.bar()
 
 
 def calls(rows: Collection[str] = ROWS) -> dict[str, Callable[[torch.dtype], Checked]]:
@@ -72,15 +86,111 @@ def run(
     return wrong
 
 
+# ---- builds with the compiler's sanitizers ---------------------------------------------------------------------------
+
+COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
+KERNEL_TESTS = ("tests/test_kernels.py",)
+OTHER_PROCESSES = "instruction_set or cuda or has_a_case"  # tests of another library, or of schedules alone
+ADDRESS = {
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "CI": "1",
+}
+
+
+def _preload(*names: str) -> str:
+    """Return the compiler's libraries as LD_PRELOAD wants them."""
+    found = [call(["c++", f"-print-file-name={name}"]).stdout.strip() for name in names]
+    missing = [name for name, path in zip(names, found, strict=True) if not Path(path).is_file()]
+    if missing:
+        raise SystemExit(f"fastcaps: the sanitizers need g++ and its {missing[0]}")
+    return " ".join(found)
+
+
+def _asan() -> str:
+    return _preload("libasan.so", "libstdc++.so")  # the latter at once: its exceptions must be found
+
+
+def _run(what: str, command: list[str], variables: dict[str, str]) -> bool:
+    """Run a program under a sanitizer and print the report or how it ended; return whether all is well."""
+    begin = time.monotonic()
+    done = call(command, env=variables)
+    words = ("ERROR: AddressSanitizer", "WARNING: ThreadSanitizer", "runtime error:")
+    lines = done.stdout.splitlines()
+    first = next((k for k, line in enumerate(lines) if any(word in line for word in words)), None)
+    wrong: list[str] = []
+    if first is not None:
+        wrong = lines[max(first - 1, 0) : first + 40]
+    elif done.returncode:
+        wrong = [f"exit status {done.returncode}", *lines[-20:]]
+    said = wrong or lines[-1:]
+    print(f"{'WRONG' if wrong else 'ok':<6} {what} ({time.monotonic() - begin:.0f} s)", *said, sep="\n  ", flush=True)
+    return not wrong
+
+
+def _built(kind: str, short: bool, flags: str) -> Path:
+    level = "default" if short else "avx2"
+    folder = ROOT / "build" / f"sanitize-{kind}-{level}"
+    return build(folder, "fastcaps_cpu", f"{COMMON} {LEVEL_FLAGS[level]} {flags}".strip(), ROOT, "FASTCAPS_GUARDS=ON")
+
+
+def address(short: bool) -> bool:
+    """Run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    library = _built("address", short, "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all")
+    variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
+    well = True
+    for part in ("0",) if short else ("0", "1", "2"):
+        cases = [sys.executable, "tests/guard_worker.py", part, "3", "1"]
+        well &= _run(f"address, cases {part} of 3", cases, variables)
+    if not short:
+        tests = [*PYTEST, "--require-native", "-k", f"not ({OTHER_PROCESSES})", *KERNEL_TESTS]
+        well &= _run("address, tests", tests, variables)
+    return well
+
+
+def thread(short: bool) -> bool:
+    """Run every routing from several threads under ThreadSanitizer."""
+    library = _built("thread", short, "-fsanitize=thread")
+    pool = library.with_name("parallel_threads.so")
+    command = ["c++", "-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-shared", "-fPIC", "-o", str(pool)]
+    subprocess.run([*command, "tests/parallel_threads.cpp"], cwd=ROOT, check=True)
+    preload, options = f"{_preload('libtsan.so')} {pool}", "halt_on_error=1:exitcode=66"
+    variables = environment(library, LD_PRELOAD=preload, TSAN_OPTIONS=options)
+    return _run("thread", [sys.executable, "tests/guard_worker.py", "0", "9" if short else "1", "2"], variables)
+
+
+def cuda(short: bool) -> bool:
+    """Run the CUDA sources on the CPU under AddressSanitizer, which there watches tensors and the host's memory."""
+    folder = ROOT / "build" / "sanitize-cuda"
+    # The frames of threads that are given up in the middle would be poisoned for those that come after.
+    flags = f"{COMMON} -fsanitize=address --param asan-stack=0"
+    library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, "FASTCAPS_WATCH=-Wno-all")
+    variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
+    some = "test_only_the_gradients_asked_for or test_a_set_is_a_grid" if short else ""
+    kept = f"on-cpu and ({some})" if short else "on-cpu"
+    tests = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_extremes")]
+    return _run("cuda", [*PYTEST, "-k", kept, *tests], variables)
+
+
+RUNS = {"address": address, "thread": thread, "cuda": cuda}
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Small calls for compute-sanitizer, checked.")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--backend", default=None, help="force one (default: the one that comes first)")
-    parser.add_argument("--only", default="", help="calls with this in their name")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser = argparse.ArgumentParser(description="The kernels under sanitizers.")
+    parser.add_argument("which", nargs="*", help=f"calls, or some of {', '.join(RUNS)} (all of these)")
+    parser.add_argument("--short", action="store_true", help="a part of the cases")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="calls: where")
+    parser.add_argument("--backend", default=None, help="calls: force one (default: the one that comes first)")
+    parser.add_argument("--only", default="", help="calls: those with this in their name")
     given = parser.parse_args(None if arguments is None else list(arguments))
+    if wrong := set(given.which) - {"calls", *RUNS}:
+        parser.error(f"which: got {', '.join(sorted(wrong))}, want calls, or some of {', '.join(RUNS)}")
+    if given.which != ["calls"]:
+        well = [RUNS[name](given.short) for name in given.which or RUNS]
+        return 0 if all(well) else 1
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's matmuls ask for it in deterministic mode
-    wrong = run(given.device, given.backend, getattr(torch, given.dtype), given.only)
+    wrong = run(given.device, given.backend, torch.float32, given.only)
     print(f"{len(wrong)} wrong" if wrong else "all agree with the reference")
     return 1 if wrong else 0
 

@@ -2,7 +2,7 @@
 
 Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
 CONTRIBUTING.md, CHANGELOG.md, the notebooks of examples/ and lab/docs become pages, and so does each public module of
-fastcaps (api/). The page of all measured rows is drawn from bench/results.
+fastcaps (api/).
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import importlib
 import inspect
 import posixpath
 import re
-import subprocess
-import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -32,8 +29,6 @@ API = {
     "backends": ("backend", "BackendError", "listing", "tf32x3"),
 }
 """The modules that have a page, and of some the names that users need; of the others, ``__all__``."""
-
-MEASURED = "<!-- site: measured -->"
 
 
 def place(path: str) -> str:
@@ -124,22 +119,14 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, f"api/{module}.md", content=api(module)))
     for path in sorted(named_outside()):
         files.append(File.generated(config, place(path), content=(ROOT / path).read_bytes()))
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "measured.html"
-        subprocess.run([sys.executable, "-m", "bench.report", "--html", str(page)], cwd=ROOT, check=True)
-        files.append(File.generated(config, f"performance/{page.name}", content=page.read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links; put the page of all measured rows where its marker is."""
-    frame = (
-        '<iframe class="measured" src="performance/measured.html" title="all measured rows"></iframe>\n\n'
-        "[Open it alone](performance/measured.html)"
-    )
+    """Turn links."""
     shown = page.file.src_uri
     source = next((source for source, name in PAGES.items() if name == shown), f"docs/{shown}")
-    return for_site(source, markdown).replace(MEASURED, frame)
+    return for_site(source, markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
