@@ -1,7 +1,6 @@
 """The tables, sentences and pictures of README and docs, from the records in ``bench/results`` alone.
 
-python -m bench.report             # what there is, as tables
-python -m bench.report --write     # every figure of README and docs, and the pictures
+python -m bench.report --write
 """
 
 from __future__ import annotations
@@ -75,6 +74,11 @@ GOALS: dict[tuple[str, str], tuple[float | None, ...]] = {
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
+def _range(entry: Entry) -> str:
+    """Return the median of an entry in ms, with the 20th and 80th percentile."""
+    return "{} ({}-{})".format(*(milliseconds(entry["warm"][part]) for part in ("median", "p20", "p80")))
+
+
 def cells(call: Call, entries: Mapping[str, Entry]) -> dict[str, str]:
     """Return what a table of a CPU says of a call, by column."""
     entry, fastest = entries[OURS], rival(entries)
@@ -82,14 +86,10 @@ def cells(call: Call, entries: Mapping[str, Entry]) -> dict[str, str]:
     found = {"workload": call[0], "batch": str(call[1]), "votes, MB": megabytes(votes)}
     if best(entry) is None:
         return found | {"fastcaps, ms (p20-p80)": f"refused: {entry.get('failed') or entry['complaint']}"}
-    for column, one in (("fastcaps", entry), ("its", entries.get(fastest[0] if fastest else ""))):
-        times = [number(one["warm"][part] * 1e3) for part in ("median", "p20", "p80")] if one else []
-        found[f"{column} ms (p20-p80)" if one is not entry else f"{column}, ms (p20-p80)"] = (
-            "{} ({}-{})".format(*times) if one else ""
-        )
-        if one is entry:
-            starred = fastest and "note" in entries[fastest[0]]
-            found["fastest alternative"] = short(fastest[0]) + "*" * bool(starred) if fastest else "none"
+    other = entries[fastest[0]] if fastest else {}
+    found["fastcaps, ms (p20-p80)"] = _range(entry)
+    found["fastest alternative"] = short(fastest[0]) + "*" * ("note" in other) if fastest else "none"
+    found["its ms (p20-p80)"] = _range(other) if other else ""
     found["speed-up"] = speedup(entries)
     found["by processor time"] = by_processor(entries)
     own = extra_bytes(entry)
@@ -357,19 +357,14 @@ def write(places: Sequence[Path], root: Path = record.ROOT) -> list[Path]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Tables and pages from benchmark records.")
-    parser.add_argument("folders", nargs="*", type=Path, default=[record.RESULTS], help="folders of records")
-    parser.add_argument("--write", action="store_true", help="write the figures of README and docs")
-    given = parser.parse_args(None if arguments is None else list(arguments))
+    parser = argparse.ArgumentParser(description="Write the figures of README and docs from the benchmark's records.")
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.parse_args(None if arguments is None else list(arguments))
     try:
-        if given.write:
-            print("\n".join(f"written: {path}" for path in write(given.folders)))
-            return 0
-        cpus, gpus = (newest(record.merge(record.load(*given.folders, kind=kind)), kind) for kind in ("bench", ON_GPU))
+        print("\n".join(f"written: {path}" for path in write([record.RESULTS])))
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
-    print(*map(on_cpu, cpus.values()), *[on_gpus(gpus)] * bool(gpus), sep="\n")
     return 0
 
 

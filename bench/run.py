@@ -17,7 +17,7 @@ from bench.record import Entry
 from bench.timing import BUSY, FULL, QUICK, WIDE, Plan
 from bench.workload import Case
 
-STARTS, PATIENCE = 120.0, 300.0  # seconds until a process is given up: while it starts, and while it works
+STARTS, PATIENCE = 120.0, 900.0  # seconds until a process is given up: while it starts, and while it works
 FITS = 0.6  # share of the machine's memory that a process may use on the CPU
 
 

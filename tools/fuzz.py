@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +33,6 @@ from suite import random_cases
 from torch import Tensor
 
 import fastcaps
-from bench.timing import status
 from fastcaps import backends
 from fastcaps._testing.judge import Bar, largest
 from fastcaps.functional import Window
@@ -329,28 +327,6 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
 # ---- many seeds ------------------------------------------------------------------------------------------------------
 
 
-def growth(calls: int) -> int:
-    """Return by how many bytes the process grew over so many calls, every other one refused; after as many to warm up.
-
-    The system must be Linux.
-    """
-    children, weight = torch.randn(3, 9, 4, 4, requires_grad=True), torch.randn(9, 5, 4, 4)
-    before = 0
-    for k in range(2 * calls):
-        if k == calls:
-            before = status("VmRSS")
-        if k % 2:
-            with suppress(RuntimeError, ValueError):
-                fastcaps.functional.dynamic_routing(children, weight[:, :, :3])
-            with suppress(RuntimeError, ValueError):
-                torch.ops.fastcaps_cpu.pooling_routing(children, weight)
-            continue
-        made = fastcaps.functional.dynamic_routing(children, weight, compete=("parents", "children")[k // 2 % 2])
-        made.sum().backward()
-        children.grad = None
-    return status("VmRSS") - before
-
-
 def _process(setting: dict[str, str], *arguments: str) -> tuple[int, str]:
     """Run Python in the checkout with more variables; return its exit status and all that it said."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), **setting}
@@ -364,7 +340,7 @@ def _process(setting: dict[str, str], *arguments: str) -> tuple[int, str]:
 
 
 def soak(minutes: float, first: int, count: int) -> int:
-    """Run seed after seed, instruction set after instruction set; print what failed and how memory grew."""
+    """Run seed after seed, instruction set after instruction set; print what failed."""
     asked = "from fastcaps import backends; print(backends.native_capability())"  # another where it cannot run
     settings = [{"FASTCAPS_CPU_CAPABILITY": level} for level in LEVELS]
     settings = [one for one in settings if _process(one, "-c", asked)[1].strip() in one.values()]
@@ -383,9 +359,8 @@ def soak(minutes: float, first: int, count: int) -> int:
             print(f"{variables} PYTHONPATH=tests python {' '.join(fuzz)}: {line}", flush=True)
         failures += len(wrong)
         seed += 1
-    grown = _process({}, "-c", "from tools.fuzz import growth; print(growth(10_000) >> 10, 'KiB')")[1].strip()
     taken = f"{(time.monotonic() - begin) / 60:.0f} min, seeds {first} to {seed - 1}"
-    print(f"{taken}: {calls} calls, {failures} failures; growth over 10000: {grown}")
+    print(f"{taken}: {calls} calls, {failures} failures")
     return 1 if failures else 0
 
 
