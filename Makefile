@@ -65,7 +65,7 @@ test-slow: $(VENV)/.installed-test ## run the tests marked slow
 	$(BIN)/python -m pytest tests lab/tests -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.installed-test ## run the kernels under the compiler's sanitizers (SANITIZE_ARGS=--short: a part)
-	PYTHONPATH=tests $(BIN)/python -m tools.sanitize $(SANITIZE_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m tools.sanitize address thread cuda $(SANITIZE_ARGS)
 
 soak: $(VENV)/.installed-test ## fuzz the functions and the raw ops for half an hour (SOAK_ARGS="--minutes 5")
 	PYTHONPATH=tests $(BIN)/python -m tools.fuzz --minutes 30 --seed $$(date +%s) $(SOAK_ARGS)
@@ -84,7 +84,7 @@ format: $(VENV)/.installed-dev ## rewrite Python and native sources in the house
 	$(BIN)/ruff format .
 	find $(NATIVE) | xargs $(BIN)/clang-format -i
 
-bench: $(VENV)/.installed-test ## run the whole benchmark (more than 40 minutes), and keep its record in bench/results
+bench: $(VENV)/.installed-test ## run the whole benchmark (40 minutes), and keep its record in bench/results
 	FASTCAPS_LEVELS=all $(BIN)/python setup.py -q build_ext --inplace # what a wheel holds: it may choose shorter vectors
 	$(BIN)/python -m pytest bench --full --record $(PYTEST_ARGS)
 

@@ -65,9 +65,7 @@ def picture(calls: Calls, names: Collection[str], panel: str) -> str:
             for name in names}  # fmt: skip
     both = {name: pair for name, pair in both.items() if any(pair)}
     layers = sorted(both, key=lambda name: -max(ratio(one) or 0 for one in both[name]))
-    figure, plot = pyplot().subplots(
-        figsize=(4.3, 1.5 + 0.5 * len(layers)), layout="constrained"
-    )  # inches; two fit a page
+    figure, plot = pyplot().subplots(figsize=(4.3, 1.5 + 0.5 * len(layers)), layout="constrained")  # inches: two a page
     fast = panel == "speed-up"
     bars = ((MODES[0], BLUE), (MODES[1], LIGHT)) if fast else ((OURS, BLUE), ("PyTorch, votes stored", GREY))
     for k, (label, colour) in enumerate(bars):

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from fastcaps._testing.markdown import as_markdown
+from bench.markdown import as_markdown
 
 _PEAK, _STALL = "avg.pct_of_peak_sustained_active", "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 COUNTERS = (

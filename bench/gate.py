@@ -1,4 +1,4 @@
-"""The correctness gate: a time counts only while the result keeps the rule of :mod:`fastcaps._testing.judge`.
+"""The correctness gate: a time counts only while the result keeps the rule of :mod:`bench.judge`.
 
 Two samples of a batch, the first and the last, are held to float64: the cotangents of all others are 0, so that the
 parameters' gradients are theirs alone. Of children that are copies of a few, float64 gets one copy, each child of which
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bench.alternatives import axes_of, reference, runner
+from bench.judge import Bar, Verdict
 from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload, is_batched
-from fastcaps._testing.judge import Bar, Verdict
 
 SAME = 1e-4
 """Alternatives are asked only whether they compute the same thing: within this share of a result's largest number. The

@@ -164,7 +164,7 @@ stage_test() {
   run 90 named.txt "$PYTHON" -m pytest "${options[@]}" "${NAMED_TESTS[@]}" & pids+=($!)
   for tool in memcheck racecheck; do # calls of torch's that fail by design are not the kernels' errors
     run 115 "$tool.txt" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --report-api-errors no \
-      --error-exitcode 9 --kernel-name kernel_substring=fastcaps "$PYTHON" -m tools.sanitize calls --backend cuda & pids+=($!)
+      --error-exitcode 9 --kernel-name kernel_substring=fastcaps "$PYTHON" -m tools.sanitize --backend cuda & pids+=($!)
   done
   run 80 cuda.txt "$PYTHON" -m pytest "${options[@]}" -n 8 "${CUDA_TESTS[@]}" || worst=1
   run $((118 - SECONDS + began)) triton.txt "$PYTHON" -m pytest "${options[@]}" -n 12 "${TRITON_TESTS[@]}" || worst=1

@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from bench import sweep
 from bench.alternatives import OURS, TRITON, build, is_compiled, runner
 from bench.gate import SAME, Gate, without_others
+from bench.judge import largest, largest_error
 from bench.process import words
 from bench.timing import KEEPING, Call, Clock, Plan, peak_growth, quantiles, set_allocator, take_turns
 from bench.workload import PRECISIONS, Case, Inputs, size_of
 from fastcaps import backends
-from fastcaps._testing.judge import largest, largest_error
 
 LONG = 0.02  # seconds of a call to whose time a cold cache adds nothing
 SMALL = 5e-4  # seconds below which a call is always timed in a replayed graph, too

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import fastcaps
 from bench import record, report
+from bench.judge import largest, largest_error
 from bench.process import Remote, WorkerError
 from bench.timing import FULL, KEEPING, peak_growth, set_allocator, take_turns
-from fastcaps._testing.judge import largest, largest_error
 
 BAR = 3, 1e-5  # times the error of the published code in float32, and besides a share of a tensor's largest number
 NOTHING = 1e-6  # a gradient this share of the largest is zero but for rounding: of a bias in front of a BatchNorm, say

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ from bench.figures import (
     speedup,
 )  # fmt: skip
 from bench.floors import Chip, floors
+from bench.markdown import as_markdown, into
 from bench.record import Call, Calls, Entry
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
 from bench.workload import PRECISIONS, Case
 from bench.workloads import WORKLOADS
-from fastcaps._testing.markdown import as_markdown, into
 
 ON_GPU = "gpu"  # the kind of files that have a GPU's entries; "bench": a CPU's
 LEGENDS = {
@@ -48,16 +48,16 @@ LEGENDS = {
         f"the calls differ by more than {WIDE:.0%}, or the load average before the row was above {BUSY:g} per core."
     ),
     ON_GPU: (
-        "Call: the least of the medians of calls queued behind each other, and in a replayed CUDA graph where the "
-        "launches of a call take longer than its kernels. GPU: what the kernels, copies and fills of a call take "
-        "together, by torch's profiler. Bound: what multiply-adds, tensor cores (in float32 by three TF32 products), "
-        "exponentials or memory alone would take (`python -m bench.floors`), as a share of the GPU's time. Host: how "
-        "long a call keeps the processor, the GPU being idle. Extra MB: peak memory without inputs and results."
+        "Times: the least of the medians of calls queued behind each other, and in a replayed CUDA graph where the "
+        "launches of a call take longer than its kernels. What follows the goals (of float32, TF32, bfloat16) is of "
+        "float32. Bound: what multiply-adds, tensor cores (by three TF32 products), exponentials or memory alone would "
+        "take (`python -m bench.floors`), as a share of the GPU's time. Host: how long a call keeps the processor, the "
+        "GPU being idle. Extra MB: peak memory without inputs and results."
     ),
 }
 GOALS: dict[tuple[str, str], tuple[float | None, ...]] = {
-    ("tsai-c10-conv1", "forward"): (0.25, 0.13, 0.12),
-    ("tsai-c10-conv1", "training step"): (1.2, 0.8, 0.6),
+    ("tsai-c10-conv1", "forward"): (0.21, 0.17, 0.17),
+    ("tsai-c10-conv1", "training step"): (1.5, 1.1, 0.8),
     ("tsai-c10-conv2", "forward"): (0.13, None, None),
     ("tsai-c100-conv1", "forward"): (0.75, 0.3, None),
     ("tsai-dmm-matrix-conv", "forward"): (0.31, 0.1, None),
@@ -97,32 +97,34 @@ def cells(call: Call, entries: Mapping[str, Entry]) -> dict[str, str]:
     return found | {"extra MB (of votes)": megabytes(own) + share, "stored, MB": megabytes(stored)}
 
 
-def cells_on_gpu(call: Call, entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return what a table of a GPU says of a call, by column."""
-    name, batch, mode, precision = call
-    entry, fastest = entries[OURS], rival(entries)
-    found = {"workload": name, "batch": str(batch), "precision": precision}
-    took = best(entry)
-    if took is None:
-        return found | {"call, ms": f"failed: {entry['failed']}"}
-    goal = GOALS.get((name, mode), (None,) * len(PRECISIONS))[[*PRECISIONS].index(precision)]
-    large = batch == 128 or WORKLOADS[name].copies > 1
-    found["call, ms"] = milliseconds(took) + " †" * bool(entry.get("complaint"))
-    found["GPU, ms"] = milliseconds(entry.get("busy"))
-    found["goal, ms"] = number(goal) if goal and large else ""
-    case = Case(WORKLOADS[name], batch, mode != MODES[0], precision)
-    bound = floors(case, Chip.of(entry["machine"]["device"]))["bound"]
-    found["of the bound"] = f"{bound / entry.get('busy', took):.0%}"
+def cells_on_gpu(calls: Calls, name: str, mode: str) -> dict[str, str]:
+    """Return what a table of a GPU says of a workload, by column: its own batch in every precision, and batch 1."""
+    entries = {(batch, precision): found[OURS] for (one, batch, kind, precision), found in calls.items()
+               if (one, kind) == (name, mode)}  # fmt: skip
+    batch = max(batch for batch, _ in entries)
+    found = {"workload": name, "batch": str(batch)}
+    columns = {f"{precision}, ms": (batch, precision) for precision in PRECISIONS}
+    for column, key in (columns | {"batch 1, ms": (1, "fp32")} if batch > 1 else columns).items():
+        entry = entries.get(key, {})
+        late = " †" * bool(entry.get("complaint"))
+        found[column] = "failed" if entry.get("failed") else milliseconds(best(entry)) + late if entry else ""
+    goals = [number(goal) if goal else "–" for goal in GOALS.get((name, mode), ())]
+    found["goals"] = ", ".join(goals)
+    main = (name, batch, mode, "fp32")
+    if main not in calls or best(entry := calls[main][OURS]) is None:
+        return found
+    bound = floors(Case(WORKLOADS[name], batch, mode != MODES[0], "fp32"), Chip.of(entry["machine"]["device"]))["bound"]
+    found["of the bound"] = f"{bound / entry.get('busy', best(entry)):.0%}"
     found["launches"] = str(entry.get("launches", ""))
     found["host, us"] = number(1e6 * entry["host"]) if "host" in entry else ""
     found["extra MB"] = megabytes(extra_bytes(entry))
-    found["fastest alternative, ms"] = f"{short(fastest[0])} {milliseconds(fastest[1])}" if fastest else ""
-    return found | {"speed-up": speedup(entries)}
+    if fastest := rival(calls[main]):
+        found["fastest alternative"] = f"{short(fastest[0])} {milliseconds(fastest[1])} ({speedup(calls[main])})"
+    return found
 
 
-def table(calls: Calls, made: Callable[[Call, Mapping[str, Entry]], dict[str, str]], only: Sequence[str] = ()) -> str:
-    """Return calls as a table, whose columns are those that any call has something for, or ``only`` some of them."""
-    lines = [made(call, entries) for call, entries in calls.items()]
+def table(lines: Sequence[dict[str, str]], only: Sequence[str] = ()) -> str:
+    """Return cells of rows as a table of those columns that any row has something for, or of ``only`` some of them."""
     columns = [name for name in max(lines, key=len) if any(one.get(name) for one in lines)]
     columns = [name for name in columns if not only or name in only]
     return as_markdown([columns, *[[one.get(name, "") for name in columns] for one in lines]])
@@ -166,7 +168,12 @@ def on_cpu(calls: Calls, only: Sequence[str] = ()) -> str:
             part = {one: found for one, found in calls.items()
                     if (one[1] == 1 and not is_default(one), one[2]) == (single, mode)}  # fmt: skip
             if part:
-                lines += [f"**{mode.capitalize()}{', batch 1' * single}**", "", table(part, cells, only), ""]
+                lines += [
+                    f"**{mode.capitalize()}{', batch 1' * single}**",
+                    "",
+                    table([cells(*row) for row in part.items()], only),
+                    "",
+                ]
     sentences: dict[str, list[str]] = {}
     for call, entries in calls.items():
         for name in (one for one in ALTERNATIVES if one in entries):
@@ -187,8 +194,9 @@ def on_gpus(devices: Mapping[str, Calls]) -> str:
     for calls in devices.values():
         lines += [about(calls), ""]
         for mode in MODES:
-            if part := {call: entries for call, entries in calls.items() if call[2] == mode}:
-                lines += [f"**{mode.capitalize()}**", "", table(part, cells_on_gpu), ""]
+            if names := dict.fromkeys(call[0] for call in calls if call[2] == mode):
+                rows = [cells_on_gpu(calls, name, mode) for name in names]
+                lines += [f"**{mode.capitalize()}**", "", table(rows), ""]
         late = {call: entries[OURS] for call, entries in calls.items() if entries[OURS].get("complaint")}
         wrong = ["- {} batch {} {} {}: ".format(*call) + entry["complaint"] for call, entry in late.items()]
         if wrong:

@@ -1,8 +1,8 @@
 """Losses of capsule networks: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
 
-Their gradients are finite everywhere, and so is that of :func:`length` at the zero vector. With ``reduction="mean"``,
-the default, or "sum" they return a scalar for the batch, with "none" one value per sample, ``[B]``. An argument of a
-wrong type, dtype or shape raises TypeError or ValueError naming it.
+Their gradients are finite everywhere, and so is that of :func:`fastcaps.functional.length` at the zero vector. With
+``reduction="mean"``, the default, or "sum" they return a scalar for the batch, with "none" one value per sample,
+``[B]``. An argument of a wrong type, dtype or shape raises TypeError or ValueError naming it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastcaps.checks import (
 from fastcaps.vectors import length
 from fastcaps.watchers import is_transformed
 
-__all__ = ["ReconstructionDecoder", "length", "margin_loss", "reconstruction_loss", "spread_loss", "spread_margin"]
+__all__ = ["ReconstructionDecoder", "margin_loss", "reconstruction_loss", "spread_loss"]
 suggest(__name__)
 
 
@@ -97,7 +97,7 @@ def margin_loss(
     Parameters
     ----------
     lengths : Tensor
-        ``[B, M]``, the class capsules' lengths (:func:`length`) or other activations.
+        ``[B, M]``, the class capsules' lengths (:func:`~fastcaps.functional.length`) or other activations.
     target : Tensor
         ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class in the image.
     upper, lower : float
@@ -142,7 +142,7 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
     activations, target : Tensor
         ``[B, M]``, the class capsules' activations, and ``[B]`` int64, the class of every sample.
     margin : float
-        m, which grows during training: :func:`spread_margin`.
+        m, which grows from 0.2 to 0.9 during training: a large one at the start would leave many capsules dead.
 
     Examples
     --------
@@ -157,25 +157,6 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
     ahead = activations.gather(1, target.unsqueeze(1)) - activations
     short = (margin - ahead).clamp(min=0).square()
     return _reduce(short.scatter(1, target.unsqueeze(1), 0.0).sum(1), reduction)
-
-
-@known_arguments
-def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9) -> float:
-    """Return the margin of :func:`spread_loss` at a step (or epoch) of training, counted from 0.
-
-    It grows linearly from ``start`` to ``end`` over ``steps`` steps and then stays: a large margin at the start would
-    leave many capsules dead.
-
-    Examples
-    --------
-    >>> [round(spread_margin(step, 100), 2) for step in (0, 50, 100, 1000)]
-    [0.2, 0.55, 0.9, 0.9]
-    """
-    check_count("steps", steps)
-    _check_numbers(step=step, start=start, end=end)
-    if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")
-    return start + (end - start) * min(1.0, step / steps)
 
 
 @known_arguments

@@ -3,7 +3,7 @@
 Everywhere their very sources run on the CPU (``cuda_on_cpu``), one block at a time, every access to memory watched: a
 race within a block or between two, a step outside of shared memory or of a tensor, a misaligned vector or lanes that
 miss a barrier are errors. With a GPU the compiled kernels run as well. How much they may err:
-``fastcaps._testing.judge``.
+``bench.judge``.
 """
 
 from __future__ import annotations

@@ -138,7 +138,6 @@ class GenerativeMatrixRouting(nn.Module):
         votes = torch.einsum("ijdh,...icd->...ijch", matrices, mu_inp) + self.B
         parents = votes.shape[-3]
         data = torch.sigmoid(a_inp)[..., None]
-        log_p = None
         score = mean = variance = votes  # of the iteration before, from the second on
         for iteration in range(self.n_iters):
             if iteration == 0:
@@ -158,10 +157,7 @@ class GenerativeMatrixRouting(nn.Module):
             mean = (normal[..., None, None] * votes).sum(-4)
             square = (votes - mean[..., None, :, :, :]) ** 2
             variance = (normal[..., None, None] * square).sum(-4) + self.eps
-        if not self.return_dict:
-            return score, mean, variance
-        found = {"V": votes, "R": shares, "D_use": used, "D_ign": ignored}
-        return {**found, "log_p": log_p, "a_out": score, "mu_out": mean, "sig2_out": variance}
+        return score, mean, variance
 
 
 class CapsuleLayer(nn.Module):

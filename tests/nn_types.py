@@ -26,13 +26,3 @@ assert_type(nn.EMRouting(6, 3, 4, 4)(children, inverse_temperature=0.1, return_c
 assert_type(nn.HeinsenRouting(None, None, 4, 4)(children, out_capsules=2), Gaussians)
 assert_type(nn.HeinsenRouting(6, 3, 4, 4)(children, return_coefficients=True), RoutedGaussians)
 assert_type(nn.RoutingPool(6, 3, 4, 4)(children), Tensor)
-
-features = torch.randn(2, 16, 8, 8)
-pool = nn.RoutingPool2d(4)
-assert_type(pool(features), Tensor)
-assert_type(pool(features, return_coefficients=True), Routed)
-
-stack = nn.RoutingStack([attention, dynamic])
-poses, trace = stack(children, return_trace=True)
-assert_type(trace, nn.RoutingTrace)
-assert_type(stack(children), Tensor | Capsules | Gaussians)

@@ -18,8 +18,8 @@ from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
+from bench.judge import Bar
 from fastcaps import ops, reference
-from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import unit

@@ -95,26 +95,19 @@ def test_an_isolated_build_of_this_environment_finds_its_torch() -> None:
     assert done.stdout.strip() == str(Path(torch.__file__).resolve().parent), done.stderr
 
 
-@pytest.mark.parametrize("place", ["VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "CONDA_PREFIX", "PATH", "PWD", "user"])
 def test_finds_torch_beside_a_temporary_build_environment(
-    setup_py: ModuleType, nowhere: Path, tmp_path: Path, place: str
+    setup_py: ModuleType, nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another Python too: the native library uses none."""
+    """Of another Python too: the native library uses none. FASTCAPS_TORCH_DIR comes before all others."""
     env = tmp_path / "project/.venv"
-    root = make_torch(tmp_path / "user" if place == "user" else env / "lib/python3.99/site-packages")
-    (env / "pyvenv.cfg").parent.mkdir(parents=True, exist_ok=True)
+    root = make_torch(env / "lib/python3.99/site-packages")
     (env / "pyvenv.cfg").touch()
-    values = {"PATH": f"/nothing:{env / 'bin'}", "PWD": str(env.parent), "user": ""}
-    assert setup_py.find_torch({place: values.get(place, str(env))}, []) == root
-
-
-def test_fastcaps_torch_dir_is_taken_before_all_others_or_is_an_error(
-    setup_py: ModuleType, nowhere: Path, tmp_path: Path
-) -> None:
-    make_torch(site_of(nowhere))
+    for place in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "CONDA_PREFIX", "PATH", "PWD"):
+        given = {"PATH": f"/nothing:{env / 'bin'}", "PWD": str(env.parent)}.get(place, str(env))
+        assert setup_py.find_torch({place: given}, []) == root
     chosen = make_torch(tmp_path / "chosen")
-    for given in (chosen, chosen.parent):
-        assert setup_py.find_torch({"FASTCAPS_TORCH_DIR": str(given)}, sys.path) == chosen
+    for folder in (chosen, chosen.parent):
+        assert setup_py.find_torch({"FASTCAPS_TORCH_DIR": str(folder), "VIRTUAL_ENV": str(env)}, []) == chosen
     with pytest.raises(setup_py.SetupError, match=r"FASTCAPS_TORCH_DIR=.*empty: no torch package"):
         setup_py.find_torch({"FASTCAPS_TORCH_DIR": str(tmp_path / "empty")}, sys.path)
 
@@ -177,52 +170,6 @@ def test_a_wheel_without_the_native_library_is_pure(pure_wheel: zipfile.ZipFile)
     assert sources <= names
 
 
-CMAKE = """#!/bin/sh
-# writes what CMake would: its record of commands, and the library that it installs
-while [ $# -gt 0 ]; do
-    case $1 in
-        -B) mkdir -p "$2" && echo '[]' > "$2/compile_commands.json";;
-        --prefix) mkdir -p "$2/lib" && echo new > "$2/lib/libfastcaps_cpu.so";;
-    esac
-    shift
-done
-"""
-
-
-def test_a_native_wheel_holds_what_its_build_made_and_serves_every_python(unpacked: Path, tmp_path: Path) -> None:
-    """The compiler's part is that of the library which all tests run, and in test_build_native."""
-    for name, folder in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"{folder} = {str(tmp_path)!r} + '/bin'")
-        (program := tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
-        program.write_text(CMAKE)
-        program.chmod(0o755)
-    leave_library(unpacked)
-    torch_dir = make_torch(tmp_path / "site")
-    wheel = build("wheel", unpacked, FASTCAPS_BUILD="1", FASTCAPS_TORCH_DIR=str(torch_dir), PYTHONPATH=str(tmp_path))
-    assert re.fullmatch(r"fastcaps-.*-py3-none-(linux|macosx).*\.whl", wheel.name)
-    files = zipfile.ZipFile(wheel)
-    libraries = [name for name in files.namelist() if name.endswith((".so", ".dylib"))]
-    assert libraries == ["fastcaps/lib/libfastcaps_cpu.so"] and files.read(libraries[0]) == b"new\n"
-
-
-def test_a_build_in_place_replaces_libraries_and_leaves_no_old_ones(setup_py: ModuleType, tmp_path: Path) -> None:
-    """A process that has a library loaded keeps its file: the new one gets the name by renaming."""
-    old = {name: tmp_path / f"lib/libfastcaps_{name}.so" for name in ("cpu", "cuda")}
-    (tmp_path / "lib").mkdir()
-    for path in old.values():
-        path.write_text("old")
-
-    def install(staged: Path) -> None:
-        (staged / "lib").mkdir()
-        (staged / "lib/libfastcaps_cpu.so").write_text("new")
-
-    with old["cpu"].open() as loaded:
-        assert setup_py.put_into(tmp_path, install) == [old["cpu"]]
-        assert loaded.read() == "old" and old["cpu"].read_text() == "new"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [old["cpu"]]
-
-
 def test_no_torch_says_what_to_do_and_where_it_looked(setup_py: ModuleType, nowhere: Path, tmp_path: Path) -> None:
     with pytest.raises(setup_py.SetupError, match=f"pip install torch(.|\n)*{site_of(nowhere) / 'torch'}"):
         setup_py.find_torch({}, [])
@@ -252,28 +199,6 @@ def test_a_setting_of_the_build_that_is_wrong_is_told(setup_py: ModuleType) -> N
     ):
         with pytest.raises(setup_py.SetupError, match=message):
             call(given)
-
-
-def test_without_the_native_library_the_reference_serves(pure_wheel: zipfile.ZipFile) -> None:
-    """From the wheel itself; warned once."""
-    code = f"""if True:
-        import sys, warnings
-        sys.path.insert(0, {pure_wheel.filename!r})
-        import torch
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            import fastcaps
-            layer, children = fastcaps.DynamicRouting(6, 3, 4, 4), torch.randn(2, 6, 4, requires_grad=True)
-            for _ in range(2):
-                assert (result := layer(children)).shape == (2, 3, 4)
-                result.sum().backward()
-        assert {pure_wheel.filename!r} in fastcaps.__file__
-        said = [str(w.message) for w in said if "fastcaps" in str(w.message)]
-        assert len(said) == 1 and "reference" in said[0], said
-        listed = {{entry.name: entry.available for entry in fastcaps.backends.listing()}}
-        assert not listed["cpu"] and listed["reference"], listed
-    """
-    assert (done := python(code)).returncode == 0, done.stderr
 
 
 def test_an_index_shows_the_readme_without_paths(setup_py: ModuleType, pure_wheel: zipfile.ZipFile) -> None:
@@ -331,54 +256,37 @@ def make_nvcc(folder: Path, version: str = "13.0", architectures: tuple[int, ...
     return nvcc
 
 
-@pytest.mark.parametrize("place", ["CUDACXX", "CUDA_HOME", "CUDA_PATH", "usual", "PATH"])
-def test_a_toolkit_is_found(decide: Decide, tmp_path: Path, place: str) -> None:
+def test_a_toolkit_is_found_or_every_place_is_named(decide: Decide, tmp_path: Path) -> None:
+    home, nvcc = tmp_path / "toolkit", make_nvcc(tmp_path / "toolkit")
+    for place, given in {"CUDACXX": nvcc, "CUDA_HOME": home, "CUDA_PATH": home, "PATH": nvcc.parent}.items():
+        assert f"CUDA kernels: [{nvcc}] for [{DEFAULT}]" in decide(**{place: str(given)})
+    assert f"[{nvcc}] for [{DEFAULT}]" in decide("", CUDA_HOME=str(home), FASTCAPS_CUDA="1")
+    assert "[] for []torch has no CUDA (FASTCAPS_CUDA=1 builds them all the same)" in decide("", CUDA_HOME=str(home))
+    assert "[] for []FASTCAPS_CUDA=0, when it was built" in decide(CUDA_HOME=str(home), FASTCAPS_CUDA="0")
+    assert "FASTCAPS_CUDA must be 0 or 1, got 'yes'" in decide(FASTCAPS_CUDA="yes")
+    looked = f"CUDACXX (not set), CUDA_HOME (no nvcc), CUDA_PATH (not set), {tmp_path / 'nowhere'} (no nvcc), PATH (no"
+    said = decide(CUDA_HOME=str(tmp_path / "empty"), FASTCAPS_CUDA="1")
+    assert f"FASTCAPS_CUDA=1: no nvcc of CUDA 12.4 or later in {looked}" in said and "Install a CUDA toolkit" in said
+
+
+def test_architectures_are_written_as_for_torch(decide: Decide, tmp_path: Path) -> None:
     nvcc = make_nvcc(tmp_path / "toolkit")
-    given = {place: str({"CUDACXX": nvcc, "PATH": nvcc.parent}.get(place, tmp_path / "toolkit"))}
-    assert f"CUDA kernels: [{nvcc}] for [{DEFAULT}]" in decide(**given)
-
-
-def test_a_torch_without_cuda_leaves_the_kernels_out_unless_they_are_asked_for(decide: Decide, tmp_path: Path) -> None:
-    nvcc = make_nvcc(tmp_path / "toolkit")
-    home = str(tmp_path / "toolkit")
-    assert "[] for []torch has no CUDA (FASTCAPS_CUDA=1 builds them all the same)" in decide("", CUDA_HOME=home)
-    for cuda in ("", "13.0"):
-        assert f"[{nvcc}] for [{DEFAULT}]" in decide(cuda, CUDA_HOME=home, FASTCAPS_CUDA="1")
-        assert "[] for []FASTCAPS_CUDA=0, when it was built" in decide(cuda, CUDA_HOME=home, FASTCAPS_CUDA="0")
-    assert "Error" in (said := decide(FASTCAPS_CUDA="yes")) and "FASTCAPS_CUDA must be 0 or 1, got 'yes'" in said
-
-
-def test_without_a_toolkit_there_are_no_kernels_and_every_place_is_named(decide: Decide, tmp_path: Path) -> None:
-    given = {"CUDA_HOME": str(tmp_path / "empty")}
-    looked = "CUDACXX (not set), CUDA_HOME (no nvcc), CUDA_PATH (not set), "
-    looked += f"{tmp_path / 'nowhere'} (no nvcc), PATH (no nvcc)"
-    why_not = f"no nvcc of CUDA 12.4 or later in {looked}"
-    assert f"[] for []{why_not}, when it was built" in decide(**given)
-    assert f"FASTCAPS_CUDA=1: {why_not}. Install a CUDA toolkit" in decide(**given, FASTCAPS_CUDA="1")
-
-
-@pytest.mark.parametrize(
-    ("asked", "chosen"),
-    [
-        ("", DEFAULT),
+    for asked, chosen in (
         ("8.0;9.0+PTX", "80-real;90"),
         ("8.0 9.0a, 12.0", "80-real;90a-real;120-real"),
         ("10.0f+PTX", "100f"),
         ("9.0 9.0+PTX", "90"),
         ("Hopper;Ampere", "90;80-real;86"),
         ("7.0;7.5+PTX;8.0", "80-real"),
-    ],
-)
-def test_architectures_are_written_as_for_torch(decide: Decide, tmp_path: Path, asked: str, chosen: str) -> None:
-    nvcc = make_nvcc(tmp_path / "toolkit")
-    assert f"for [{chosen}]" in decide(CUDACXX=str(nvcc), TORCH_CUDA_ARCH_LIST=asked)
+    ):
+        assert f"for [{chosen}]" in decide(CUDACXX=str(nvcc), TORCH_CUDA_ARCH_LIST=asked)
 
 
 # ---- imports ---------------------------------------------------------------------------------------------------------
 
 ROOMS = [
     "checks", "results", "rules", "settings", "vectors", "votes", "watchers", "made", "libraries", "backends",
-    "reference", "ops", "functional", "triton_kernels", "losses", "nn", "compat", "__main__", "_testing",
+    "reference", "ops", "functional", "triton_kernels", "losses", "nn", "compat", "__main__",
 ]  # fmt: skip
 """What the package consists of: each imports only those before it."""
 

@@ -87,7 +87,7 @@ class Network(nn.Module):
         gates = self.gates(features)
         active = {self.routing.activity_name: gates.sigmoid()}
         found = self.routing(self.poses(features).unflatten(-1, (6, 4)), **active)
-        return fastcaps.losses.length(found if isinstance(found, Tensor) else found[0])
+        return fastcaps.functional.length(found if isinstance(found, Tensor) else found[0])
 
 
 def check_training(row: nn_layers.Row, full: bool, mesh: DeviceMesh) -> None:

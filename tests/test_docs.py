@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastcaps
-from tools import minutes, routing_pictures, site
+from tools import site
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -135,16 +135,10 @@ def test_every_page_is_in_the_menu() -> None:
     assert menu == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made
 
 
-@pytest.mark.parametrize("name", routing_pictures.SCENES)
-def test_a_routing_has_a_page_with_its_equation_and_its_picture_as_it_is_drawn_now(name: str) -> None:
-    kept = (DOCS / f"routings/{name}.svg").read_text(encoding="utf-8")
-    drawn = [
-        [round(float(at)) for at in re.findall(r"[ML] ?([\d.]+)", each)]
-        for each in (kept, routing_pictures.picture(name))
-    ]
-    assert drawn[0] == drawn[1] and len(drawn[0]) > routing_pictures.CHILDREN * routing_pictures.PARENTS
-    page = (DOCS / f"routings/{name}.md").read_text(encoding="utf-8")
-    assert f"]({name}.svg)" in page and re.search(r"^```math\n.*^r_\{im\} &= .*^```", page, re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("picture", sorted((DOCS / "routings").glob("*.svg")), ids=name)
+def test_a_routing_has_a_page_with_its_equation_and_its_picture(picture: Path) -> None:
+    page = picture.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"]({picture.name})" in page and "\nr_{im} &= " in "".join(FORMULA.findall(page))
 
 
 def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
@@ -171,16 +165,15 @@ def test_the_api_describes_every_argument_of_a_layer_and_names_only_what_there_i
     pytest.importorskip("latex2mathml")
     from fastcaps import nn
     from fastcaps.nn.poses import arguments
-    from tools.docstrings import described, translated
+    from tools.docstrings import translated
 
     layers = [
         each for each in map(vars(nn).get, nn.__all__) if isinstance(each, type) and issubclass(each, nn.RoutingLayer)
     ]
     for layer in layers:
-        wanted = {*arguments(layer)}
-        listed = set(re.findall(r"^(\w+)(?: :|$)", translated(layer.__doc__ or "", layer.__module__), re.MULTILINE))
-        assert wanted <= {*described(layer.__qualname__, layer.__module__)} & listed, layer
-    assert len(layers) >= 6 and {"children", "activations"} <= {*described("RoutingLayer.forward", "fastcaps.nn.layer")}
+        listed = set(re.findall(r"^(\w+)(?: :|$)", translated(layer.__doc__ or ""), re.MULTILINE))
+        assert {*arguments(layer)} <= listed, layer
+    assert len(layers) >= 6
     names = re.findall(r"^::: ([\w.]+)$", "\n".join(map(site.api, site.API)), re.MULTILINE)
     assert len(names) > 50 and len(names) == len({*names})
 
@@ -218,8 +211,3 @@ def test_equations_become_mathml_and_docstrings_markdown() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node, clean=False)):
                 assert not latex_left(translated(text)), (path, node.name)
-
-
-def test_the_minutes_are_those_of_the_record() -> None:
-    for path, text in minutes.texts().items():
-        assert f"\n{text}\n" in (ROOT / path).read_text(), f"python -m tools.minutes --write changes {path}"

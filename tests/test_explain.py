@@ -84,6 +84,14 @@ def test_what_is_compiled_is_explained_as_it_was_written(how: str) -> None:
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
+def test_a_module_with_operators_of_higher_order() -> None:
+    def call(children: Tensor) -> Tensor:
+        children = torch.cond(torch.tensor(True), lambda x: 2 * x, lambda x: x + 1, (children,))
+        return functional.dynamic_routing(children, torch.ones(3, 2, 4, 4))
+
+    assert explain(call, torch.randn(2, 3, 1, 4)).backend == RUNS
+
+
 def test_nothing_is_computed() -> None:
     """A terabyte of votes takes no time and no memory."""
     children = torch.zeros(()).expand(256, 1 << 20, 4, 4)

@@ -16,8 +16,8 @@ from nn_layers import CLOSE, draw, gradients, layer
 from suite import native_only
 from torch import Tensor
 
+from bench.judge import Bar
 from fastcaps import Votes, Window, backend, explain, functional, vectors
-from fastcaps._testing.judge import Bar
 
 
 def test_dynamic_of_zero_children_has_a_gradient() -> None:

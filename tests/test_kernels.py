@@ -1,6 +1,6 @@
 """Every routing as whatever serves the CPU here, against the oracle: results, every gradient, and the same bits.
 
-A result errs at most what ``fastcaps._testing.judge.Bar`` allows: twice what eager torch of the same dtype errs, and
+A result errs at most what ``bench.judge.Bar`` allows: twice what eager torch of the same dtype errs, and
 rounding.
 """
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from suite import refusals
 
-from fastcaps.losses import ReconstructionDecoder, length, margin_loss, reconstruction_loss, spread_loss, spread_margin
-from fastcaps.vectors import squash, unit
+from fastcaps.losses import ReconstructionDecoder, margin_loss, reconstruction_loss, spread_loss
+from fastcaps.vectors import length, squash, unit
 
 LENGTHS = torch.tensor([[0.95, 0.4, 0.05], [0.2, 0.5, 0.3]], dtype=torch.float64)
 LABELS = torch.tensor([0, 2])
@@ -40,15 +40,13 @@ def test_gradients_of_each_sample() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_spread_loss_and_its_margin_by_hand() -> None:
+def test_spread_loss_by_hand() -> None:
     assert torch.autograd.gradcheck(lambda x: spread_loss(x, LABELS, 0.55), LENGTHS.clone().requires_grad_())
     # m = 0.6: a_t - a_i = 0.55, 0.9 -> 0.05^2; 0.1, -0.2 -> 0.5^2 + 0.8^2
     each = spread_loss(LENGTHS, LABELS, 0.6, reduction="none")
     torch.testing.assert_close(each, torch.tensor([0.0025, 0.89], dtype=torch.float64))
     assert spread_loss(LENGTHS, LABELS, 0.6).item() == pytest.approx(0.44625)
     assert spread_loss(LENGTHS[:1], LABELS[:1], 0.2).item() == 0.0
-
-    assert [spread_margin(step, 2, start=0.0, end=1.0) for step in (0, 1, 2, 3)] == [0.0, 0.5, 1.0, 1.0]
 
 
 def test_reconstruction_loss_by_hand() -> None:
@@ -153,7 +151,6 @@ test_errors_name_the_argument = refusals(
     (ValueError, "target must hold classes from 0 to 2, got 3", lambda: DECODER(torch.ones(2, 3, 4), LABELS + 3)),
     (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
     (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
-    (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
     (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
     (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
     (ValueError, r"capsules must be \[B, 3, 4\]", lambda: DECODER(torch.ones(2, 4, 3))),

@@ -216,6 +216,6 @@ def test_stacks_of_dynamic_routing_train_with_the_std_of_the_docstring(name: str
         poses, mean = layer(poses), 0.5
         assert 0.5 < poses.norm(dim=-1).mean() < 0.98
         weights.append(layer.weight)
-    loss = losses.margin_loss(losses.length(poses), torch.arange(32) % 10)
+    loss = losses.margin_loss(functional.length(poses), torch.arange(32) % 10)
     first, *_, last = (gradient.norm() for gradient in torch.autograd.grad(loss, weights))
     assert last / 10 < first < 10 * last

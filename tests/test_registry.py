@@ -15,8 +15,8 @@ from cases import LAYOUTS, Case
 from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 
+from bench.judge import Bar, allowed_error
 from fastcaps import ops
-from fastcaps._testing.judge import Bar, allowed_error
 from fastcaps.ops import verbs
 from fastcaps.rules import Rule
 

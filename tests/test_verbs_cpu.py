@@ -12,8 +12,8 @@ from stored_votes import Case, Tensors, op_formulas, op_results
 from suite import native_only
 
 import fastcaps.ops.verbs  # noqa: F401  (declares the ops; the package loads the library)
+from bench.judge import Bar
 from fastcaps import Window
-from fastcaps._testing.judge import Bar
 
 pytestmark = native_only
 OPS = torch.ops.fastcaps_cpu

@@ -14,8 +14,8 @@ from stored_votes import OPS, PADDED, PULLS, Case, Tensors, op_formulas, op_resu
 from torch import Tensor
 from triton_cases import DEVICE, FAR, TINY, WIDE, interpret, launches
 
+from bench.judge import Bar
 from fastcaps import Window
-from fastcaps._testing.judge import Bar
 from fastcaps.triton_kernels import schedule, verbs
 from fastcaps.votes import VoteInputs
 

@@ -62,31 +62,25 @@ class Fault:
 # ---- C++ -------------------------------------------------------------------------------------------------------------
 
 
+def _bound(tokens: Iterable[re.Match[str]], opening: str, closing: str, ends: str) -> re.Match[str] | None:
+    """Return the first token that ends an expression outside of all brackets."""
+    depth = 0
+    for token in tokens:
+        if depth == 0 and token[0] in ends:
+            return token
+        depth += (token[0] in opening) - (token[0] in closing)
+    return None
+
+
 def _expression(code: str, begin: int, end: int) -> tuple[int, int] | None:
     """Return the smallest whole expression in a line that holds a part of it; None where the line cuts it off."""
-    depth, first = 0, begin
-    while first > 0:
-        c, two = code[first - 1], code[max(first - 2, 0) : first]
-        if depth == 0 and (c in "([{,;?" or (c == ":" and two != "::")):
-            break
-        if c == "=" and depth == 0 and two not in ("==", "<=", ">=", "!="):
-            break
-        depth += (c in ")]}") - (c in "([{")
-        first -= 2 if two in ("::", "==", "<=", ">=", "!=") else 1
-    if code[:first].strip() == "":
-        if not code[first:].lstrip().startswith("return "):
-            return None
-        first = code.index("return ") + len("return ")
-    depth, last = 0, end
-    while last < len(code):
-        c, two = code[last], code[last : last + 2]
-        if depth == 0 and (c in ")]},;?" or (c == ":" and two != "::")):
-            break
-        if c == "=" and depth == 0 and two != "==":
-            return None
-        depth += (c in "([{") - (c in ")]}")
-        last += 2 if two in ("::", "==", "<=", ">=", "!=") else 1
-    return None if last == len(code) else (first, last)
+    tokens = list(re.finditer(r"::|[=!<>]=|.", code))
+    before = [token for token in tokens if token.end() <= begin]
+    left = _bound(reversed(before), ")]}", "([{", "([{,;?:=")
+    right = _bound((token for token in tokens if token.start() >= end), "([{", ")]}", ")]},;?:=")
+    if right is None or right[0] == "=" or (left is None and not code.lstrip().startswith("return ")):
+        return None
+    return left.end() if left else code.index("return ") + len("return "), right.start()
 
 
 def faults_of_line(text: str, earlier: str = ";", later: str = "") -> Iterator[tuple[str, str]]:
@@ -149,39 +143,37 @@ def _changed(node: ast.AST) -> Iterator[str]:
     elif isinstance(copy, ast.Constant) and type(copy.value) in (int, float) and copy.value in (0, 1):
         yield ast.unparse(ast.Constant(copy.value + 1))
     elif isinstance(copy, ast.Call):
-        name = copy.func.attr if isinstance(copy.func, ast.Attribute) else ""
+        name = getattr(copy.func, "attr", "")
         if name == "where" and len(copy.args) == 3:
             copy.args[1:] = reversed(copy.args[1:])
             yield ast.unparse(copy)
         elif name in CALLED:
             copy.func.attr = CALLED[name]
             yield ast.unparse(copy)
-        for keyword in copy.keywords:
-            if keyword.arg == "mask":
-                keyword.value = ast.Constant(None)
-                yield ast.unparse(copy)
+        for keyword in (each for each in copy.keywords if each.arg == "mask"):
+            keyword.value = ast.Constant(None)
+            yield ast.unparse(copy)
 
 
 def _of_python(name: str, text: str) -> Iterator[Fault]:
     lines = text.splitlines()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     inside = [node for function in functions for part in function.body for node in ast.walk(part)]
-    spared = {id(part) for node in inside if isinstance(node, (ast.JoinedStr, ast.Raise, ast.Slice, ast.arguments))
-              for part in ast.walk(node)}  # fmt: skip
-    spared |= {id(part) for node in inside if isinstance(node, ast.AnnAssign) for part in ast.walk(node.annotation)}
-    for node in inside:
-        first = getattr(node, "lineno", None)
-        if first is None or id(node) in spared or first != getattr(node, "end_lineno", None):
+    spared = [node for node in inside if isinstance(node, (ast.JoinedStr, ast.Raise, ast.Slice, ast.arguments))]
+    spared += [node.annotation for node in inside if isinstance(node, ast.AnnAssign)]
+    left = {id(part) for node in spared for part in ast.walk(node)}
+    for node in (each for each in inside if id(each) not in left and hasattr(each, "lineno")):
+        at: Any = node
+        if at.lineno != at.end_lineno:
             continue
-        line = lines[first - 1]
-        # columns count bytes of UTF-8
-        begin, end = (len(line.encode()[:at].decode()) for at in (node.col_offset, node.end_col_offset))  # type: ignore[attr-defined]
+        line = lines[at.lineno - 1]
+        begin, end = (len(line.encode()[:k].decode()) for k in (at.col_offset, at.end_col_offset))  # of UTF-8's bytes
         is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         if (is_call or isinstance(node, ast.AugAssign)) and line[:begin].strip() == "":
-            yield Fault(name, first, line, "", f"{line[:begin]}if not FASTCAPS_FAULT(@): {line[begin:]}")
+            yield Fault(name, at.lineno, line, "", f"{line[:begin]}if not FASTCAPS_FAULT(@): {line[begin:]}")
         for after in _changed(node):
             both = f"(({after}) if FASTCAPS_FAULT(@) else ({line[begin:end]}))"
-            yield Fault(name, first, line, line[:begin] + after + line[end:], line[:begin] + both + line[end:])
+            yield Fault(name, at.lineno, line, line[:begin] + after + line[end:], line[:begin] + both + line[end:])
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

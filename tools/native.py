@@ -70,9 +70,9 @@ def environment(library: Path, **more: str) -> dict[str, str]:
     return {**found, name: str(library), "PYTHONPATH": str(ROOT), **more}
 
 
-def guarded_library(folder: Path) -> Path:
-    """Build the CPU library whose scratch memory ends at guard pages, for the portable instruction set."""
-    return build(folder, "fastcaps_cpu", "-O1 -w", ROOT, "FASTCAPS_GUARDS=ON")
+def guarded_library(folder: Path, level: str = "default") -> Path:
+    """Build the CPU library whose scratch memory ends at guard pages, for an instruction set."""
+    return build(folder, "fastcaps_cpu", f"-O1 -w {LEVEL_FLAGS[level]}".strip(), ROOT, "FASTCAPS_GUARDS=ON")
 
 
 def guarded(folder: Path) -> dict[str, str]:

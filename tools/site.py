@@ -11,11 +11,8 @@ import importlib
 import inspect
 import posixpath
 import re
-import types
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = re.compile(r"^# %%(?P<kind> \[markdown\])?\n", re.MULTILINE)
@@ -66,17 +63,9 @@ def api(module: str) -> str:
     found = importlib.import_module(f"fastcaps.{module}")
     said = re.sub(r":\w+:`~?(?:\.?\w+\.)*(\w+)`", r"`\1`", found.__doc__ or "").strip()
     things = {name: getattr(found, name) for name in API[module] or found.__all__}
-    parts = [f"# fastcaps.{module}", said]
-    for name, thing in sorted(things.items(), key=lambda each: inspect.isclass(each[1])):  # functions first
-        if not callable(thing) or hasattr(thing, "__origin__"):  # a type's other name
-            continue
-        is_layer = inspect.isclass(thing) and issubclass(thing, torch.nn.Module)
-        kinds = (property, classmethod, staticmethod, types.FunctionType)
-        defined = vars(thing) if inspect.isclass(thing) else {}
-        members = [*getattr(thing, "_fields", ()), *(key for key, each in defined.items() if isinstance(each, kinds))]
-        shown = ["build", "forward"] if is_layer else [key for key in members if key[0] != "_"] or "false"
-        parts.append(f"::: fastcaps.{module}.{name}\n    options: {{members: {shown}, inherited_members: {is_layer}}}")
-    return "\n\n".join(parts)
+    shown = [name for name, thing in things.items() if callable(thing) and not hasattr(thing, "__origin__")]
+    shown.sort(key=lambda name: inspect.isclass(things[name]))  # functions first
+    return "\n\n".join([f"# fastcaps.{module}", said, *(f"::: fastcaps.{module}.{name}" for name in shown)])
 
 
 def named_outside() -> set[str]:
@@ -97,14 +86,11 @@ def as_page(notebook: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Name the version, and the repository if the package names one."""
+    """Name the version."""
     from fastcaps import __version__
 
     config.site_name = f"fastcaps {__version__}"
     config.copyright = f"fastcaps {__version__}, Apache-2.0"
-    urls = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.urls]")[2].partition("\n[")[0]
-    if found := re.search(r'^(?:Repository|Source) *= *"(.+)"', urls, re.MULTILINE):
-        config.repo_url = found[1]
     return config
 
 
@@ -123,10 +109,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links."""
+    """Turn links to where the site has files."""
     shown = page.file.src_uri
-    source = next((source for source, name in PAGES.items() if name == shown), f"docs/{shown}")
-    return for_site(source, markdown)
+    return for_site(next((source for source, name in PAGES.items() if name == shown), f"docs/{shown}"), markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

@@ -1,14 +1,16 @@
-"""What the compiled CUDA kernels take, by the compiler's own word: registers and local memory. No GPU is needed.
+"""What the compiled kernels take: registers, local memory, shared memory. No GPU is needed.
 
-    python -m tools.static_report              # the installed CUDA library
-    python -m tools.static_report FILE.o ...   # objects, while tuning
+    python -m tools.static_report [FILE.o ...]                         # the installed CUDA library, or objects
+    PYTHONPATH=tests python -m tools.static_report --triton sm_90      # or gfx942 and the like: the Triton kernels
 
-``cuobjdump`` is needed (of a CUDA toolkit, or of Triton's package); the exit status is 1 if a kernel for one pose
-spills that is not known to.
+The first needs ``cuobjdump``, of a CUDA toolkit or of Triton's package; the exit status is 1 if a kernel for one pose
+spills that is not known to. For the second, the host side of the kernels runs on tensors without data, of the papers'
+layers among the tests' cases, and Triton compiles what it would launch.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -16,10 +18,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from fastcaps import libraries
+import torch
+
+from fastcaps import libraries, ops
 
 KNOWN_SPILLS = {
     "sm_90 forward<GaussianForward, FixedPose<4, 4, 4, 4, 4, 1, 8, 1, 20>, 1, false,": 8,
@@ -29,23 +34,21 @@ KNOWN_SPILLS = {
 }
 """Bytes by how a kernel's name begins. The first is held to 128 registers, so that two blocks fit on a multiprocessor;
 the others, on tensor cores with all options, have all there are."""
-_LINE = re.compile(
-    r"arch = (?P<arch>sm_\w+)|Function (?P<name>\S+):"
-    r"|REG:(?P<reg>\d+) STACK:(?P<stack>\d+) .*LOCAL:(?P<local>\d+)"
-)
+USAGE = re.compile(r"arch = (sm_\w+)|Function (\S+):|REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """What one kernel takes on one architecture."""
 
     name: str  # without namespaces and parameters
     arch: str  # sm_90 or the like
     registers: int  # a thread
     local: int  # bytes of local memory a thread: spills, arrays that are indexed at run time, calls
+    shared: int  # static shared memory in bytes, the part that the system keeps (1 KB from sm_90 on) included
 
     def __str__(self) -> str:
-        return f"{self.arch} {self.name}: {self.registers} registers, {self.local} bytes of local memory a thread"
+        local = f" + {self.local} B local" if self.local else ""
+        return f"{self.arch} {self.name}: {self.registers}{local}{f' + {self.shared} B shared' * (self.shared > 1024)}"
 
 
 def tool(name: str) -> str | None:
@@ -61,48 +64,73 @@ def tool(name: str) -> str | None:
 def demangle(names: Sequence[str]) -> list[str]:
     """Return readable names: template arguments kept; namespaces, parameters and return types dropped."""
     done = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True)
-    plain = [re.sub(r"\(fastcaps::\w+\)(?=\d)|\(anonymous namespace\)::|^void ", "", name)
-             for name in done.stdout.splitlines()]  # fmt: skip
-    return [re.sub(r"\b\w+::", "", name).partition("(")[0].replace("_kernel", "") for name in plain]
+    plain = re.sub(r"\(fastcaps::\w+\)(?=\d)|\(anonymous namespace\)::|^void ", "", done.stdout, flags=re.MULTILINE)
+    return [re.sub(r"\b\w+::", "", name).partition("(")[0].replace("_kernel", "") for name in plain.splitlines()]
 
 
 def collect(paths: Sequence[Path]) -> list[Usage]:
     """Read libraries, objects or cubins; RuntimeError if there is no such file, no cuobjdump, or it fails."""
-    program = tool("cuobjdump")
+    program, found, arch, name = tool("cuobjdump"), [], "", ""
     if program is None:
         raise RuntimeError("no cuobjdump: neither a CUDA toolkit with it nor Triton is installed")
-    found, names = [], []
     for path in paths:
-        if not path.is_file():
-            raise RuntimeError(f"no {path}: the CUDA kernels are not built")
         done = subprocess.run([program, "-res-usage", str(path)], capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
-            raise RuntimeError(f"cuobjdump -res-usage {path.name}: {(done.stderr or done.stdout).strip()}")
-        arch = name = ""
-        for line in _LINE.finditer(done.stdout):
-            arch, name = line["arch"] or arch, line["name"] or name
-            if line["reg"]:
-                names.append(name)
-                found.append((arch, int(line["reg"]), int(line["stack"]) + int(line["local"])))
-    return [Usage(name, *one) for name, one in zip(demangle(names), found, strict=True)]
+            raise RuntimeError(f"cuobjdump -res-usage {path}: {(done.stderr or done.stdout).strip()}")
+        for match in USAGE.finditer(done.stdout):
+            arch, name = match[1] or arch, match[2] or name
+            if match[3]:
+                registers, stack, shared, local = (int(number) for number in match.groups()[2:])
+                found.append(Usage(name, arch, registers, stack + local, shared))
+    return [one._replace(name=name) for one, name in zip(found, demangle([one.name for one in found]), strict=True)]
 
 
 def spilled(found: Iterable[Usage]) -> list[Usage]:
     """Return the kernels for one pose that keep more in local memory than they are known to."""
     known = {one: [most for name, most in KNOWN_SPILLS.items() if str(one).startswith(name)] for one in found}
-    special = [one for one in known if "Pose" in one.name and "FreePose" not in one.name]
-    return [one for one in special if one.local > max(known[one], default=0)]
+    return [one for one, most in known.items()
+            if "Pose" in one.name and "FreePose" not in one.name and one.local > max(most, default=0)]  # fmt: skip
 
 
-def main() -> int:
-    """Print what each kernel takes; return 1 if a kernel spills that is not known to, 2 without a library."""
-    try:
-        found = collect([*map(Path, sys.argv[1:])] or [libraries.library_path("cuda")])
-    except (RuntimeError, OSError) as error:
-        print(f"static_report: {error}", file=sys.stderr)
-        return 2
+def triton_lines(target: str) -> Iterable[str]:
+    """Yield a line for each Triton kernel with a loop over children that a call of the papers' layers would launch.
+
+    A tile is the positions, parents, rows and columns that a program has at a time.
+    """
+    from registry import ROUTINGS  # of tests/
+
+    from fastcaps.triton_kernels import call, static
+
+    for routing in ROUTINGS:
+        (module, _), border = libraries.triton_kernels(routing.stem), getattr(ops, routing.name)
+        for case in map(routing.case, ("conv", "pose-4x4-10", "pose-1x8", "pose-1x16")):
+            large = replace(case, batch=128, iterations=1, dtype=torch.float32)
+            with torch.device("meta"), call.watched() as launches:
+                getattr(module, routing.name)(*border.given([*routing.call(large).given.values()]), 0)
+                given = border.given_backward([*routing.backward_call(large).given.values()])
+                getattr(module, f"{routing.name}_backward")(*given, 0)
+            for launch in (one for one in launches if "votes" in one.arguments):
+                made, tile = static.compiled_for(target, launch), launch.arguments["tile"]
+                size = "×".join(str(number.value) for number in (tile.BL, tile.BM, tile.BC, tile.BE))
+                yield (f"{case.name} {made.kernel}: tile {size}, {made.num_warps} warps, {made.n_regs} registers, "
+                       f"{made.n_spills} words spilled, {made.shared / 1024:.1f} KB shared")  # fmt: skip
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status: 1 if a kernel spills that is not known to."""
+    parser = argparse.ArgumentParser(description="Registers a thread, local and static shared memory of the kernels.")
+    parser.add_argument("files", nargs="*", type=Path, help="libraries, objects, cubins (the installed CUDA library)")
+    parser.add_argument("--triton", metavar="TARGET", help="the Triton kernels for sm_80, gfx942 and the like")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    if given.triton:
+        for line in triton_lines(given.triton):
+            print(line, flush=True)
+        return 0
+    found = collect(given.files or [libraries.library_path("cuda")])
+    print(*sorted(found), sep="\n")
     wrong = spilled(found)
-    print(*sorted(map(str, found)), *(f"spills: {one}" for one in wrong), sep="\n")
+    for one in wrong:
+        print(f"spills: {one}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -3,7 +3,7 @@
 What differs:
 
 - a child with a score of minus infinity has no effect even if it is NaN or infinite;
-- votes are stored only for ``return_dict=True``, which returns them; its ``log_p`` exists for one iteration, too.
+- ``return_dict=True`` is refused: it returns votes, which are never stored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
@@ -44,7 +43,7 @@ class GenerativeMatrixRouting(Twin):
     eps : float
         Added to the sums of coefficients and to the variances.
     return_dict : bool
-        Return all intermediate results, votes included, as a dict.
+        False: all intermediate results as a dict would hold the votes.
 
     Examples
     --------
@@ -81,6 +80,8 @@ class GenerativeMatrixRouting(Twin):
         if n_out < 2:
             raise ValueError(f"n_out must be at least 2, got {n_out}")
         check_choice("p_model", p_model, tuple(MODELS))
+        if return_dict:
+            raise ValueError("return_dict must be False, got True: it returns votes, which are not stored")
         self.single_beta, self.p_model, self.eps, self.return_dict = single_beta, p_model, eps, return_dict
         rows = max(1, self.n_inp)
         self.register_buffer("CONST_one", torch.tensor(1.0))
@@ -96,13 +97,11 @@ class GenerativeMatrixRouting(Twin):
         with torch.no_grad():
             self.W.div_(self.d_inp)
 
-    def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, Tensor, Tensor] | dict[str, Tensor]:
+    def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, ...]:
         """Return the parents' scores, means and variances, of children with scores ``[..., n_inp]`` and poses
         ``[..., n_inp, d_cov, d_inp]``. A score of minus infinity is a child that does not exist.
 
-        They are ``a_out``, ``[..., n_out]``, ``mu_out`` and ``sig2_out``, ``[..., n_out, d_cov, d_out]``. With
-        ``return_dict``, a dict of these, of the votes ``V``, ``[..., n_inp, n_out, d_cov, d_out]``, and of ``log_p``,
-        ``R``, ``D_use``, ``D_ign``, ``[..., n_inp, n_out]``, of the last iteration.
+        They are ``a_out``, ``[..., n_out]``, ``mu_out`` and ``sig2_out``, ``[..., n_out, d_cov, d_out]``.
         """
         require_tensor(a_inp, "a_inp")
         require_tensor(mu_inp, "mu_inp")
@@ -114,38 +113,10 @@ class GenerativeMatrixRouting(Twin):
         lead, count = a_inp.shape[:-1], a_inp.shape[-1]
         batch = math.prod(lead)
         scores, children = a_inp.reshape(batch, count), mu_inp.reshape(batch, count, self.d_cov, self.d_inp)
-        found = self._route(children, scores, self.n_iters)
-        outputs = dict(zip(("a_out", "mu_out", "sig2_out"), found, strict=True))
-        if self.return_dict:
-            outputs = {**self._inside(children, scores), **outputs}
-        outputs = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
-        return outputs if self.return_dict else (outputs["a_out"], outputs["mu_out"], outputs["sig2_out"])
-
-    def _route(self, children: Tensor, scores: Tensor, iterations: int) -> tuple[Tensor, ...]:
-        options: dict[str, Any] = {"iterations": iterations, "model": MODELS[self.p_model], "eps": self.eps}
+        options: dict[str, Any] = {"iterations": self.n_iters, "model": MODELS[self.p_model], "eps": self.eps}
         betas = (self.beta_use, self.beta_ign)
         found = functional.heinsen_routing(children, scores, self.W, self.B, *betas, **options)
-        return found.scores, found.poses, found.variances
-
-    def _inside(self, children: Tensor, scores: Tensor) -> dict[str, Tensor]:
-        """Return the intermediate results of the last iteration, with stored votes."""
-        weight = self.W.expand(children.shape[1], -1, -1, -1)
-        votes = torch.einsum("bicd,ijdh->bijch", children, weight) + self.B
-        gate = scores.sigmoid().unsqueeze(-1)
-        log_p = votes.new_zeros(votes.shape[:3])
-        logits = log_p
-        if self.n_iters > 1:
-            a_out, means, variances = self._route(children, scores, self.n_iters - 1)
-            squares = (votes - means.unsqueeze(1)).square()
-            if self.p_model == "gaussian":
-                log_sigma = 0.5 * variances.log().sum((-2, -1))
-                log_p = -(squares / (2 * variances.unsqueeze(1))).sum((-2, -1)) - log_sigma.unsqueeze(1)
-            else:
-                log_p = (-squares.sum((-2, -1))).log_softmax(-1)
-            logits = F.logsigmoid(a_out).unsqueeze(1) + log_p
-        shares = logits.softmax(-1)
-        used = gate * shares
-        return {"V": votes, "log_p": log_p, "R": shares, "D_use": used, "D_ign": gate - used}
+        return tuple(x.reshape(*lead, *x.shape[1:]) for x in (found.scores, found.poses, found.variances))
 
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         count = 5 if self.n_inp < 0 else self.n_inp

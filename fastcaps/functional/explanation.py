@@ -145,6 +145,9 @@ def shapes_alone(call: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any],
 class _Calls(TorchDispatchMode):
     """The explanations of the ops that a call reaches, and of the formulas that run instead of one."""
 
+    supports_higher_order_operators = True
+    is_infra_mode = classmethod(lambda cls: True)  # else operators that compile themselves refuse
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Explanation] = []
@@ -163,8 +166,7 @@ class _Calls(TorchDispatchMode):
             runs = runs or routing.library(votes, backward=False)
         call, forced = backends.Call.of(stem, votes), backends.forced()
         refusals = {name: backends.refusal(name, call) for name in backends.NAMES}
-        name: str | None = forced
-        how, others = "forced", f"{forced!r} is forced"
+        name, how, others = forced, "forced", f"{forced!r} is forced"
         if forced and refusals[forced]:
             name, how = None, f"backend {forced!r} is forced and cannot take this call"
         elif runs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments, channels_last
 from fastcaps.nn.primary import PrimaryCapsules
-from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, checked_specs, converted, parts_of
+from fastcaps.nn.stack import CapsuleSpec, RoutingStack, checked_specs, converted, parts_of
 
 
 def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
@@ -224,27 +224,6 @@ class CapsNet(nn.Module):
             widths: dict[str, Any] = {} if decoder is True else {"hidden": decoder}
             net.decoder = ReconstructionDecoder(specs[-1].capsules, top, (in_channels, *size), **widths, **place)
         return net
-
-    if TYPE_CHECKING:  # nn.Module's own returns Any
-
-        @overload
-        def __call__(
-            self,
-            images: Tensor,
-            *,
-            iterations: int | None = None,
-            return_trace: Literal[False] = False,
-            reconstruct: Literal[False] = False,
-        ) -> Tensor: ...
-        @overload
-        def __call__(
-            self, images: Tensor, *, iterations: int | None = None, return_trace: Literal[True]
-        ) -> tuple[Tensor, RoutingTrace]: ...
-        @overload
-        def __call__(
-            self, images: Tensor, *, iterations: int | None = None, reconstruct: Literal[True] | Tensor
-        ) -> tuple[Tensor, Tensor]: ...
-        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self,

@@ -16,7 +16,7 @@ class DynamicRouting(RoutingLayer[Tensor, Routed]):
 
     The equation is that of :func:`fastcaps.functional.dynamic_routing`: the softmax runs over the **parents**, unless
     ``compete="children"``. The length of a parent's pose, below 1, is the probability that the parent exists
-    (:func:`fastcaps.losses.length`); the children should be squashed, too. The kernels store no vote.
+    (:func:`fastcaps.functional.length`); the children should be squashed, too. The kernels store no vote.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from fastcaps import functional
 from fastcaps.checks import check_count, check_dtype, check_finite, check_flag, check_map, known_arguments, shape_text
 from fastcaps.functional.pooling import activation_function
-from fastcaps.nn.layer import CallOptions, LayerCall, LayerOptions, RoutingLayer
+from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import arguments_repr, channels_last
 from fastcaps.results import Routed
 from fastcaps.votes import Window
@@ -211,18 +211,6 @@ class RoutingPool2d(nn.Module):
         if channels % self.dim:
             raise ValueError(f"features must have channels that dim = {self.dim} divides, got {channels}")
         return channels // self.dim
-
-    if TYPE_CHECKING:  # nn.Module's own returns Any
-
-        @overload
-        def __call__(
-            self, features: Tensor, *, return_coefficients: Literal[False] = False, **options: Unpack[CallOptions]
-        ) -> Tensor: ...
-        @overload
-        def __call__(
-            self, features: Tensor, *, return_coefficients: Literal[True], **options: Unpack[CallOptions]
-        ) -> Routed: ...
-        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -237,28 +237,6 @@ class RoutingStack(nn.Module):
             layers.append(made)
             in_capsules, in_dim = spec.capsules, made.out_dim
         return cls(layers, iterations=2 if iterations is None else iterations, routing=routing)
-
-    if TYPE_CHECKING:  # nn.Module's own returns Any
-
-        @overload
-        def __call__(
-            self,
-            children: Tensor,
-            activations: Tensor | None = None,
-            *,
-            iterations: int | None = None,
-            return_trace: Literal[False] = False,
-        ) -> Parents: ...
-        @overload
-        def __call__(
-            self,
-            children: Tensor,
-            activations: Tensor | None = None,
-            *,
-            iterations: int | None = None,
-            return_trace: Literal[True],
-        ) -> tuple[Parents, RoutingTrace]: ...
-        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self,

@@ -1,10 +1,8 @@
-"""Checks of single arguments, whose messages name the argument, what came and what is wanted."""
+"""Checks of arguments, whose messages name the argument, what came and what is wanted."""
 
 from __future__ import annotations
 
 import difflib
-import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,36 +10,9 @@ from torch import Tensor
 
 
 def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
-    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any.
-
-    Of a path such as ``optimizer.lr`` the last part is compared.
-    """
-    ends: dict[str, str] = {}
-    for each in names:
-        end = each.rpartition(".")[2].lower()
-        ends[end] = min(ends.get(end, each), each, key=len)
-    near = [ends[end] for end in difflib.get_close_matches(str(name).lower(), ends, n=most)]
-    return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return ``value`` as an int; raise unless it is an integer >= ``least``."""
-    try:
-        count = None if isinstance(value, (bool, Tensor)) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None:
-        raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
-    if count < least:
-        raise ValueError(f"{name} must be an int >= {least}, got {count}")
-    return count
-
-
-def check_number(name: str, value: Any) -> float:
-    """Return ``value`` as a float; raise ValueError unless it is finite and not negative."""
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0, got {value}")
-    return float(value)
+    """Return the end of a message about an unknown name: up to ``most`` similar ones of ``names``, if any."""
+    near = difflib.get_close_matches(str(name).lower(), names, n=most)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -60,6 +31,6 @@ def check_map(name: str, value: Tensor, channels: int, size: Sequence[int] | Non
 
 
 def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width; raise unless they are positive integers."""
+    """Return height and width of an image of a size."""
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return check_count("image_size", height), check_count("image_size", width)
+    return height, width

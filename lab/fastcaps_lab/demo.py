@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -20,48 +21,38 @@ from fastcaps_lab.training.folder import write_json
 EPOCHS = 10
 TARGET = 0.97
 SHOWN = (0, 2, 3, 4, 7)  # classes of the digits to draw; a misclassified one, if any, comes last
-BACKENDS = ("cpu", "reference")
 Figures = dict[str, dict[str, dict[str, float]]]
 """What :func:`fastcaps_lab.measure.measure` returns, by workload and backend."""
 
 
 def measure_machine(console: Console) -> Figures:
     """Return every workload's figures on the compiled kernels and the reference."""
+    names = [entry.name for entry in backends.listing() if entry.name in ("cpu", "reference") and entry.available]
     figures: Figures = {name: {} for name in measure.WORKLOADS}
     with console.status("measuring") as status:
-        for name, workload in measure.WORKLOADS.items():
-            for entry in backends.listing():
-                if entry.name in BACKENDS and entry.available:
-                    status.update(f"measuring {workload.title} on {entry.name}, in a fresh process")
-                    figures[name][entry.name] = measure.apart("fastcaps_lab.measure", name, entry.name)
+        for name, backend in itertools.product(figures, names):
+            status.update(f"measuring {measure.WORKLOADS[name].title} on {backend}, in a fresh process")
+            figures[name][backend] = measure.apart("fastcaps_lab.measure", name, backend)
     return figures
 
 
 def speed_table(figures: Figures) -> Table:
     """Return a table of the figures; ratios are plain PyTorch's figure over the kernels'."""
-    table = Table(
-        title=f"One routing pass on this machine: {torch.get_num_threads()} threads, float32, 4 × 4 poses",
-        caption="Medians. Memory: what a training step adds at its peak, in a fresh process.",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("children → parents", no_wrap=True)
-    for heading in ("", "kernels", "plain PyTorch", "ratio"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    title = f"One routing pass on this machine: {torch.get_num_threads()} threads, float32, 4 × 4 poses"
+    caption = "Medians. Memory: what a training step adds at its peak, in a fresh process."
+    table = Table("children → parents", "", title=title, caption=caption, title_justify="left", caption_justify="left")
+    for heading in ("kernels", "plain PyTorch", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    quantities = (("forward", "forward_ms", "ms"), ("training step", "step_ms", "ms"), ("memory", "step_mb", "MB"))
     for name, row in figures.items():
-        workload, reference, kernels = measure.WORKLOADS[name], row["reference"], row.get("cpu")
+        workload, slow, fast = measure.WORKLOADS[name], row["reference"], row.get("cpu")
         titles = (workload.title, f"{workload.children[0]} images", "")
-        quantities = (("forward", "forward_ms", "ms"), ("training step", "step_ms", "ms"), ("memory", "step_mb", "MB"))
         for title, (label, quantity, unit) in zip(titles, quantities, strict=True):
-            slow = reference[quantity]
-            fast = None if kernels is None else kernels[quantity]
-            table.add_row(
-                title,
-                label,
-                "—" if fast is None else f"[bold]{fast:,.1f}[/] {unit}",
-                f"{slow:,.1f} {unit}",
-                "—" if fast is None else f"[bold green]{slow / max(fast, 0.1):,.0f}×[/]",
-            )
+            ours, ratio = "—", "—"
+            if fast is not None:
+                ours = f"[bold]{fast[quantity]:,.1f}[/] {unit}"
+                ratio = f"[bold green]{slow[quantity] / max(fast[quantity], 0.1):,.0f}×[/]"
+            table.add_row(title, label, ours, f"{slow[quantity]:,.1f} {unit}", ratio)
         table.add_section()
     return table
 
@@ -72,10 +63,9 @@ def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
     images, labels = splits.test.batch(slice(None))
     with torch.no_grad():
         predictions = network(images).argmax(dim=1)
-    wrong = (predictions != labels).nonzero().flatten()
     right = predictions == labels
     picked = [int(hits[0]) for digit in SHOWN if len(hits := ((labels == digit) & right).nonzero().flatten())]
-    picked += wrong[:1].tolist()
+    picked += (~right).nonzero().flatten()[:1].tolist()
     curve = viz.learning_curve(
         result.history,
         out / "learning_curve.png",
@@ -120,12 +110,10 @@ def run(
     if speed:
         console.print(
             "\n[bold]2. What routing costs on this machine[/]: the kernels, and this package's plain PyTorch code.\n"
-            "That is not the fastest way to write it: [bold]fastcaps bench[/] compares with the fastest."
+            "That is not the fastest way to write it: [bold]pytest bench[/] in a checkout compares with the fastest."
         )
         figures = measure_machine(console)
         console.print(speed_table(figures))
-        if not kernels.available:
-            console.print("Only the reference runs here: " + kernels.detail)
     pictures = draw(result, splits, out)
     summary = {
         "test_accuracy": result.test_accuracy,

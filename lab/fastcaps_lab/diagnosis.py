@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
-from fastcaps_lab.checks import check_number
 from fastcaps_lab.inside import Inside, watched
-
-HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,10 @@ class LayerDiagnosis:
     weight_gradient: float | None  # norms of the loss's gradients; None without a loss or without gradients
     parent_gradient: float | None
 
-    def cells(self) -> tuple[str, ...]:
-        """Return a row of the table."""
-        values = (self.entropy, ".3f"), (self.weight_gradient, ".2e"), (self.parent_gradient, ".2e")
-        texts = ("" if value is None else format(value, form) for value, form in values)
-        return (self.path, self.layer, str(len(self.strengths)), str(len(self.dead)), self.measured_by, *texts)
-
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of :func:`diagnose`. It prints as a table, ``viz.diagnosis`` draws it, and ``dataclasses.asdict``
-    returns it for ``json.dumps``.
+    """The result of :func:`diagnose`. It prints as a table, and ``dataclasses.asdict`` returns it for ``json.dumps``.
 
     In the table, "by" is the measure of a parent's strength, and "grad θ" and "grad v" are the norms of the gradients
     of the layer's parameters and results.
@@ -53,20 +43,18 @@ class Diagnosis:
     threshold: float  # of dead parents
     loss: float | None = None  # of the batch
 
-    @property
-    def title(self) -> str:
-        """The table's title: samples, loss and threshold."""
-        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
-        return f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
-
     def __str__(self) -> str:
-        rows = [HEADER, *(layer.cells() for layer in self.layers)]
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        title = f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
+        rows = [("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")]
+        for each in self.layers:
+            values = (each.entropy, ".3f"), (each.weight_gradient, ".2e"), (each.parent_gradient, ".2e")
+            entropy, *gradients = ("" if value is None else format(value, form) for value, form in values)
+            counts = str(len(each.strengths)), str(len(each.dead))
+            rows.append((each.path, each.layer, *counts, each.measured_by, entropy, gradients[0], gradients[1]))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.title, *lines])
-
-    def __rich__(self) -> str:
-        return str(self)
+        return "\n".join([title, *lines])
 
 
 def diagnose(
@@ -96,31 +84,16 @@ def diagnose(
     in a leaky routing the leak counts as one more parent. If children compete for a parent: the mean over samples,
     positions and parents of :math:`H_m = -\sum_i r_{im} \ln r_{im} / \ln n`, where n children have a coefficient above
     0. 1 means that all coefficients are equal, 0 means a tree. None if there is only one to choose, and for layers
-    without coefficients (``CapConv2d``, ``CapFC``).
+    without coefficients.
 
     **Gradient norms.** :math:`\lVert \partial L / \partial \theta \rVert_2` over all parameters of the layer, and
     :math:`\lVert \partial L / \partial v \rVert_2` over its last results, poses and activations (scores) together.
 
-    The model runs in evaluation mode, without dropout or changes of BatchNorm's statistics. Each layer runs once more
-    for its coefficients, which take one value per pair of child and parent. Modes, hooks and ``.grad`` are restored.
-
-    Parameters
-    ----------
-    model : Module
-        With layers of :mod:`fastcaps.nn`: a network of :mod:`fastcaps_lab.models`, your own, or one layer.
-    batch : Tensor or (inputs, target)
-        The model's inputs, a tensor or a tuple of several, and the loss's target, or None.
-    loss : callable, optional
-        ``loss(output, target)``, a scalar. By default cross-entropy if there is a target; without either there are no
-        gradients.
-    threshold : float
-        Parents below it are dead.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If ``model`` is not a module or has no capsule layer, ``batch`` holds no tensor or no sample, or the loss is not
-        a scalar.
+    The model has layers of :mod:`fastcaps.nn`, or is one, and runs in evaluation mode. Each layer runs once more for
+    its coefficients, which take one value per pair of child and parent. Modes, hooks and ``.grad`` are restored. The
+    batch is the model's inputs, a tensor or a tuple of several, or these and the loss's target. ``loss(output,
+    target)`` returns a scalar; by default it is cross-entropy if there is a target, and without either there are no
+    gradients. Parents below ``threshold`` are dead. ValueError if no capsule layer runs, or the batch has no sample.
 
     Examples
     --------
@@ -130,19 +103,11 @@ def diagnose(
     >>> [(layer.path, len(layer.strengths), layer.compete) for layer in found.layers]
     [('routing.layers.0', 8, 'parents'), ('routing.layers.1', 10, 'parents')]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_number("threshold", threshold)
     inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     if loss is None and target is not None:
         loss = F.cross_entropy
-    if not (loss is None or callable(loss)):
-        raise TypeError(f"loss must be a function of the model's result and the target, got {loss!r}")
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    if not any(isinstance(each, Tensor) for each in given):
-        raise TypeError(f"batch must be a tensor or (inputs, target), got {type(batch).__name__}")
-    samples = next(each.shape[0] if each.dim() else 0 for each in given if isinstance(each, Tensor))
-    if samples == 0:
+    if (samples := next(len(each) for each in given if isinstance(each, Tensor))) == 0:
         raise ValueError("batch must hold a sample, got none")
     with watched(model) as calls:
         with torch.set_grad_enabled(loss is not None):
@@ -158,12 +123,8 @@ def diagnose(
 
 def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]:
     """Return the loss's gradients of the layers' parameters and results, 0 for those that it does not depend on."""
-    if value is None:
-        return {}
-    if value.numel() != 1:
-        raise ValueError(f"loss must return a scalar, got {list(value.shape)}")
     wanted = [each for one in seen for each in (*one.layer.parameters(), *one.returned) if each.requires_grad]
-    if not wanted or not value.requires_grad:
+    if value is None or not wanted or not value.requires_grad:
         return {}
     return dict(zip(wanted, torch.autograd.grad(value, wanted, materialize_grads=True), strict=True))
 

@@ -34,11 +34,6 @@ class Inside:
     result: Any
 
     @property
-    def poses(self) -> Tensor:
-        """The parents' poses as the layer returned them."""
-        return self.result if isinstance(self.result, Tensor) else self.result[0]
-
-    @property
     def returned(self) -> list[Tensor]:
         """The returned tensors that require a gradient."""
         found = [self.result] if isinstance(self.result, Tensor) else list(self.result)
@@ -47,10 +42,8 @@ class Inside:
     @property
     def parents(self) -> Tensor:
         """The parents' poses ``[B, M, places, d]``."""
-        poses, layer = self.poses, self.layer
-        if hasattr(layer, "as_poses"):
-            poses = layer.as_poses(poses)
-        elif isinstance(layer, RoutingPool2d):
+        poses, layer = self.result if isinstance(self.result, Tensor) else self.result[0], self.layer
+        if isinstance(layer, RoutingPool2d):
             poses = poses.unflatten(1, (-1, layer.out_dim or layer.dim)).movedim(2, -1)
         return poses.flatten(2, -2) if poses.dim() > 3 else poses[:, :, None]
 
@@ -65,9 +58,7 @@ class Inside:
     @property
     def routes(self) -> bool:
         """Whether the layer can return coefficients."""
-        if isinstance(self.layer, RoutingLayer):
-            return self.layer.returns_coefficients
-        return isinstance(self.layer, RoutingPool2d)
+        return isinstance(self.layer, RoutingPool2d) or self.layer.returns_coefficients
 
     @torch.no_grad()
     def coefficients(self) -> Tensor:
@@ -99,11 +90,10 @@ class Inside:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
-    """Watch the capsule layers of ``model``, in evaluation mode inside a ``with`` block.
+    """Watch the routing layers of ``model``, in evaluation mode inside a ``with`` block.
 
-    Such a layer routes, or has ``as_poses``, which turns its result into poses ``[B, M, ..., d]``. The block's value is
-    a function that returns the last call of every layer so far, in the order in which they ended. Modes and hooks are
-    restored at the end.
+    The block's value is a function that returns the last call of every layer so far, in the order in which they ended.
+    Modes and hooks are restored at the end.
     """
     last: dict[str, Inside] = {}
     modes = {module: module.training for module in model.modules()}
@@ -120,7 +110,7 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
     handles = [
         module.register_forward_hook(keep(path), with_kwargs=True)
         for path, module in model.named_modules()
-        if isinstance(module, (RoutingLayer, RoutingPool2d)) or hasattr(module, "as_poses")
+        if isinstance(module, (RoutingLayer, RoutingPool2d))
     ]
     try:
         model.eval()

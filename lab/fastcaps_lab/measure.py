@@ -9,40 +9,18 @@ import ctypes
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from fastcaps import backends
 from fastcaps.functional import Window, inverted_attention_routing
-
-
-def status(field: str) -> int:
-    """Return a field of this process's status, in bytes; OSError except on Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def give_back() -> None:
-    """Return to the system the free memory that Python and the C library hold for reuse."""
-    gc.collect()
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
-
-
-def peak() -> int:
-    """Return the peak resident memory of this process so far, in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_growth(run: Callable[[], object]) -> int:
@@ -50,27 +28,30 @@ def peak_growth(run: Callable[[], object]) -> int:
 
     On Linux the kernel's record of the peak is reset first; elsewhere the growth counts from the highest value so far.
     """
-    give_back()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
-    except OSError:
-        before, kept = peak(), run()
-        highest = peak()
-    else:
-        before, kept = status("VmRSS"), run()
-        highest = status("VmHWM")
+
+    def resident(field: str) -> int:
+        if not status.exists():
+            import resource
+
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(field))
+
+    status, library = Path("/proc/self/status"), ctypes.CDLL(None)
+    gc.collect()
+    if hasattr(library, "malloc_trim"):  # returns memory that the C library holds for reuse
+        library.malloc_trim(0)
+    if status.exists():
+        status.with_name("clear_refs").write_text("5")
+    before, kept = resident("VmRSS:"), run()
+    highest = resident("VmHWM:")
     del kept
     return max(0, highest - before)
 
 
 def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:
-    """Return the median time in ms of repeated runs within about ``seconds``, at least three."""
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times)
+    """Return the median time in ms of repeated runs within about ``seconds``."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return 1000 * timer.blocked_autorange(min_run_time=seconds).median
 
 
 def apart(module: str, *arguments: str) -> Any:

@@ -30,12 +30,12 @@ SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
 SEVERAL = ("multimnist", "diverse-multimnist")
 """Those whose images show several classes."""
 RECIPE = """
-source: {paper: Somebody 2020, section: "1"}
+source: Somebody 2020, section 1
 network: {name: digits, options: {iterations: 2}}
 data: {name: digits, limit: 128}
 loss: {name: cross-entropy}
 optimizer: {name: adam, lr: 1e-3}
-schedule: {name: milestones, at: [1/2, 0.75]}
+schedule: {name: milestones, at: [0.5, 0.75]}
 epochs: 1
 batch_size: 64
 accelerator: cpu

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 
 import fastcaps
 import fastcaps_lab
-from fastcaps_lab import viz
 from fastcaps_lab.diagnosis import Diagnosis, LayerDiagnosis
 
 
@@ -64,23 +61,17 @@ def test_strengths_and_entropies_by_their_equations() -> None:
 
 def test_dead_capsules_are_found_by_length_and_activation() -> None:
     dynamic = fastcaps.DynamicRouting(6, 4, 8, 8, pose="vector")
-    em = fastcaps.EMRouting(6, 4, 4, 4, iterations=1)
+    em, pool = fastcaps.EMRouting(6, 4, 4, 4, iterations=1), fastcaps.RoutingPool(5, 3, 4, 4)
     with torch.no_grad():
+        pool.weight[0, 0, 0] = torch.nan
         dynamic.weight[:, 2] = 0  # type: ignore[index]
         em.beta_a[1] = -1e6  # costs more than it can be worth
     (found,) = fastcaps_lab.diagnose(dynamic, torch.randn(2, 6, 8)).layers
     assert (found.measured_by, found.dead, found.strengths[2]) == ("length", (2,), 0.0)
     (found,) = fastcaps_lab.diagnose(em, ((torch.randn(2, 6, 4), torch.rand(2, 6)), None), threshold=0.001).layers
     assert (found.measured_by, found.dead) == ("activation", (1,))
-
-
-def test_nan_shows() -> None:
-    """In strengths and the entropy, and the parents count as dead."""
-    for kind in (fastcaps.DynamicRouting, fastcaps.EMRouting, fastcaps.RoutingPool):
-        layer = kind(5, 3, 4, 4)
-        nn.init.constant_(layer.weight[0, 0, 0], torch.nan)
-        (found,) = fastcaps_lab.diagnose(layer, torch.randn(2, 5, 4)).layers
-        assert found.dead and found.entropy is not None and math.isnan(found.entropy), found
+    (found,) = fastcaps_lab.diagnose(pool, torch.randn(2, 5, 4)).layers  # NaN shows, and its parents count as dead
+    assert found.dead and found.entropy is not None and math.isnan(found.entropy)
 
 
 def test_gradients_are_those_of_the_loss() -> None:
@@ -102,8 +93,7 @@ def test_it_leaves_no_trace() -> None:
     net.routing.eval()
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    state = torch.get_rng_state()
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
     fastcaps_lab.diagnose(net, (images, labels))
     with pytest.raises(ValueError):  # which does not fit
         fastcaps_lab.diagnose(net, (images, labels[:1]))
@@ -123,36 +113,26 @@ def test_a_layer_of_ones_own_without_coefficients() -> None:
     assert found.entropy is None and found.measured_by == "relative length"
 
 
-@pytest.mark.parametrize("name", ["zhao-cnn-routing", "zhao-affnist", "li-encapnet-six", "heinsen-sst2"])
-def test_networks_of_every_kind(name: str) -> None:
-    options: dict[str, Any] = {"layers": 3, "embedding": 16} if "sst" in name else {}
-    net = fastcaps_lab.models.create(name, **options)
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("zhao-cnn-routing", ["RoutingPool2d"]), ("heinsen-sst2", ["HeinsenRouting"] * 2)]
+)
+def test_networks_of_other_kinds(name: str, kinds: list[str]) -> None:
+    net = fastcaps_lab.models.create(name, **({"layers": 3, "embedding": 16} if "sst" in name else {}))
     size = (5, 3, 16) if "sst" in name else (net.in_channels, *net.image_size)
     found = fastcaps_lab.diagnose(net, (torch.randn(2, *size), torch.tensor([0, 1])))
-    kinds = {type(module).__name__ for module in net.modules()} & {
-        "RoutingPool2d", "RoutingPool", "CapConv2d", "CapFC", "HeinsenRouting", "DynamicRouting"
-    }  # fmt: skip
-    assert {layer.layer for layer in found.layers} == kinds
-    for layer in found.layers:
-        assert all(math.isfinite(each) and each >= 0 for each in layer.strengths)
-        assert (layer.entropy is None) == (layer.compete == "") and layer.parent_gradient is not None
-        assert layer.entropy is None or 0 <= layer.entropy <= 1.000001
+    assert [layer.layer for layer in found.layers] == kinds
+    assert all(layer.entropy is not None and 0 <= layer.entropy <= 1.000001 for layer in found.layers)
 
 
 def test_wrong_calls_are_told() -> None:
     net, (images, labels) = digits()
-    for error, message, model, batch, loss in (
-        (TypeError, "model must be a torch.nn.Module, got int", 3, images, None),
-        (ValueError, "must have a capsule layer .*, got Lin", nn.Linear(8, 3), images, None),
-        (TypeError, r"batch must be a tensor or \(inputs, target\), got str", net, "x", None),
-        (ValueError, "batch must hold a sample, got none", net, images[:0], None),
-        (ValueError, r"loss must return a scalar, got \[3, 10\]", net, (images, labels), lambda found, _: found),
-    ):
-        with pytest.raises(error, match=message):
-            fastcaps_lab.diagnose(model, batch, loss=loss)
+    with pytest.raises(ValueError, match=r"must have a capsule layer .*, got Lin"):
+        fastcaps_lab.diagnose(nn.Linear(8, 3), torch.randn(2, 8))
+    with pytest.raises(ValueError, match="batch must hold a sample, got none"):
+        fastcaps_lab.diagnose(net, (images[:0], labels[:0]))
 
 
-def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
+def test_it_is_shown_as_table_and_dict() -> None:
     dying = LayerDiagnosis("below", "DynamicRouting", "length", (0.5, 0.001), (1,), "children", 0.25, 0.0, 1e-3)
     plain = LayerDiagnosis("above", "CapFC", "length", (0.5,), (), "", None, None, None)
     found = Diagnosis((dying, plain), 3, 0.01, 1.25)
@@ -160,9 +140,3 @@ def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
     shown = "below DynamicRouting 2 1 length 0.250 0.00e+00 1.00e-03"
     assert str(found).splitlines()[2].split() == shown.split()
     assert json.loads(json.dumps(dataclasses.asdict(found)))["layers"][0]["dead"] == [1]
-    console = Console(width=100, file=io.StringIO())
-    console.print(found)
-    assert "DynamicRouting" in console.file.getvalue() and "0.250" in console.file.getvalue()
-    drawn = viz.diagnosis(found, tmp_path / "found.svg").read_text()
-    alive = Diagnosis((LayerDiagnosis(**{**vars(dying), "dead": ()}), plain), 3, 0.01, 1.25)
-    assert drawn.count("<svg") == 1 and drawn != viz.diagnosis(alive, tmp_path / "alive.svg").read_text()

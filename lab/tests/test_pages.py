@@ -33,7 +33,7 @@ def test_the_python_of_a_page_runs_as_printed(
     page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write checkpoints
-    monkeypatch.setattr(models, "_NETWORKS", {**models._NETWORKS})  # or register a network
+    monkeypatch.setattr(models, "NETWORKS", {**models.NETWORKS})  # or register a network
     names: dict[str, Any] = {}
     for block in BLOCKS[page]:
         exec(compile(block, str(page), "exec"), names)
@@ -50,7 +50,7 @@ def test_the_examples_of_docstrings_run_as_printed(module: str) -> None:
 def test_the_api_names_only_what_there_is() -> None:
     names = re.findall(r"^::: ([\w.]+)$", (ROOT / "lab/docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
     found = [getattr(import_module(home), name, None) for home, _, name in (each.rpartition(".") for each in names)]
-    assert len(found) > 40 and None not in found
+    assert len(found) > 25 and None not in found
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,18 +11,9 @@ import torch
 from fastcaps.losses import margin_loss, spread_loss
 from fastcaps_lab import models
 from fastcaps_lab.training import TrainConfig
-from fastcaps_lab.training.fields import SettingError, as_data, read
 from fastcaps_lab.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread, right
-from fastcaps_lab.training.optimizer import (
-    SGD,
-    AnySchedule,
-    Constant,
-    Cosine,
-    Exponential,
-    Milestones,
-    OneCycle,
-    Schedule,
-)
+from fastcaps_lab.training.optimizer import Constant, Cosine, Exponential, Milestones, Optimizer, Schedule
+from fastcaps_lab.training.settings import read
 
 LOGITS = [[1.5, -0.5, 0.25], [-2.0, 0.75, 3.0]]
 LENGTHS = [[0.7, 0.3, 0.05], [0.2, 0.95, 0.6]]
@@ -41,14 +33,14 @@ def test_cross_entropy_takes_labels_and_shares() -> None:
     for smoothing in (0.0, 0.3):
         for given, targets in ((labels, hard), (shares, shares)):
             wanted = -(((1 - smoothing) * targets + smoothing / 3) * logs).sum(1).mean().item()
-            assert value(CrossEntropy(smoothing), LOGITS, given) == pytest.approx(wanted)
+            assert value(CrossEntropy(smoothing=smoothing), LOGITS, given) == pytest.approx(wanted)
     with pytest.raises(ValueError, match=r"loss: cross-entropy needs one class per sample, got torch\.bool targets"):
         value(CrossEntropy(), LOGITS, torch.ones(2, 3, dtype=torch.bool))
 
 
 def test_binary_cross_entropy_judges_every_class() -> None:
     there = torch.tensor([[True, True, False], [False, False, True]])
-    for loss, numbers in ((BinaryCrossEntropy(), LOGITS), (BinaryCrossEntropy(True), LENGTHS)):
+    for loss, numbers in ((BinaryCrossEntropy(), LOGITS), (BinaryCrossEntropy(probabilities=True), LENGTHS)):
         certain = torch.tensor(numbers, dtype=torch.float64)
         certain = certain if loss.probabilities else certain.sigmoid()
         assert value(loss, numbers, there) == pytest.approx(-certain.where(there, 1 - certain).log().mean().item())
@@ -56,14 +48,17 @@ def test_binary_cross_entropy_judges_every_class() -> None:
         assert value(loss, numbers, [0, 1]) == pytest.approx(value(loss, numbers, [[1, 0, 0], [0, 1, 0]]))
     lengths = torch.tensor([[1.0 + 1e-6, 0.0, 0.5]], requires_grad=True)  # beyond the ends
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = BinaryCrossEntropy(True).of(lengths, torch.tensor([[True, False, True]]), 0.0)
+        found = BinaryCrossEntropy(probabilities=True).of(lengths, torch.tensor([[True, False, True]]), 0.0)
     found.backward()
     assert lengths.grad is not None and found.isfinite() and lengths.grad.isfinite().all()
 
 
 def test_margin_loss_draws_the_raw_pixels() -> None:
     """Those of the image, or of several digits one by one."""
-    network, loss = models.create("digits", decoder=True, classes=3).double(), Margin(0.8, 0.2, 0.25, 0.01)
+    network, loss = (
+        models.create("digits", decoder=True, classes=3).double(),
+        Margin(upper=0.8, lower=0.2, down_weight=0.25, reconstruction=0.01),
+    )
     pixels = torch.rand(2, 2, 8, 8, dtype=torch.float64)
     mean, std = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (0.13, 0.31))
     images = (pixels[:, :1] - mean) / std
@@ -87,8 +82,8 @@ def test_the_spread_loss_and_its_margin() -> None:
         (Spread(), 0.0, 0.2),
         (Spread(), 0.5, 0.55),
         (Spread(), 1.0, 0.9),
-        (Spread(0.1, 0.5, over=0.25), 0.125, 0.3),
-        (Spread(0.1, 0.5, over=0.25), 0.8, 0.5),
+        (Spread(start=0.1, end=0.5, over=0.25), 0.125, 0.3),
+        (Spread(start=0.1, end=0.5, over=0.25), 0.8, 0.5),
     ):
         wanted = spread_loss(torch.tensor(LENGTHS, dtype=torch.float64), torch.tensor([0, 2]), margin).item()
         assert value(loss, LENGTHS, [0, 2], done) == pytest.approx(wanted)
@@ -145,13 +140,11 @@ TABLE: list[tuple[Schedule, dict[int, float]]] = [
     (Cosine(end=0.2), {0: 1, 10: 0.6, 20: 0.2}),
     (Cosine(warmup=0.1, start=0.02, end=0.02), {0: 0.02, 1: 0.51, 2: 1, 11: 0.51, 20: 0.02}),
     (Cosine(by="epoch"), {0: 1, 4: 1, 5: (2 + 2**0.5) / 4, 9: (2 + 2**0.5) / 4, 14: 0.5, 15: (2 - 2**0.5) / 4}),
-    (OneCycle(), {0: 0.04, 2: 0.52, 4: 1, 12: 0.5, 20: 0}),
+    (Cosine(warmup=0.2, start=0.04), {0: 0.04, 2: 0.52, 4: 1, 12: 0.5, 20: 0}),
     (Milestones(at=(0.3, 0.75)), {0: 1, 5: 1, 6: 0.1, 14: 0.1, 15: 0.01, 19: 0.01}),
     (Milestones(at=(0.3, 0.75), gamma=0.5, by="epoch"), {0: 1, 9: 1, 10: 0.5, 14: 0.5, 15: 0.25}),
     (Milestones(at=(0.5,), warmup=0.2), {0: 0, 1: 0.25, 3: 0.75, 4: 1, 9: 1, 10: 0.1}),
     (Exponential(every=4, gamma=0.5), {0: 1, 3: 1, 4: 0.5, 8: 0.25, 19: 0.0625}),
-    (Exponential(every=4, gamma=0.25, stairs=False), {0: 1, 2: 0.5, 4: 0.25, 6: 0.125}),
-    (Exponential(every=5, gamma=0.5, by="epoch", stairs=False), {0: 1, 4: 1, 5: 0.5, 14: 0.25}),
 ]
 
 
@@ -163,7 +156,7 @@ def test_schedules(schedule: Schedule, wanted: dict[int, float]) -> None:
 
 def test_milestones_fall_on_their_epochs() -> None:
     """150 of 350 epochs is no binary fraction: the rate must not change a step early or late."""
-    schedule = read(AnySchedule, {"name": "milestones", "at": ["150/350", "250/350"]})
+    schedule = Milestones()
     for steps in (1, 7, 391):
         edges = [e * steps + s for e in (150, 250) for s in (-1, 0)]
         found = [schedule.factor(step, 350 * steps, steps) for step in edges]
@@ -178,19 +171,15 @@ def test_settings_come_back_from_their_data_and_change_by_path() -> None:
         network={"name": "digits", "options": {"iterations": 3}},
         data="digits",
         loss={"name": "feedback", "base": {"name": "margin", "upper": 0.8}, "weight": 3},
-        optimizer={"name": "rmsprop", "lr": "1e-4"},
-        schedule={"name": "milestones", "at": ["1/3", 0.5]},
+        optimizer={"name": "rmsprop", "lr": "1e-4", "momentum": "9e-1"},
+        schedule={"name": "milestones", "at": [0.25, 0.5]},
         devices=2,
     )
-    assert read(TrainConfig, as_data(config)) == config
-    assert config.devices == "2" and config.loss.base.upper == 0.8 and config.schedule.at == (1 / 3, 0.5)
+    assert read(TrainConfig, json.loads(config.model_dump_json())) == config
+    assert config.devices == "2" and config.loss.base.upper == 0.8 and config.optimizer.momentum == 0.9
     assert config.changed({"loss.base.name": "cross-entropy"}).loss.base == CrossEntropy()
     assert config.changed({"optimizer.name": "rmsprop"}) == config  # the same name clears nothing
-    changes = {"optimizer.lr": "3/4", "optimizer.name": "sgd", "network.options.routing": "sequential"}
+    changes = {"optimizer.lr": 0.75, "optimizer.name": "sgd", "network.options.routing": "sequential"}
     other = config.changed({**changes, "loss": "spread"})
-    assert (other.optimizer, other.loss) == (SGD(lr=0.75), Spread())
+    assert (other.optimizer, other.loss) == (Optimizer(name="sgd", lr=0.75), Spread())
     assert other.network.options == {"iterations": 3, "routing": "sequential"}
-    with pytest.raises(SettingError, match=r"data.options: got 'x', want a valid dictionary"):  # no name there
-        config.changed({"data.options": "x"})
-    with pytest.raises(SettingError, match=r"optimizer.betas: no such field, want one of lr, alpha"):
-        config.changed({"optimizer.betas": (0.9, 0.99)})

@@ -13,7 +13,7 @@ import fastcaps
 import fastcaps_lab
 from fastcaps.nn import CapsuleSpec, RoutingStack
 from fastcaps_lab import viz
-from fastcaps_lab.viz.routes import _frames
+from fastcaps_lab.viz.routes import _places
 
 EM, HEINSEN, DYNAMIC = fastcaps.EMRouting, fastcaps.HeinsenRouting, fastcaps.DynamicRouting
 
@@ -92,68 +92,61 @@ def test_a_child_that_is_not_there_has_no_part_and_the_window_is_where_it_is() -
         assert (viz.descent(stack, trace)[0][0, 0] == 0).nonzero().tolist() == [[1, 2, 0]]
 
 
-def test_coefficients_of_a_pool_are_its_own() -> None:
-    pool = fastcaps.RoutingPool2d(4, parents=3, in_channels=8, sharpness=3.0)
-    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), pool)
-    images = torch.randn(2, 1, 5, 6)
-    shares = pool(net[0](images), return_coefficients=True).coefficients[:, 0, 0]  # [B, H W groups, M]
-    found = viz.coefficients(net, images)
-    torch.testing.assert_close(found[1, 2, 4, 3], shares[1].view(5, 6, 2, 3)[4, 3, :, 2].sum())
-    torch.testing.assert_close(viz.coefficients(net, images, uniform=True), torch.full((2, 3, 5, 6), 1 / 30))
-    found = viz.coefficients(network(), torch.randn(1, 1, 8, 8), uniform=True)[0, 0]  # counts the windows at a place
-    seen = nn.functional.conv_transpose2d(torch.ones(1, 1, 6, 6), torch.ones(1, 1, 3, 3))[0, 0]
-    torch.testing.assert_close(found, seen / seen.sum())
-    for without in (nn.Conv2d(1, 2, 3), nn.Sequential(net[0], fastcaps.RoutingPool2d(4, kernel_size=2))):
-        with pytest.raises(ValueError, match=r"network must be a CapsNet whose .*; got (Conv2d|Sequential)"):
-            viz.coefficients(without, images)
-
-
-def test_places_are_the_middles_of_what_features_see() -> None:
-    pool, images = fastcaps.RoutingPool2d(4, parents=1), torch.randn(1, 1, 12, 9)
-    rows, columns = viz.places(nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), pool), images, (5, 4))
-    assert rows.tolist() == [1, 3, 5, 7, 9] and columns.tolist() == [1, 3, 5, 7]
-    whole = nn.Sequential(nn.Conv2d(1, 8, (12, 9)), nn.Upsample((4, 3)), pool)  # each sees all: no lattice
-    rows, columns = viz.places(whole, images, (4, 3))
-    assert rows.tolist() == [1, 4, 7, 10] and columns.tolist() == [1, 4, 7]
-
-
-def test_frames_hold_what_windows_see() -> None:
+def test_places_are_the_middles_of_what_windows_see() -> None:
     specs = [CapsuleSpec(4, kernel_size=3, stride=2, padding=1), CapsuleSpec(3, kernel_size=2), CapsuleSpec(5)]
     stack = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(6, 8))
-    net: Any = fastcaps.CapsNet(nn.Conv2d(1, 2, 3), fastcaps.PrimaryCapsules(2, 2, 4), stack, nn.Identity())
-    levels = [torch.zeros(each) for each in ((5,), (3, 2, 3), (4, 3, 4), (2, 6, 8))]
-    top, upper, lower, lowest = _frames(net, torch.rand(1, 8, 10), levels)
-    assert top is None and lowest[1] == (1, 1) and lower[1] == (3, 3) and upper[1] == (5, 5)
+    levels = [torch.zeros(each) for each in ((2, 6, 8), (4, 3, 4), (3, 2, 3), (5,))]
+    lowest, lower, upper, top = _places(stack, torch.rand(1, 12, 16), levels)
+    assert top is None
     for axis, (places, windows) in enumerate(((6, 3), (8, 4))):
-        assert lowest[0][axis].tolist() == list(range(1, 1 + places))
-        assert lower[0][axis].tolist() == [1 + 2 * k for k in range(windows)]  # the padding lies before the first place
-        assert upper[0][axis].tolist() == [2 + 2 * k for k in range(windows - 1)]
+        assert lowest[axis].tolist() == [0.5 + 2 * k for k in range(places)]
+        assert lower[axis].tolist() == [0.5 + 4 * k for k in range(windows)]  # the padding lies before the first place
+        assert upper[axis].tolist() == [2.5 + 4 * k for k in range(windows - 1)]
 
 
 def test_pictures(tmp_path: Path) -> None:
     net, images = network(), torch.rand(2, 1, 8, 8)
     modes = [module.training for module in net.modules()]
     names = [f"class {k}" for k in range(10)]
-    drawn = viz.coefficient_map(net, images[:1], tmp_path / "map.svg", title="Maps", names=names, labels=["a"])
-    assert drawn.read_text().count("<image") == 1 + 10 + 1  # the image, its maps, the bar of colours
-    tree = viz.parse_tree(net, images[0], tmp_path / "tree.svg", title="A tree", names=names, branches=2).read_text()
-    assert tree.count("<image") == 1 + 2 + 4 + 2  # the class, its children, theirs; all of each of two layers on grids
+    drawn = viz.route_maps(net, images[0], tmp_path / "routes.svg", title="Routes", names=names).read_text()
+    assert drawn.count("<image") == 1 + 2 * 2  # the image; a map and its colours for each of two layers on grids
     assert modes == [module.training for module in net.modules()]
     flat = fastcaps_lab.models.create("sabour-mnist", image_size=20)  # one layer, whose children come from a grid
-    assert viz.parse_tree(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
-    moved = torch.rand(2, 4, 5, 1, 8, 6)
-    assert viz.perturbation_map(moved, tmp_path / "moved.png", names=["3", "5"], title="Moved").stat().st_size > 5000
+    assert viz.route_maps(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
     with pytest.raises(TypeError, match="network must be a CapsNet, got Flatten"):
         viz.listening(nn.Flatten(), images)
-    with pytest.raises(ValueError, match="names: got 2, want one for each of 10"):
-        viz.coefficient_map(net, images, tmp_path / "a.png", title="", names=["a", "b"])
-    with pytest.raises(ValueError, match=r"image must be \[channels, H, W\], got \[1, 1, 8, 8\]"):
-        viz.parse_tree(net, images[:1], tmp_path / "a.png", title="")
-    with pytest.raises(ValueError, match=r"images must be \[n, height, width\], got \[2, 1, 8, 8\]"):
-        viz.listening_map(images, viz.listening(net, images), [1, 2], [1, 2], tmp_path / "a", classes=names, title="")
-    with pytest.raises(ValueError, match="network must be a CapsNet or have a RoutingPool2d, got Flatten"):
-        viz.places(nn.Flatten(), images, (8, 8))
-    drawn = viz.listening_map(
-        images[:, 0], viz.listening(net, images), [1, 2], [1, 2], tmp_path / "a", classes=names, title=""
+    contributions = viz.listening(net, images)
+    options = {"classes": names, "title": "Maps"}
+    right, wrong = (
+        viz.listening_map(images[:, 0], contributions, [3, 7], taken, tmp_path / "map.svg", **options).read_text()
+        for taken in ([3, 7], [3, 8])
     )
-    assert drawn == tmp_path / "a.png" and drawn.is_file()  # what is named after nothing is a PNG
+    assert "taken for class 8" not in right and "taken for class 8" in wrong
+    assert right.count("<image") == 2 * (1 + 10) + 1  # the images, their maps, the bar of colours
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"layer_norm": False, "iterations": 1},
+        {"activations": True, "bias": True},
+        {"routing": "sequential", "pose": "vector"},
+    ],
+)
+def test_maps_add_up_to_the_logits(overrides: dict[str, Any]) -> None:
+    net = network(**overrides).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # LayerNorm's affine must not be 1 and 0
+    images = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    net.train()
+    contributions = viz.listening(net, images)
+    assert net.training and contributions.shape == (3, 10, 6, 6)
+    net.eval()
+    with torch.no_grad():
+        logits, trace = net(images, return_trace=True)
+        head, norm = net.head.linear, net.routing.layers[-1].norm
+        constant = torch.zeros(1, 1, dtype=torch.float64) if norm is None else head.weight[0] @ norm.bias
+        if trace.activations[-1] is not None:
+            constant = constant * trace.activations[-1]
+        torch.testing.assert_close(contributions.sum((2, 3)) + constant + head.bias, logits, rtol=1e-9, atol=1e-9)

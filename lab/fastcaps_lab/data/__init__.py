@@ -6,19 +6,17 @@
 """
 
 from fastcaps_lab.data.batches import ShuffledBatches
-from fastcaps_lab.data.draws import Draws
 from fastcaps_lab.data.files import CorruptDataError, DataError, MissingDataError
 from fastcaps_lab.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps_lab.data.images import BatchDataset, ImageDataset
-from fastcaps_lab.data.readers import read_cifar, read_digits, read_folder, read_idx, read_norb, read_svhn, split_digits
+from fastcaps_lab.data.readers import read_cifar, read_digits, read_folder, read_idx, read_norb, read_svhn
 from fastcaps_lab.data.registry import Splits, load, names
-from fastcaps_lab.data.text import Phrases, TextDataset, TextEmbedder, Treebank, load_treebank, read_trees
-from fastcaps_lab.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops
+from fastcaps_lab.data.text import TextDataset, TextEmbedder, read_trees
+from fastcaps_lab.data.transforms import Mixup, RandomCropFlip, ResizeCrop
 
 __all__ = [
-    "Splits", "load", "names", "Phrases", "TextEmbedder", "Treebank", "load_treebank", "read_cifar", "read_digits",
-    "read_folder", "read_idx", "read_norb", "read_svhn", "read_trees", "split_digits", "AffineDigits",
-    "BatchDataset", "ImageDataset", "OverlappingDigits", "ShiftedDigits", "ShuffledBatches", "TextDataset", "Chain",
-    "ColorJitter", "Draws", "Mixup", "RandomCropFlip", "ResizeCrop", "crops", "CorruptDataError", "DataError",
-    "MissingDataError",
+    "Splits", "load", "names", "TextEmbedder", "read_cifar", "read_digits", "read_folder", "read_idx",
+    "read_norb", "read_svhn", "read_trees", "AffineDigits", "BatchDataset", "ImageDataset", "OverlappingDigits",
+    "ShiftedDigits", "ShuffledBatches", "TextDataset", "Mixup", "RandomCropFlip", "ResizeCrop", "CorruptDataError",
+    "DataError", "MissingDataError",
 ]  # fmt: skip

@@ -20,8 +20,7 @@ class ShuffledBatches:
     _: KW_ONLY
     epoch: int = 0  # the first epoch, and
     start: int = 0  # how many of its batches to skip
-    # each rank gets its own part, padded with the first images: all ranks must run the same number of steps
-    rank: int = 0
+    rank: int = 0  # each has its own part, padded with the first images, so that all run as many steps
     world_size: int = 1
     source: Any = None  # a data set whose images change with its epoch (``set_epoch``)
 
@@ -36,7 +35,7 @@ class ShuffledBatches:
             self.epoch, self.start = epoch, 0
 
     def __len__(self) -> int:
-        return math.ceil(math.ceil(self.size / self.world_size) / self.batch_size)
+        return math.ceil(self.size / self.world_size / self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         # now, not with the first batch, since workers copy the data set in between

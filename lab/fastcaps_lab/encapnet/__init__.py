@@ -6,10 +6,8 @@ code.
 """
 
 from fastcaps_lab.encapnet.cap_conv import CapConv2d, CapFC
-from fastcaps_lab.encapnet.feedback import FeedbackAgreement, feedback_loss
+from fastcaps_lab.encapnet.feedback import FeedbackAgreement
 from fastcaps_lab.encapnet.networks import EncapNet, EncapNetConfig
 from fastcaps_lab.encapnet.sinkhorn import SinkhornDivergence
 
-__all__ = [
-    "CapConv2d", "CapFC", "EncapNet", "EncapNetConfig", "FeedbackAgreement", "SinkhornDivergence", "feedback_loss",
-]  # fmt: skip
+__all__ = ["CapConv2d", "CapFC", "EncapNet", "EncapNetConfig", "FeedbackAgreement", "SinkhornDivergence"]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastcaps import Window
 from fastcaps.functional import squash
-from fastcaps_lab.checks import check_choice, check_count
-
-COEFFICIENTS = ("own", "other", "both", "none")
+from fastcaps_lab.checks import check_choice
 
 
 def rectified_squash(maps: Tensor, types: int) -> Tensor:
@@ -44,21 +40,16 @@ class CapConv2d(nn.Module):
 
     Parameters
     ----------
-    types : int
-        Capsule types, below and above.
-    in_dim, out_dim : int
-        Components of a capsule below and above.
-    kernel_size : int or pair
-        The master's, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
-    stride : int or pair
-        Of both; the map's height and width are divided by it and rounded up.
+    types, in_dim, out_dim : int
+        Capsule types, below and above; components of a capsule below, and above.
+    kernel_size, stride : int
+        The master's kernel, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
+        The stride of both divides the map's height and width, rounded up.
     coefficients : "own", "other", "both" or "none"
         The source of a branch's coefficient: its own capsules (``master/aide_v1`` of Table 3), the other branch's
         (``v2``), or both (``v3``). "none": neither aide nor coefficients, only the master (the table's baseline).
     skip : bool
         Add the layer's input before the last BatchNorm, through a 3 x 3 convolution if the shapes differ.
-    bias : bool
-        Whether the convolutions have biases.
 
     Examples
     --------
@@ -68,65 +59,39 @@ class CapConv2d(nn.Module):
     torch.Size([2, 128, 8, 9])
     """
 
-    activation = "squash"
-
     def __init__(
         self,
         types: int,
         in_dim: int,
         out_dim: int,
         *,
-        kernel_size: int | tuple[int, int] = 3,
-        stride: int | tuple[int, int] = 1,
+        kernel_size: int = 3,
+        stride: int = 1,
         coefficients: str = "both",
         skip: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.types = check_count("types", types)
-        self.in_dim = check_count("in_dim", in_dim)
-        self.out_dim = check_count("out_dim", out_dim)
-        rows, columns, *strides = Window(kernel_size, stride).spec[:4]
-        if not rows % 2 or not columns % 2:
+        self.types, self.in_dim, self.out_dim = types, in_dim, out_dim
+        if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, got {kernel_size}")
-        self.kernel_size, self.stride = (rows, columns), (strides[0], strides[1])
-        check_choice("coefficients", coefficients, COEFFICIENTS)
-        self.coefficients = coefficients
-        self.skip = bool(skip)
-        self.bias = bool(bias)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        below, above = self.types * self.in_dim, self.types * self.out_dim
+        check_choice("coefficients", coefficients, ("own", "other", "both", "none"))
+        self.kernel_size, self.stride, self.coefficients, self.skip = kernel_size, stride, coefficients, skip
+        below, above = types * in_dim, types * out_dim
 
-        def convolution(wider: int, groups: int = 1) -> nn.Conv2d:
-            size = rows + wider, columns + wider
-            window: dict[str, Any] = {"stride": self.stride, "padding": (size[0] // 2, size[1] // 2)}
-            return nn.Conv2d(below, above, size, groups=groups, bias=self.bias, **window, **place)
+        def convolution(size: int, groups: int = 1) -> nn.Conv2d:
+            return nn.Conv2d(below, above, size, stride, padding=size // 2, groups=groups)
 
-        self.master = convolution(0, self.types)
+        self.master = convolution(kernel_size, types)
         branches, both = coefficients != "none", coefficients == "both"
-        self.aide = convolution(4) if branches else None
-        self.master_norm = nn.BatchNorm2d(above, **place) if branches else None
-        self.aide_norm = nn.BatchNorm2d(above, **place) if branches else None
+        self.aide = convolution(kernel_size + 4) if branches else None
+        self.master_norm = nn.BatchNorm2d(above) if branches else None
+        self.aide_norm = nn.BatchNorm2d(above) if branches else None
         # with "both", the coefficients of the two branches are added, so one bias is enough
-        sizes = above, (2 if both else 1) * self.types, 3
-        options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
-        self.of_master = nn.Conv2d(*sizes, bias=self.bias, **options) if branches else None
-        self.of_aide = nn.Conv2d(*sizes, bias=self.bias and not both, **options) if branches else None
-        converts = self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1))
-        window: dict[str, Any] = {"stride": self.stride, "padding": 1}
-        self.shortcut = nn.Conv2d(below, above, 3, bias=self.bias, **window, **place) if converts else None
-        self.norm = nn.BatchNorm2d(above, **place)
-
-    def reset_parameters(self) -> None:
-        """Initialise the parameters."""
-        for module in self.children():
-            module.reset_parameters()  # type: ignore[operator]
-
-    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the height and width of the next layer's map, of one of ``size``."""
-        return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
+        count = (2 if both else 1) * types
+        self.of_master = nn.Conv2d(above, count, 3, padding=1, groups=types) if branches else None
+        self.of_aide = nn.Conv2d(above, count, 3, padding=1, groups=types, bias=not both) if branches else None
+        self.shortcut = convolution(3) if skip and (in_dim != out_dim or stride != 1) else None
+        self.norm = nn.BatchNorm2d(above)
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
         """Return the capsules of the next layer, of lengths below 1: ``[B, types * out_dim, Ho, Wo]``.
@@ -134,21 +99,12 @@ class CapConv2d(nn.Module):
         ``capsules`` are ``[B, types * in_dim, H, W]``. ``skipped``, of the result's shape, is added before the last
         BatchNorm instead of the layer's own input: the input of the first of several layers that one connection skips.
         """
-        if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:
-            wanted = f"[B, {self.types * self.in_dim}, H, W], {self.types} types of {self.in_dim} values"
-            raise ValueError(f"capsules must be {wanted}, got {list(capsules.shape)}")
         summed = self.combine(capsules)
         if skipped is not None:
-            if skipped.shape != summed.shape:
-                raise ValueError(f"skipped must be {list(summed.shape)}, the result's shape, got {list(skipped.shape)}")
             summed = summed + skipped
         elif self.skip:
             summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
         return rectified_squash(self.norm(summed), self.types).flatten(1, 2)
-
-    def as_poses(self, capsules: Tensor) -> Tensor:
-        """Return the layer's result as poses, ``[B, types, Ho, Wo, out_dim]``."""
-        return capsules.unflatten(1, (self.types, self.out_dim)).movedim(2, -1)
 
     def combine(self, capsules: Tensor) -> Tensor:
         """Return a m + b n, before skip connection and BatchNorm."""
@@ -178,17 +134,10 @@ class CapFC(nn.Module):
 
     Parameters
     ----------
-    in_capsules : int
-        Capsules below; for a map, types times height times width.
-    out_capsules : int
-        Capsules above, one per class.
+    in_capsules, out_capsules : int
+        Capsules below, types times height times width, and above, one per class.
     dim : int
         Components of a capsule, below and above.
-
-    Attributes
-    ----------
-    weight : Parameter
-        ``[dim, in_capsules, out_capsules]``.
 
     Examples
     --------
@@ -198,46 +147,16 @@ class CapFC(nn.Module):
     torch.Size([2, 10, 16])
     """
 
-    activation = "squash"
-
-    def __init__(
-        self,
-        in_capsules: int,
-        out_capsules: int,
-        dim: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, in_capsules: int, out_capsules: int, dim: int) -> None:
         super().__init__()
-        self.in_capsules = check_count("in_capsules", in_capsules)
-        self.out_capsules = check_count("out_capsules", out_capsules)
-        self.dim = check_count("dim", dim)
-        shape = self.dim, self.in_capsules, self.out_capsules
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the weights as a linear layer's."""
-        bound = 1 / math.sqrt(self.in_capsules)
-        nn.init.uniform_(self.weight, -bound, bound)
+        self.in_capsules, self.out_capsules, self.dim = in_capsules, out_capsules, dim
+        bound = 1 / math.sqrt(in_capsules)  # as of a linear layer
+        self.weight = nn.Parameter(torch.empty(dim, in_capsules, out_capsules).uniform_(-bound, bound))
 
     def forward(self, capsules: Tensor) -> Tensor:
         """Return the class capsules ``[B, out_capsules, dim]``, of lengths below 1.
 
-        ``capsules`` are a set ``[B, in_capsules, dim]``, or a map ``[B, types * dim, H, W]``, read types slowest, then
-        rows, then columns.
+        ``capsules`` are a map ``[B, types * dim, H, W]``, read types slowest, then rows, then columns.
         """
-        given = capsules
-        if given.dim() == 4 and given.shape[1] % self.dim == 0:
-            given = given.unflatten(1, (-1, self.dim)).movedim(2, -1).flatten(1, 3)
-        if given.dim() != 3 or given.shape[1:] != (self.in_capsules, self.dim):
-            raise ValueError(
-                f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] with "
-                f"as many values, got {list(capsules.shape)}"
-            )
-        return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0)).contiguous()
-
-    def as_poses(self, capsules: Tensor) -> Tensor:
-        """Return the layer's result, which already is poses."""
-        return capsules
+        given = capsules.unflatten(1, (-1, self.dim)).flatten(3).movedim(2, 0).flatten(2)  # [dim, B, in_capsules]
+        return squash((given @ self.weight).permute(1, 2, 0)).contiguous()

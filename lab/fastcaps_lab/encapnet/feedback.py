@@ -1,4 +1,4 @@
-"""EncapNet's feedback-agreement unit (Li et al., 2018, section 3.2), a loss between two layers, and the full loss."""
+"""EncapNet's feedback-agreement unit (Li et al., 2018, section 3.2): a loss between two layers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.losses import margin_loss
-from fastcaps_lab.checks import check_choice, check_count, check_map
+from fastcaps_lab.checks import check_choice
 from fastcaps_lab.encapnet.cap_conv import rectified_squash
 from fastcaps_lab.encapnet.sinkhorn import SinkhornDivergence
 
 
-def convolutions(channels: int, layers: Iterable[tuple[int, int, int]], **place: Any) -> nn.Sequential:
+def convolutions(channels: int, layers: Iterable[tuple[int, int, int]]) -> nn.Sequential:
     """Return convolutions, each with BatchNorm and ReLU, of given widths, kernel sizes and strides."""
     made = nn.Sequential()
     for width, kernel, stride in layers:
-        made.append(nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, **place))
-        made.extend([nn.BatchNorm2d(width, **place), nn.ReLU()])
+        made.append(nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2))
+        made.extend([nn.BatchNorm2d(width), nn.ReLU()])
         channels = width
     return made
 
@@ -36,29 +35,26 @@ class FeedbackAgreement(nn.Module):
     .. math:: L = 2 W(x, y) - W(x, x) - W(y, y)
 
     The critic reduces maps of 4 x 4 or less to a single value that is not negative. There is no angle between two of
-    these, so the cosine cost has no effect there; ``cost="l2"`` has. Inductor takes minutes to compile the Sinkhorn
-    iterations: compile the network without the units, or with ``backend="aot_eager"``.
+    these, so the cosine cost has no effect there; ``cost="l2"`` has.
 
-    A network's loss adds it, times 10 in the paper (:func:`fastcaps_lab.encapnet.feedback_loss`), in training only: in
-    evaluation mode the unit returns 0 and computes nothing.
+    A network's loss adds it, times 10 in the paper, in training only: in evaluation mode the unit returns 0 and
+    computes nothing.
 
     Parameters
     ----------
-    higher_channels, lower_channels : int
-        Channels of the two layers.
+    higher_channels, lower_channels, stride : int
+        Channels of the two layers, and the size of the lower map relative to the higher one's, 1 or 2.
     types : int or None
         Capsule types, for capsules in channels: the generator is grouped by type, and squashes. None: feature maps of
         any convolutional network, or the paper's *vanilla* generator between capsules (d4 of Table 3).
-    stride : 1 or 2
-        The size of the lower layer's map relative to the higher layer's.
     critic : bool
         False: compare the layers without a critic (d3).
     divergence : "ot" or "kl"
         "kl" is Kullback and Leibler's divergence (b) as we read it: a softmax over the critic's values of a sample is a
         distribution; the divergence of y's from x's, averaged over samples.
-    cost, eps, iterations, bias_fix, through_plan
-        See :class:`~fastcaps_lab.encapnet.SinkhornDivergence`: ``bias_fix=False`` is d1 of Table 3,
-        ``through_plan=True`` d2, ``cost="l2"`` d5.
+    **options
+        cost, eps, iterations, bias_fix, through_plan of :class:`~fastcaps_lab.encapnet.SinkhornDivergence`:
+        ``bias_fix=False`` is d1 of Table 3, ``through_plan=True`` d2, ``cost="l2"`` d5.
 
     Examples
     --------
@@ -78,41 +74,19 @@ class FeedbackAgreement(nn.Module):
         stride: int = 1,
         critic: bool = True,
         divergence: str = "ot",
-        cost: str = "cosine",
-        eps: float = 1.0,
-        iterations: int = 10,
-        bias_fix: bool = True,
-        through_plan: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.higher_channels = check_count("higher_channels", higher_channels)
-        self.lower_channels = check_count("lower_channels", lower_channels)
-        self.types = None if types is None else check_count("types", types)
-        for name, channels in (("higher_channels", higher_channels), ("lower_channels", lower_channels)):
-            if channels % (self.types or 1):
-                raise ValueError(f"{name} must be a multiple of the {types} types, got {channels}")
-        self.stride = check_count("stride", stride)
-        if self.stride > 2:
+        if stride not in (1, 2):
             raise ValueError(f"stride must be 1 or 2, got {stride}")
         check_choice("divergence", divergence, ("ot", "kl"))
-        self.divergence = divergence
-        options: dict[str, Any] = {"eps": eps, "iterations": iterations}
-        self.sinkhorn = SinkhornDivergence(cost, bias_fix=bias_fix, through_plan=through_plan, **options)
-        self.generator = nn.ConvTranspose2d(
-            higher_channels, lower_channels, 3, stride=stride, padding=1, groups=self.types or 1, **place
-        )
-        self.norm = nn.BatchNorm2d(lower_channels, **place)
+        self.types, self.stride, self.divergence = types, stride, divergence
+        self.sinkhorn = SinkhornDivergence(**options)
+        groups = types or 1
+        self.generator = nn.ConvTranspose2d(higher_channels, lower_channels, 3, stride, padding=1, groups=groups)
+        self.norm = nn.BatchNorm2d(lower_channels)
         layers = [(max(1, lower_channels // 4), 3, 2), (1, 3, 2)]
-        self.critic = convolutions(lower_channels, layers, **place) if critic else None
-
-    def generate(self, higher: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return x, ``[B, lower_channels, *size]``, from the higher layer."""
-        given: Any = list(size)
-        normal = self.norm(self.generator(higher, output_size=given))
-        return normal.relu() if self.types is None else rectified_squash(normal, self.types).flatten(1, 2)
+        self.critic = convolutions(lower_channels, layers) if critic else None
 
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
         """Return the loss, a scalar, float32 or float64; 0 in evaluation mode.
@@ -120,18 +94,10 @@ class FeedbackAgreement(nn.Module):
         The layers are ``[B, higher_channels, h, w]`` and ``[B, lower_channels, H, W]``; H and W divided by the stride
         and rounded up are h and w.
         """
-        for name, value in (("higher", higher), ("lower", lower)):
-            check_map(name, value, getattr(self, f"{name}_channels"))
-        size = lower.shape[2], lower.shape[3]
-        if higher.shape[0] != lower.shape[0] or higher.shape[2:] != tuple(-(-n // self.stride) for n in size):
-            raise ValueError(
-                f"higher must be [{lower.shape[0]}, {self.higher_channels}, {-(-size[0] // self.stride)}, "
-                f"{-(-size[1] // self.stride)}], stride {self.stride} below lower {list(lower.shape)}; "
-                f"got {list(higher.shape)}"
-            )
         if not self.training:
             return lower.new_zeros((), dtype=torch.promote_types(lower.dtype, torch.float32))
-        x, y = self.generate(higher, size), lower
+        x, y = self.norm(self.generator(higher, output_size=lower.shape[2:])), lower
+        x = x.relu() if self.types is None else rectified_squash(x, self.types).flatten(1, 2)
         if self.critic is not None:
             x, y = self.critic(x), self.critic(y)
         if self.divergence == "ot":
@@ -139,31 +105,3 @@ class FeedbackAgreement(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x, y = (z.flatten(1).to(torch.promote_types(z.dtype, torch.float32)).log_softmax(1) for z in (x, y))
             return F.kl_div(x, y, reduction="batchmean", log_target=True)
-
-
-def feedback_loss(
-    lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"
-) -> Tensor:
-    r"""Return the loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
-
-    .. math:: L = L_\mathrm{margin} + \lambda \sum_k D_k
-
-    Parameters
-    ----------
-    lengths, target, reduction
-        See :func:`~fastcaps.losses.margin_loss`.
-    feedback : Tensor
-        A scalar, the sum of the losses of the network's :class:`~fastcaps_lab.encapnet.FeedbackAgreement` units.
-    weight : float
-        :math:`\lambda`; 10 in the paper.
-
-    Examples
-    --------
-    >>> import torch
-    >>> lengths = torch.tensor([[0.7, 0.3, 0.05]])
-    >>> feedback_loss(lengths, torch.tensor([0]), torch.tensor(0.02))  # 0.06 + 10 * 0.02
-    tensor(0.2600)
-    """
-    if feedback.dim() != 0:
-        raise ValueError(f"feedback must be a scalar, got {list(feedback.shape)}")
-    return margin_loss(lengths, target, reduction=reduction) + weight * feedback

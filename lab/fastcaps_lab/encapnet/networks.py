@@ -15,32 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.nn import ClassHead
-from fastcaps_lab.checks import check_choice, check_count, check_map, image_size
+from fastcaps_lab.checks import check_choice, check_map, image_size
 from fastcaps_lab.encapnet.cap_conv import CapConv2d, CapFC
 from fastcaps_lab.encapnet.feedback import FeedbackAgreement, convolutions
 
-FEEDBACK = ("none", "one", "two")
-SKIPS = ("none", "I", "II", "both")
-
 
 class EncapModule(nn.Module):
-    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, then those of type II.
+    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, with the stride, then those of type II.
 
-    The type I layer has the ``stride``, and maps ``in_dim`` to ``out_dim`` values in a capsule. ``coefficients`` are
-    every layer's, as :class:`~fastcaps_lab.encapnet.CapConv2d` has them. ``skip`` says which layers have a skip
-    connection: with "I" or "both" the type I layer its own, with "II" or "both" the type II layers one over all.
+    ``skip`` says which layers have a skip connection: with "I" or "both" the type I layer its own, with "II" or "both"
+    the type II layers one over all.
     """
 
     def __init__(
         self, types: int, in_dim: int, out_dim: int, layers: int, stride: int, coefficients: str, skip: str
     ) -> None:
         super().__init__()
-        check_choice("skip", skip, SKIPS)
+        check_choice("skip", skip, ("none", "I", "II", "both"))
         over = skip in ("I", "both")
         self.first = CapConv2d(types, in_dim, out_dim, stride=stride, coefficients=coefficients, skip=over)
         self.rest = nn.ModuleList(
-            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients)
-            for _ in range(check_count("layers", layers) - 1)
+            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients) for _ in range(layers - 1)
         )
         self.skips_rest = skip in ("II", "both")
 
@@ -56,17 +51,10 @@ class EncapModule(nn.Module):
 class EncapNet(nn.Module):
     """A network of modules from images to logits, with optional feedback units for the loss.
 
-    Parameters
-    ----------
-    stem, head : Module
-        Map images to the first map, and the last map to logits.
-    modules_ : sequence of Module
-        Each takes a map and returns two: the one after its first layer, and the one at its end.
-    feedback : sequence of sequence of FeedbackAgreement
-        The units of each module: none; or one, which reconstructs the module's input from its output; or a second one,
-        which reconstructs the output of its first layer.
-    in_channels, image_size, fixed
-        Channels, height and width of the images for which the network was built, and whether they must have that size.
+    ``stem`` and ``head`` map images to the first map, and the last map to logits. Each of ``modules_`` takes a map and
+    returns two: the one after its first layer, and the one at its end. Each has ``feedback`` units: none; or one, which
+    reconstructs the module's input from its output; or a second one, which reconstructs the output of its first layer.
+    Images have ``in_channels`` and ``image_size``.
     """
 
     def __init__(
@@ -78,29 +66,19 @@ class EncapNet(nn.Module):
         *,
         in_channels: int,
         image_size: tuple[int, int],
-        fixed: bool,
     ) -> None:
         super().__init__()
-        self.stem = stem
-        self.layers = nn.ModuleList(modules_)
+        self.stem, self.layers, self.head = stem, nn.ModuleList(modules_), head
         self.feedback = nn.ModuleList(nn.ModuleList(units) for units in feedback)
-        self.head = head
-        self.in_channels = in_channels
-        self.image_size = image_size
-        self.fixed = fixed
+        self.in_channels, self.image_size = in_channels, image_size
 
     def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits ``[B, classes]``, the lengths of class capsules if there are any, of ``[B, channels, H, W]``.
 
-        ``return_feedback`` adds the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
-        :func:`fastcaps_lab.encapnet.feedback_loss`.
+        ``return_feedback`` adds the sum of the feedback units' divergences, for the loss: a scalar, 0 in evaluation
+        mode.
         """
-        check_map("images", images, self.in_channels)
-        if self.fixed and tuple(images.shape[2:]) != self.image_size:
-            raise ValueError(
-                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, the network's image_size, "
-                f"got {list(images.shape)}"
-            )
+        check_map("images", images, self.in_channels, self.image_size)
         found = self.stem(images)
         feedback = found.new_zeros((), dtype=torch.promote_types(found.dtype, torch.float32))
         for k, layer in enumerate(self.layers):
@@ -116,87 +94,50 @@ class EncapNet(nn.Module):
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """The options of the feedback units (Li et al., 2018, Table 3).
+    """The options of the feedback units (Li et al., 2018, Table 3), most of
+    :class:`~fastcaps_lab.encapnet.FeedbackAgreement`. Units have their own parameters, for training only."""
 
-    Attributes
-    ----------
-    feedback : "none", "one" or "two"
-        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have their own parameters, and
-        are used in training only.
-    divergence, bias_fix, through_plan, critic, cost
-        See :class:`~fastcaps_lab.encapnet.FeedbackAgreement`: (b), (d1), (d2), (d3), (d5).
-    generator : "capsules" or "vanilla"
-        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Networks without capsules
-        always use the latter.
-    """
-
-    feedback: str = "none"
-    divergence: str = "ot"
-    bias_fix: bool = True
-    through_plan: bool = False
-    critic: bool = True
-    generator: str = "capsules"
-    cost: str = "cosine"
+    feedback: str = "none"  # or "one" unit for each module, (c) of the table, or "two", (8)
+    divergence: str = "ot"  # (b): "kl"
+    bias_fix: bool = True  # (d1): False
+    through_plan: bool = False  # (d2): True
+    critic: bool = True  # (d3): False
+    generator: str = "capsules"  # (d4): "vanilla", without groups and squash, as for networks without capsules
+    cost: str = "cosine"  # (d5): "l2"
 
     def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
         """Return the units of a module from ``before`` channels to ``after``, with ``several`` layers or one."""
-        check_choice("feedback", self.feedback, FEEDBACK)
+        check_choice("feedback", self.feedback, ("none", "one", "two"))
         check_choice("generator", self.generator, ("capsules", "vanilla"))
-        lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
-        if not several:
-            lower = lower[:1]
+        count = {"none": 0, "one": 1, "two": 1 + several}[self.feedback]
         names = ("divergence", "bias_fix", "through_plan", "critic", "cost")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        grouped = types if self.generator == "capsules" else None
-        return [FeedbackAgreement(after, size, stride=step, types=grouped, **options) for size, step in lower]
+        options["types"] = types if self.generator == "capsules" else None
+        lower = [(before, stride), (after, 1)][:count]
+        return [FeedbackAgreement(after, channels, stride=step, **options) for channels, step in lower]
 
 
 @dataclass(frozen=True)
 class EncapNetConfig(FeedbackConfig):
-    """The configuration of an EncapNet.
-
-    Attributes
-    ----------
-    classes, in_channels : int
-        Class capsules, and channels of an image.
-    image_size : int or (int, int)
-        Height and width, on which the class capsules depend.
-    types : int
-        Capsule types in every layer.
-    stem : tuple of (int, int, int)
-        First convolutions, each with BatchNorm and ReLU: channels per type, kernel size, stride. The last one's
-        channels per type are the values in the first capsules.
-    dims, layers, strides : tuple of int
-        For each module: values in a capsule, layers, stride of the first layer.
-    coefficients : str or tuple of str
-        Of all modules, or of each, as :class:`~fastcaps_lab.encapnet.CapConv2d` has them: (1) to (4) of Table 3.
-    skip : "none", "I", "II" or "both"
-        Skip connections: (5) to (7) of Table 3.
-    """
+    """The configuration of an EncapNet."""
 
     classes: int = 10
-    image_size: int | tuple[int, int] = 32
-    in_channels: int = 3
-    types: int = 32
+    image_size: int | tuple[int, int] = 32  # height and width, on which the class capsules depend
+    in_channels: int = 3  # of an image
+    types: int = 32  # capsule types in every layer
+    # first convolutions, with BatchNorm and ReLU: channels per type (in the end values in a capsule), kernel, stride
     stem: tuple[tuple[int, int, int], ...] = ((1, 3, 1),)
-    dims: tuple[int, ...] = (2, 4, 8, 16)
-    layers: tuple[int, ...] = (4, 4, 4, 4)
-    strides: tuple[int, ...] = (1, 2, 2, 2)
-    coefficients: str | tuple[str, ...] = "both"
-    skip: str = "both"
+    dims: tuple[int, ...] = (2, 4, 8, 16)  # for each module: values in a capsule,
+    layers: tuple[int, ...] = (4, 4, 4, 4)  # layers,
+    strides: tuple[int, ...] = (1, 2, 2, 2)  # and the stride of the first layer
+    coefficients: str | tuple[str, ...] = "both"  # of all modules, or of each: (1) to (4) of Table 3
+    skip: str = "both"  # or "none", "I", "II": (5) to (7)
 
     def build(self) -> EncapNet:
         """Return the network with new weights."""
-        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
-        types = check_count("types", self.types)
-        for name in ("layers", "strides"):
-            if len(getattr(self, name)) != len(self.dims):
-                raise ValueError(f"{name} must have {len(self.dims)} values as dims, got {getattr(self, name)}")
-        given = self.coefficients
+        size, types, given = image_size(self.image_size), self.types, self.coefficients
         of_modules = (given,) * len(self.dims) if isinstance(given, str) else tuple(given)
-        if len(of_modules) != len(self.dims):
-            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {of_modules}")
-        stem = convolutions(channels, [(types * dim, kernel, stride) for dim, kernel, stride in self.stem])
+        stem = convolutions(self.in_channels, [(types * dim, kernel, stride) for dim, kernel, stride in self.stem])
         modules: list[nn.Module] = []
         units = []
         dim_below = self.stem[-1][0]
@@ -207,9 +148,9 @@ class EncapNetConfig(FeedbackConfig):
         height, width = size
         for stride in (*(stride for _, _, stride in self.stem), *self.strides):
             height, width = -(-height // stride), -(-width // stride)
-        last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
+        last = CapFC(types * height * width, self.classes, dim_below)
         head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
-        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
+        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size)
 
 
 V1 = EncapNetConfig()

@@ -7,55 +7,50 @@ numbers of parameters, and our choices where a paper is silent.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from importlib import import_module
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastcaps_lab.checks import did_you_mean
+from fastcaps_lab.encapnet import networks as encapnet
+from fastcaps_lab.models import heinsen, hinton, li, ours, sabour, tsai, zhao
 from fastcaps_lab.models.layers import BasicBlock
-from fastcaps_lab.models.networks import CNNConfig, Config, NetworkConfig, override
+from fastcaps_lab.models.networks import CNNConfig, Config, NetworkConfig
 
-__all__ = ["BasicBlock", "CNNConfig", "Config", "NetworkConfig", "config", "create", "names", "register"]
+__all__ = ["NETWORKS", "BasicBlock", "CNNConfig", "Config", "NetworkConfig", "config", "create", "names"]
 
-PAPERS = (
-    *(f"fastcaps_lab.models.{paper}" for paper in ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "ours")),
-    "fastcaps_lab.encapnet.networks",
-)
-"""The modules with ``NETWORKS``."""
-
-_NETWORKS: dict[str, Config] = {}
-
-
-def register(name: str, config: Config) -> None:
-    """Add a network to those of :func:`create`; ValueError if its name is taken.
-
-    A configuration is a frozen dataclass with a method ``build``; its fields are the overrides.
-    """
-    if name in _NETWORKS:
-        raise ValueError(f"name must be a new one, got {name!r}, which is taken")
-    _NETWORKS[name] = config
-
-
-for _paper in PAPERS:
-    for _name, _config in import_module(_paper).NETWORKS.items():
-        register(_name, _config)
+NETWORKS: dict[str, Config] = {
+    **tsai.NETWORKS, **sabour.NETWORKS, **hinton.NETWORKS, **heinsen.NETWORKS, **zhao.NETWORKS, **li.NETWORKS,
+    **encapnet.NETWORKS, **ours.NETWORKS,
+}  # fmt: skip
+"""The configurations by name; add your own, a frozen dataclass with a method ``build``, whose fields are overrides."""
 
 
 def names() -> list[str]:
     """Return the names of all networks."""
-    return sorted(_NETWORKS)
+    return sorted(NETWORKS)
 
 
 def config(name: str, **overrides: Any) -> Any:
     """Return the configuration of the network ``name``, with ``overrides``: a :class:`NetworkConfig`, a
     :class:`CNNConfig` or another. ValueError for an unknown name, TypeError for an unknown override.
+
+    Overrides are fields, of a :class:`NetworkConfig` also its ``options``; of these the routing layers, when they are
+    built, refuse those that they do not have.
     """
-    if name not in _NETWORKS:
-        hint = did_you_mean(name, _NETWORKS, most=3)
+    if name not in NETWORKS:
+        hint = did_you_mean(name, NETWORKS, most=3)
         raise ValueError(f"no network is called {name!r}{hint}, fastcaps_lab.models.names() lists all")
-    return override(_NETWORKS[name], overrides)
+    found: Any = NETWORKS[name]
+    known = {each.name for each in fields(found)}
+    options = {option: overrides.pop(option) for option in overrides.keys() - known}
+    if options and not isinstance(found, NetworkConfig):
+        raise TypeError(f"no override {next(iter(options))}{did_you_mean(next(iter(options)), known)}")
+    if options:
+        overrides["options"] = {**overrides.get("options", found.options), **options}
+    return replace(found, **overrides)
 
 
 def create(
@@ -63,20 +58,11 @@ def create(
 ) -> nn.Module:
     """Return the network ``name``, one of :func:`names`, with new weights; it returns logits ``[B, classes]``.
 
-    It is a :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration. ValueError
-    if there is no such network, or an override's value is invalid; TypeError if it has no such override.
-
-    Parameters
-    ----------
-    name : str
-        One of :func:`names`.
-    device, dtype : optional
-        Of its parameters, which are initialised there.
-    **overrides
-        Any field of its configuration: in_channels, image_size, classes, iterations, routing... For a
-        :class:`NetworkConfig` also the arguments of all its routing layers that the network does not fix: layer_norm,
-        dropout, compete, prior, start...; for a :class:`CNNConfig` with routing as pooling: detach, dim, iterations,
-        sharpness.
+    It is a :class:`~fastcaps.nn.CapsNet` of a :class:`NetworkConfig`, else the module of its configuration, with its
+    parameters on ``device``. ``overrides`` are fields of its configuration: in_channels, image_size, classes,
+    iterations, routing... For a :class:`NetworkConfig` they are also arguments of its routing layers: layer_norm,
+    dropout, compete, prior, start... ValueError or TypeError if there is no such network or override, or an override's
+    value is invalid.
 
     Examples
     --------

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps.nn import CapsuleSpec, HeinsenRouting, RoutingStack, RoutingTrace
-from fastcaps_lab.checks import check_count
 from fastcaps_lab.models.layers import Conv, Coordinates
 from fastcaps_lab.models.networks import Config, NetworkConfig
 
@@ -39,15 +38,14 @@ class TextCapsNet(nn.Module):
         self, layers: int, embedding: int, classes: int, *, parts: int = 64, dim: int = 64, iterations: int = 3
     ) -> None:
         super().__init__()
-        self.layers = check_count("layers", layers)
-        self.embedding = check_count("embedding", embedding)
-        self.depth = nn.Parameter(torch.empty(layers, embedding))
+        self.layers, self.embedding = layers, embedding
+        self.depth = nn.Parameter(torch.zeros(layers, embedding))
         self.norm = nn.LayerNorm(embedding)
-        self.affine = nn.Linear(embedding, check_count("dim", dim))
+        self.affine = nn.Linear(embedding, dim)
         self.routing = RoutingStack.build(
             [
                 CapsuleSpec(parts, dim=2, share=True, options={"iterations": iterations}),
-                CapsuleSpec(check_count("classes", classes), options={"iterations": iterations}),
+                CapsuleSpec(classes, options={"iterations": iterations}),
             ],
             in_capsules=1,
             in_dim=dim,
@@ -55,11 +53,6 @@ class TextCapsNet(nn.Module):
             pose="vector",
             bias=True,
         )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the depths and the affine map."""
-        nn.init.zeros_(self.depth)
         nn.init.kaiming_normal_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
 
@@ -75,13 +68,11 @@ class TextCapsNet(nn.Module):
             raise ValueError(
                 f"embeddings must be [B, n, {self.layers}, {self.embedding}], got {list(embeddings.shape)}"
             )
-        if mask is not None and mask.shape != embeddings.shape[:2]:
-            raise ValueError(f"mask must be [B, n] = {list(embeddings.shape[:2])}, got {list(mask.shape)}")
         poses = F.silu(self.affine(self.norm(embeddings + self.depth))).flatten(1, 2)
         scores = None
         if mask is not None:
             scores = mask.to(poses.dtype).logit().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
-        found: Any = self.routing(poses, scores, return_trace=return_trace)  # type: ignore[call-overload]
+        found: Any = self.routing(poses, scores, return_trace=return_trace)
         return (found[0].scores, found[1]) if return_trace else found.scores
 
 
@@ -103,7 +94,7 @@ class TextConfig:
 
 NETWORKS: dict[str, Config] = {
     "heinsen-norb": NetworkConfig(
-        (Coordinates, *(Conv(64, 3, stride=stride, order="norm conv swish") for stride in (1, 2, 1, 2, 1, 2))),
+        (Coordinates, *(Conv(64, 3, stride=stride, order="norm layer swish") for stride in (1, 2, 1, 2, 1, 2))),
         capsules=64,
         dim=16,
         hidden=(CapsuleSpec(64, share=True),),

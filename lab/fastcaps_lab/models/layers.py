@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps.nn import RoutingPool2d
-from fastcaps_lab.checks import check_choice
 
 Shape = tuple[int, ...]
-WORDS = ("conv", "linear", "norm", "relu", "swish")
 
 
 class Declaration(Protocol):
@@ -26,27 +24,20 @@ class Declaration(Protocol):
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         """Return the modules for an input of ``shape``, without the batch, in a network of ``classes``."""
-        ...
 
 
 Layer = Declaration | type[nn.Module]
 """A declaration, or the class of a module without arguments."""
 
 
-def _in_order(order: str, named: dict[str, nn.Module], before: int, after: int) -> list[nn.Module]:
+def _in_order(order: str, named: nn.Module, before: int, after: int) -> list[nn.Module]:
     """Return the modules named by the words of ``order``; a norm normalises its input's channels."""
-    made: list[nn.Module] = []
-    channels = before
-    for word in order.split():
-        check_choice("order", word, WORDS)
-        if word == "norm":
-            made.append(nn.BatchNorm2d(channels))
-        elif word in named:
-            made.append(named[word])
-            channels = after
-        else:
-            made.append(nn.ReLU() if word == "relu" else nn.SiLU())
-    return made
+    words = order.split()
+    at = words.index("layer")
+    kinds = {"layer": named, "relu": nn.ReLU(), "swish": nn.SiLU()}
+    return [
+        nn.BatchNorm2d(before if k < at else after) if word == "norm" else kinds[word] for k, word in enumerate(words)
+    ]
 
 
 @dataclass(frozen=True)
@@ -58,13 +49,11 @@ class Conv:
     stride: int = 1
     padding: int = 0
     bias: bool = True
-    order: str = "conv relu"  # "conv", "norm" (BatchNorm), "relu", "swish", in their order
+    order: str = "layer relu"  # "layer" (the convolution), "norm" (BatchNorm), "relu", "swish", in their order
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
-        conv = nn.Conv2d(
-            shape[0], self.channels, self.kernel_size, stride=self.stride, padding=self.padding, bias=self.bias
-        )
-        return _in_order(self.order, {"conv": conv}, shape[0], self.channels)
+        conv = nn.Conv2d(shape[0], self.channels, self.kernel_size, self.stride, self.padding, bias=self.bias)
+        return _in_order(self.order, conv, shape[0], self.channels)
 
 
 @dataclass(frozen=True)
@@ -87,17 +76,12 @@ class Pool:
 
     kind: str
     kernel_size: int | None = None  # also the stride; None pools the whole map
-    dim: int = 16  # of the routing, as all that follow
-    sharpness: float = 0.5
-    iterations: int = 3
-    detach: bool = False  # no gradient through its coefficients
+    sharpness: float = 0.5  # of the routing, whose capsules have 16 values
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
-        check_choice("kind", self.kind, ("average", "max", "routing"))
         size = self.kernel_size
         if self.kind == "routing":
-            options = {"sharpness": self.sharpness, "iterations": self.iterations, "detach": self.detach}
-            return [RoutingPool2d(self.dim, kernel_size=size, **options)]  # type: ignore[arg-type]
+            return [RoutingPool2d(16, kernel_size=size, sharpness=self.sharpness, iterations=3)]
         if self.kind == "average":
             return [nn.AdaptiveAvgPool2d(1) if size is None else nn.AvgPool2d(size)]
         return [nn.AdaptiveMaxPool2d(1) if size is None else nn.MaxPool2d(size)]
@@ -105,18 +89,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer, with dropout and activation."""
+    """A linear layer, with an activation."""
 
     features: int | None = None  # of the result; the number of classes if None
-    dropout: float = 0.0  # the fraction of inputs dropped in training
-    order: str = "linear"  # "linear", "relu" or "swish", in their order
+    order: str = "layer"  # "layer", "relu" or "swish", in their order
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         features = classes if self.features is None else self.features
-        if features is None:
-            raise ValueError("features must be given without classes, got None")
-        made = _in_order(self.order, {"linear": nn.Linear(shape[0], features)}, shape[0], features)
-        return [nn.Dropout(self.dropout), *made] if self.dropout else made
+        assert features is not None
+        return _in_order(self.order, nn.Linear(shape[0], features), shape[0], features)
 
 
 class Coordinates(nn.Module):
@@ -124,53 +105,38 @@ class Coordinates(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return ``[B, channels + 2, H, W]`` of ``[B, channels, H, W]``."""
-        options: dict[str, Any] = {"device": images.device, "dtype": images.dtype}
-        down, across = (torch.linspace(-1, 1, size, **options) for size in images.shape[2:])
+        down, across = (torch.linspace(-1, 1, n, device=images.device, dtype=images.dtype) for n in images.shape[2:])
         grid = torch.stack(torch.meshgrid(across, down, indexing="xy"))
         return torch.cat([images, grid.expand(images.shape[0], -1, -1, -1)], dim=1)
-
-
-class PadShortcut(nn.Module):
-    """A shortcut without parameters (He et al., 2016, option A): every ``stride``-th pixel, zeros in new channels."""
-
-    def __init__(self, channels: int, stride: int) -> None:
-        super().__init__()
-        self.channels, self.stride = channels, stride
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return ``[B, channels, H / stride, W / stride]`` of ``[B, fewer channels, H, W]``."""
-        kept = features[:, :, :: self.stride, :: self.stride]
-        return F.pad(kept, (0, 0, 0, 0, 0, self.channels - features.shape[1]))
 
 
 class BasicBlock(nn.Module):
     """A residual block of two 3 x 3 convolutions (He et al., 2016).
 
-    If the shape changes, its shortcut is "conv", a 1 x 1 convolution with BatchNorm, or "pad", zeros in new channels,
-    without parameters.
+    If the shape changes, its shortcut is a 1 x 1 convolution with BatchNorm, or, without parameters (option A), takes
+    every ``stride``-th pixel and zeros in new channels.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1, shortcut: str = "conv") -> None:
         super().__init__()
-        check_choice("shortcut", shortcut, ("conv", "pad"))
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != channels:
-            self.shortcut = (
-                PadShortcut(channels, stride)
-                if shortcut == "pad"
-                else nn.Sequential(
-                    nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
-                )
-            )
+        self.shortcut: nn.Module | None = None
+        self.stride, self.new_channels = stride, channels - in_channels
+        if shortcut == "conv" and (stride != 1 or in_channels != channels):
+            conv = nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
 
     def forward(self, features: Tensor) -> Tensor:
         """Return ``[B, channels, H / stride, W / stride]`` of ``[B, in_channels, H, W]``."""
-        inner = F.relu(self.bn1(self.conv1(features)))
-        return F.relu(self.bn2(self.conv2(inner)) + self.shortcut(features))
+        inner = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(features)))))
+        if self.shortcut is not None:
+            features = self.shortcut(features)
+        elif self.stride > 1 or self.new_channels:
+            features = F.pad(features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(inner + features)
 
 
 def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) -> nn.Sequential:
@@ -195,22 +161,20 @@ def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) 
     return nn.Sequential(*modules)
 
 
-def _resnet(channels: int) -> tuple[Layer, ...]:
-    stem = Conv(64, 3, padding=1, bias=False, order="conv norm relu")
-    return stem, Blocks(64, 3), Blocks(channels, 4, stride=2)
+STEM = Conv(64, 3, padding=1, bias=False, order="layer norm relu")
 
 
-def _small(channels: int, stride: int) -> tuple[Layer, ...]:
-    half, options = max(1, channels // 2), {"stride": stride, "padding": 1, "bias": False, "order": "conv norm relu"}
-    return Conv(half, 3, **options), Conv(channels, 3, **options)  # type: ignore[arg-type]
+def simple(channels: int) -> tuple[Layer, ...]:
+    """Return Tsai et al.'s single convolution (Tables 8 and 9), whose features have half the image's size."""
+    return (Conv(channels, 3, stride=2, padding=1),)
 
 
-BACKBONES: dict[str, Any] = {
-    "simple": lambda channels: (Conv(channels, 3, stride=2, padding=1),),
-    "resnet": _resnet,
-    "small": lambda channels: _small(channels, 2),
-    "tiny": lambda channels: _small(channels, 1),
-}
-"""Backbones by name, as functions of their features' channels: Tsai et al.'s single convolution (Tables 8 and 9) and
-ResNet (appendix A.1), with features of half the image's size; ours for small grey images, of a quarter of the image's
-size and of the full size."""
+def resnet(channels: int) -> tuple[Layer, ...]:
+    """Return Tsai et al.'s ResNet (appendix A.1), whose features have half the image's size."""
+    return STEM, Blocks(64, 3), Blocks(channels, 4, stride=2)
+
+
+def small(channels: int, stride: int) -> tuple[Layer, ...]:
+    """Return our two convolutions for small grey images."""
+    widths = channels // 2, channels
+    return tuple(Conv(each, 3, stride, padding=1, bias=False, order="layer norm relu") for each in widths)

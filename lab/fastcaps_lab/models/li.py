@@ -8,38 +8,26 @@ latter widened to about six times the size, and ``li-resnet18`` of Table 2; thes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from fastcaps.nn import CapsNet, CapsuleSpec, DynamicRouting, EMRouting
-from fastcaps_lab.checks import check_count, image_size
+from fastcaps.nn import CapsuleSpec, DynamicRouting, EMRouting
+from fastcaps_lab.checks import image_size
 from fastcaps_lab.encapnet import networks as encapnet
 from fastcaps_lab.models.layers import Blocks, Conv
 from fastcaps_lab.models.networks import Config, NetworkConfig
 
 
-@dataclass(frozen=True)
-class CapNetConfig(NetworkConfig):
-    """The configuration of a CapNet."""
-
-    _: KW_ONLY
-    parents: int = 512  # capsules of the fifth layer: a multiple of 32
-
-    def build(self) -> CapsNet:
-        """Return the network with new weights."""
-        first = CapsuleSpec(self.parents, dim=16, kernel_size="all", share=True)
-        return super(CapNetConfig, replace(self, hidden=(first,))).build()
-
-
-def capnet(channels: int, order: str, layer: Any, normalize: str | None, **options: Any) -> CapNetConfig:
+def capnet(channels: int, order: str, layer: Any, normalize: str | None, **options: Any) -> NetworkConfig:
     """Return a CapNet; its fourth convolution has so many channels and this order of modules."""
-    convs = ((32, 1, "conv norm relu"), (64, 1, "conv norm relu"), (128, 2, "conv norm relu"), (channels, 2, order))
-    return CapNetConfig(
+    convs = ((32, 1, "layer norm relu"), (64, 1, "layer norm relu"), (128, 2, "layer norm relu"), (channels, 2, order))
+    return NetworkConfig(
         tuple(Conv(width, 3, stride=stride, padding=1, bias=False, order=words) for width, stride, words in convs),
         capsules=32,
         dim=8,
+        hidden=(CapsuleSpec(512, dim=16, kernel_size="all", share=True),),
         classes=10,
         image_size=32,
         in_channels=3,
@@ -67,7 +55,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class PlainNetConfig(encapnet.FeedbackConfig):
-    """The configuration of the paper's convolutional networks, for images of any size."""
+    """The configuration of the paper's convolutional networks."""
 
     classes: int = 10
     image_size: int | tuple[int, int] = 32  # of the paper's images
@@ -77,7 +65,7 @@ class PlainNetConfig(encapnet.FeedbackConfig):
 
     def build(self) -> encapnet.EncapNet:
         """Return the network with new weights."""
-        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
+        size, channels = image_size(self.image_size), self.in_channels
         stem = encapnet.convolutions(channels, [(width, 3, stride) for width, stride in self.stem])
         channels = self.stem[-1][0] if self.stem else channels
         modules, units = [], []
@@ -85,15 +73,13 @@ class PlainNetConfig(encapnet.FeedbackConfig):
             modules.append(Stage(Blocks(width, blocks, stride).modules((channels,), None)))
             units.append(self.units(channels, width, stride, blocks > 1, None))
             channels = width
-        head = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, check_count("classes", self.classes))
-        )
-        return encapnet.EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=False)
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.classes))
+        return encapnet.EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size)
 
 
 NETWORKS: dict[str, Config] = {
-    "li-capnet-dynamic": capnet(256, "conv norm relu", DynamicRouting, "squash", compete="children"),
-    "li-capnet-em": capnet(256 + 32, "conv norm", EMRouting, None, normalize_cost=True),
+    "li-capnet-dynamic": capnet(256, "layer norm relu", DynamicRouting, "squash", compete="children"),
+    "li-capnet-em": capnet(256 + 32, "layer norm", EMRouting, None, normalize_cost=True),
     "li-cnn-same": PlainNetConfig(stem=((32, 1), (64, 1), (128, 2), (256, 2), (512, 2))),
     "li-cnn-large": PlainNetConfig(stem=((80, 1), (160, 1), (320, 2), (640, 2), (1280, 2))),
     "li-resnet18": PlainNetConfig(stages=((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))),

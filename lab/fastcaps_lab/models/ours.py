@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fastcaps.nn import CapsuleSpec
+from fastcaps_lab.models.layers import small
 from fastcaps_lab.models.networks import Config, NetworkConfig
 
 NETWORKS: dict[str, Config] = {
     "mnist": NetworkConfig(
-        "small",
-        channels=64,
+        small(64, stride=2),
         capsules=16,
         dim=16,
         hidden=(CapsuleSpec(16, kernel_size=3, stride=2),),
@@ -17,8 +17,7 @@ NETWORKS: dict[str, Config] = {
         in_channels=1,
     ),
     "digits": NetworkConfig(
-        "tiny",
-        channels=32,
+        small(32, stride=1),
         capsules=8,
         dim=16,
         hidden=(CapsuleSpec(8, kernel_size=3),),

@@ -42,9 +42,10 @@ NETWORKS: dict[str, Config] = {
             Conv(256, 5, padding=2),
             Conv(128, 5, padding=2),
             nn.Flatten,
-            Linear(328, order="linear relu"),
-            Linear(192, order="linear relu"),
-            Linear(dropout=0.5),
+            Linear(328, order="layer relu"),
+            Linear(192, order="layer relu"),
+            nn.Dropout,  # of 0.5
+            Linear(),
         ),
         classes=10,
         image_size=28,

@@ -10,13 +10,11 @@ from typing import Any
 from torch import nn
 
 from fastcaps.nn import CapsuleSpec, DynamicRouting, EMRouting
-from fastcaps_lab.models.layers import Blocks, Conv, Layer, Linear, Pool
+from fastcaps_lab.models.layers import STEM, Blocks, Conv, Layer, Linear, Pool, resnet, simple
 from fastcaps_lab.models.networks import CNNConfig, Config, NetworkConfig
 
 PAIR = (CapsuleSpec(32, kernel_size=3, stride=2), CapsuleSpec(32, kernel_size=3))
 """Tables 6 to 9: two layers of 32 capsule types."""
-
-STEM = Conv(64, 3, padding=1, bias=False, order="conv norm relu")
 
 CIFAR: dict[str, Any] = {"image_size": 32, "in_channels": 3}
 DMM: dict[str, Any] = {"classes": 10, "image_size": 36, "in_channels": 1}
@@ -31,10 +29,10 @@ EM: dict[str, Any] = {
 }
 
 
-def attention(backbone: str, channels: int, dim: int, classes: int) -> NetworkConfig:
+def attention(backbone: tuple[Layer, ...], dim: int, classes: int) -> NetworkConfig:
     """Return a network of Table 8, or of Table 9 with one more layer for 100 classes."""
     hidden = (*PAIR, CapsuleSpec(20)) if classes == 100 else PAIR
-    return NetworkConfig(backbone, channels=channels, capsules=32, dim=dim, hidden=hidden, classes=classes, **CIFAR)
+    return NetworkConfig(backbone, capsules=32, dim=dim, hidden=hidden, classes=classes, **CIFAR)
 
 
 def dynamic(classes: int, backbone: tuple[Layer, ...], stride: int) -> NetworkConfig:
@@ -43,11 +41,9 @@ def dynamic(classes: int, backbone: tuple[Layer, ...], stride: int) -> NetworkCo
     return NetworkConfig(backbone, capsules=32, dim=8, classes=classes, primary=primary, **CIFAR, **DYNAMIC)
 
 
-def em(classes: int, backbone: str | tuple[Layer, ...], channels: int | None = None) -> NetworkConfig:
+def em(classes: int, backbone: tuple[Layer, ...]) -> NetworkConfig:
     """Return a network of Tables 6 and 7."""
-    return NetworkConfig(
-        backbone, channels=channels, capsules=32, dim=16, hidden=PAIR, classes=classes, iterations=2, **CIFAR, **EM
-    )
+    return NetworkConfig(backbone, capsules=32, dim=16, hidden=PAIR, classes=classes, iterations=2, **CIFAR, **EM)
 
 
 def dmm(types: int = 16, **more: Any) -> NetworkConfig:
@@ -61,7 +57,7 @@ def dmm(types: int = 16, **more: Any) -> NetworkConfig:
 def cnn(classes: int) -> CNNConfig:
     """Return a network of Tables 2 and 3."""
     first = Conv(1024, 3, stride=2, padding=1)
-    pair = (Conv(1024, 3, stride=2, padding=1, order="conv relu norm"), Pool("average", 2))
+    pair = (Conv(1024, 3, stride=2, padding=1, order="layer relu norm"), Pool("average", 2))
     return CNNConfig((first, *pair, *pair, nn.Flatten, Linear()), classes=classes, **CIFAR)
 
 
@@ -69,8 +65,8 @@ def dmm_cnn(*end: Layer) -> CNNConfig:
     """Return a network of Table 12."""
     convs = (
         Conv(1024, 3, stride=2, padding=1),
-        Conv(1024, 3, stride=2, order="conv relu norm"),
-        Conv(1024, 3, order="conv relu norm"),
+        Conv(1024, 3, stride=2, order="layer relu norm"),
+        Conv(1024, 3, order="layer relu norm"),
     )
     return CNNConfig((*convs, *end, Linear()), **DMM)
 
@@ -82,23 +78,23 @@ def resnet18(classes: int) -> CNNConfig:
 
 
 NETWORKS: dict[str, Config] = {
-    "tsai-iar-simple-c10": attention("simple", 256, 16, 10),
-    "tsai-iar-simple-c100": attention("simple", 128, 36, 100),
-    "tsai-iar-resnet-c10": attention("resnet", 128, 16, 10),
-    "tsai-iar-resnet-c100": attention("resnet", 128, 36, 100),
+    "tsai-iar-simple-c10": attention(simple(256), 16, 10),
+    "tsai-iar-simple-c100": attention(simple(128), 36, 100),
+    "tsai-iar-resnet-c10": attention(resnet(128), 16, 10),
+    "tsai-iar-resnet-c100": attention(resnet(128), 36, 100),
     "tsai-dmm-matrix": dmm(),
     "tsai-dmm-matrix-42m": dmm(types=64),
     "tsai-dmm-vector": dmm(pose="vector"),
     "tsai-dmm-dynamic": dmm(primary=SQUASHED, layer=DynamicRouting, pose="vector", iterations=3),
-    "tsai-dmm-cnn": dmm_cnn(Conv(640, 1, order="conv"), Pool("average"), nn.Flatten),
+    "tsai-dmm-cnn": dmm_cnn(Conv(640, 1, order="layer"), Pool("average"), nn.Flatten),
     "tsai-dmm-cnn-learned": dmm_cnn(nn.Flatten, Linear(640)),
 }
 for _classes in (10, 100):
     NETWORKS |= {
         f"tsai-dr-simple-c{_classes}": dynamic(_classes, (Conv(256, 9),), stride=2),
-        f"tsai-dr-resnet-c{_classes}": dynamic(_classes, (STEM, Blocks(64, 3), Blocks(256, 4, stride=2)), stride=1),
-        f"tsai-em-simple-c{_classes}": em(_classes, (Conv(256, 4, stride=2, padding=1, order="conv norm relu"),)),
-        f"tsai-em-resnet-c{_classes}": em(_classes, "resnet", 128),
+        f"tsai-dr-resnet-c{_classes}": dynamic(_classes, resnet(256), stride=1),
+        f"tsai-em-simple-c{_classes}": em(_classes, (Conv(256, 4, stride=2, padding=1, order="layer norm relu"),)),
+        f"tsai-em-resnet-c{_classes}": em(_classes, resnet(128)),
         f"tsai-cnn-c{_classes}": cnn(_classes),
         f"resnet18-c{_classes}": resnet18(_classes),
     }

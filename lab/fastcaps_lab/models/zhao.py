@@ -18,7 +18,7 @@ def resnet(depth: int) -> tuple[Layer, ...]:
     """Return He et al.'s network of depth 6 n + 2, without its last two layers."""
     count = (depth - 2) // 6
     return (
-        Conv(16, 3, padding=1, bias=False, order="conv norm relu"),
+        Conv(16, 3, padding=1, bias=False, order="layer norm relu"),
         Blocks(16, count, shortcut="pad"),
         Blocks(32, count, stride=2, shortcut="pad"),
         Blocks(64, count, stride=2, shortcut="pad"),

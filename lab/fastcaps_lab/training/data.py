@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,11 +18,11 @@ from fastcaps_lab.data import ImageDataset, OverlappingDigits, ShuffledBatches, 
 from fastcaps_lab.training.config import Data, TrainConfig
 
 
-def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
-    """Return the middle of resized test images, ``[n, c, size, size]``, or crops ``[n, 5 or 10, c, size, size]``."""
+def middle(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
+    """Return the middle of resized test images, ``[n, c, size, size]``."""
     assert data.resize is not None
-    made = transforms.crops(transforms.resized(images, data.resize), size, flip=data.multi_crop and bool(data.flip))
-    return made if data.multi_crop else made[:, 4]
+    edge = (data.resize - size) // 2
+    return transforms.resized(images, data.resize)[..., edge : edge + size, edge : edge + size]
 
 
 def read_data(data: Data) -> Splits:
@@ -36,48 +35,22 @@ def read_data(data: Data) -> Splits:
         raise ValueError(f"data.options: got {dict(data.options)}: {error}") from error
     train = splits.train
     if not isinstance(train, ImageDataset):
-        texts = isinstance(train, TextDataset)
-        for option in ("pad", "resize", "jitter", *(() if texts else ("mixup",))):
+        # phrases are blended, images that are drawn at random are not
+        for option in ("pad", "resize", *(() if isinstance(train, TextDataset) else ("mixup",))):
             if (got := getattr(data, option)) not in (None, 0):
-                why = "which are texts" if texts else "which is drawn at random as it is"
-                raise ValueError(f"data.{option}: got {got} for {data.name}, {why}; want none")
-    augment: Any = getattr(train, "augment", None)
+                raise ValueError(f"data.{option}: got {got} for {data.name}, whose samples it does not fit; want none")
     if data.pad is not None:
-        augment = transforms.RandomCropFlip(data.pad, flip=bool(data.flip))
+        train.augment = transforms.RandomCropFlip(data.pad, flip=bool(data.flip))
     elif data.resize is not None:
         assert splits.image_size is not None
         size = data.crop or splits.image_size
-        augment = transforms.ResizeCrop(data.resize, size, flip=bool(data.flip))
-        if data.crop is not None or data.multi_crop:
-            splits.test.augment = functools.partial(tested_crops, data, size)
+        train.augment = transforms.ResizeCrop(data.resize, size, flip=bool(data.flip))
+        if data.crop is not None:
+            splits.test.augment = functools.partial(middle, data, size)
             splits = replace(splits, image_size=size)
-    if data.jitter:
-        jitter = transforms.ColorJitter()
-        augment = jitter if augment is None else transforms.Chain(augment, jitter)
-    if augment is not None:
-        train.augment = augment
     if data.mixup:
         train.mixup = transforms.Mixup(len(splits.classes), data.mixup)
     return splits
-
-
-def check_parts(splits: Splits) -> None:
-    """Raise TypeError if a part is neither a data set of :mod:`fastcaps_lab.data` nor one of pairs."""
-    for name in ("train", "test", "validation"):
-        part = getattr(splits, name)
-        if part is None or hasattr(part, "gather"):
-            continue
-        got = type(part).__name__
-        item = part[0] if hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part) else None
-        if isinstance(item, (tuple, list)):
-            kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in item]
-            if len(item) == 2 and kinds[0].startswith("torch.float") and isinstance(item[1], (Integral, Tensor)):
-                continue
-            got += f" of items ({', '.join(kinds)})"
-        raise TypeError(
-            f"splits.{name}: got {got}; want a fastcaps_lab.data.ImageDataset, or a torch data set of pairs, a float "
-            "Tensor [c, h, w] and an int"
-        )
 
 
 class Subset(Dataset[Any]):
@@ -143,10 +116,8 @@ class ImageData(pl.LightningDataModule):
             self.validation = Subset(splits.validation)
         self.test = Subset(splits.test, parts=parts)
         self.source = splits.train
-        self.crops = (10 if config.data.flip else 5) if config.data.multi_crop else 1
         self.batch_size, self.seed = config.batch_size, config.seed
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = min(config.workers, cores)
+        self.workers = min(config.workers, os.cpu_count() or 1)
         self._epoch = self._start = 0
 
     def _loader(self, dataset: Any, batches: Any) -> DataLoader[Any]:
@@ -176,7 +147,7 @@ class ImageData(pl.LightningDataModule):
     def val_dataloader(self) -> list[DataLoader[Any]]:
         """Return loaders of the test images and the validation images."""
         assert self.trainer is not None
-        loaders, size = [], max(max(self.batch_size // self.trainer.world_size, 128) // self.crops, 1)
+        loaders, size = [], max(self.batch_size // self.trainer.world_size, 128)
         for dataset in (self.test, self.validation):
             if dataset is not None:
                 mine = range(self.trainer.global_rank, len(dataset), self.trainer.world_size)

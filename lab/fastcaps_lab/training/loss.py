@@ -1,4 +1,4 @@
-"""Losses by name, dataclasses of settings that compute the loss; and the metrics.
+"""Losses by name, settings that compute the loss; and the metrics.
 
 A loss is called with the network, a :class:`Batch` and the fraction of the run that is done, and returns the loss and
 the logits. The formulas are in :mod:`fastcaps.losses` and torch.
@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
 
 from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss
-from fastcaps_lab.training.fields import CHOICE, SHORT, Flag, NotNegative, Number, Settings, Share
+from fastcaps_lab.training.settings import CHOICE, SHORT, Settings, Share
 
 
 class Batch(NamedTuple):
@@ -45,13 +45,6 @@ class Loss(Settings, ABC):
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         """Return the loss of logits ``[B, M]``, a scalar."""
 
-    def average(self, logits: Tensor) -> Tensor:
-        """Return logits ``[B, M]`` of the mean class probabilities of K crops, from logits ``[B, K, M]``.
-
-        Here the logits are lengths or activations, which are probabilities already.
-        """
-        return logits.mean(1)
-
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch and the network's logits; ``done`` is the finished fraction of the run."""
         logits = network(*batch.inputs)
@@ -76,14 +69,11 @@ class CrossEntropy(Loss):
             _require_labels("loss: cross-entropy", target)
         return F.cross_entropy(logits, target, label_smoothing=self.smoothing)
 
-    def average(self, logits: Tensor) -> Tensor:
-        return logits.softmax(-1).mean(1).log()
-
 
 class BinaryCrossEntropy(Loss):
     """Binary cross-entropy of each class, averaged over samples and classes."""
 
-    probabilities: Flag = False  # whether the network returns probabilities (lengths, activations) and not logits
+    probabilities: bool = False  # whether the network returns probabilities (lengths, activations) and not logits
     name: Literal["bce"] = "bce"
 
     @property
@@ -99,9 +89,6 @@ class BinaryCrossEntropy(Loss):
             certain = logits.to(torch.promote_types(logits.dtype, torch.float32)).clamp(0, 1)
             return F.binary_cross_entropy(certain, present.to(certain.dtype))
 
-    def average(self, logits: Tensor) -> Tensor:
-        return logits.mean(1) if self.probabilities else logits.sigmoid().mean(1).logit()
-
 
 class Margin(Loss):
     """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and reconstruction loss.
@@ -110,10 +97,10 @@ class Margin(Loss):
     :func:`fastcaps.losses.reconstruction_loss` on raw pixels: 0.0005 in the paper, 0 for none.
     """
 
-    upper: NotNegative = 0.9
-    lower: NotNegative = 0.1
-    down_weight: NotNegative = 0.5
-    reconstruction: NotNegative = 0.0
+    upper: NonNegativeFloat = 0.9
+    lower: NonNegativeFloat = 0.1
+    down_weight: NonNegativeFloat = 0.5
+    reconstruction: NonNegativeFloat = 0.0
     name: Literal["margin"] = "margin"
     threshold: ClassVar[float] = 0.5
 
@@ -159,9 +146,9 @@ class Margin(Loss):
 class Spread(Loss):
     """Spread loss (Hinton et al. 2018) of the class capsules' activations, with a linearly growing margin."""
 
-    start: NotNegative = 0.2
-    end: NotNegative = 0.9
-    over: Annotated[Number, Field(gt=0, le=1)] = 1.0  # the fraction of the run over which the margin grows
+    start: NonNegativeFloat = 0.2
+    end: NonNegativeFloat = 0.9
+    over: Annotated[float, Field(gt=0, le=1)] = 1.0  # the fraction of the run over which the margin grows
     name: Literal["spread"] = "spread"
     threshold: ClassVar[float] = 0.5
 
@@ -174,12 +161,14 @@ class Feedback(Loss):
     """The loss of a network with feedback units (Li et al. 2018): a base loss, and the divergences between layers."""
 
     base: Annotated[CrossEntropy | BinaryCrossEntropy | Margin | Spread, CHOICE, SHORT] = Margin()
-    weight: NotNegative = 10.0  # of the sum of the divergences
+    weight: NonNegativeFloat = 10.0  # of the sum of the divergences
     name: Literal["feedback"] = "feedback"
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _logits_alone(self) -> Feedback:
         if getattr(self.base, "reconstruction", False):
-            raise ValueError(f"base: got {self.base}, want a loss of logits alone")
+            raise ValueError(f"base is {self.base}, want a loss of logits alone")
+        return self
 
     @property
     def threshold(self) -> float:  # type: ignore[override]
@@ -187,9 +176,6 @@ class Feedback(Loss):
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         return self.base.of(logits, target, done)
-
-    def average(self, logits: Tensor) -> Tensor:
-        return self.base.average(logits)
 
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         logits, divergence = network(*batch.inputs, return_feedback=True)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from fastcaps_lab.training.callbacks import check_checkpoint
 from fastcaps_lab.training.config import TrainConfig
 from fastcaps_lab.training.loss import Batch, right
 
@@ -56,14 +55,7 @@ class CapsuleClassifier(pl.LightningModule):
 
     def _step(self, given: Any, stage: str) -> Tensor:
         batch, steps = self.batch(given), max(int(self.trainer.estimated_stepping_batches), 1)
-        images, done = batch.inputs[0], min(self.trainer.global_step / steps, 1.0)
-        if images.dim() == 5:  # the multi-crop test: [B, crops, channels, height, width]
-            targets = batch.target.repeat_interleave(images.shape[1], 0)
-            every_crop = batch._replace(inputs=(images.flatten(0, 1),), target=targets)
-            loss, logits = self.config.loss(self.network, every_crop, done)
-            logits = self.config.loss.average(logits.unflatten(0, images.shape[:2]))
-        else:
-            loss, logits = self.config.loss(self.network, batch, done)
+        loss, logits = self.config.loss(self.network, batch, min(self.trainer.global_step / steps, 1.0))
         self.means[f"{stage}_loss"].update(loss.detach(), len(batch.target))
         hits = right(self.config.metric, logits.detach(), batch.target, self.config.loss.threshold)
         self.means[f"{stage}_accuracy"].update(hits.float())
@@ -108,7 +100,6 @@ class CapsuleClassifier(pl.LightningModule):
         checkpoint["random_state"] = torch.get_rng_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_checkpoint(checkpoint)
         # the checkpoint has the first rank's state, with which all ranks would draw the same augmentation
         if self.trainer.world_size == 1:
             torch.set_rng_state(checkpoint["random_state"].cpu())

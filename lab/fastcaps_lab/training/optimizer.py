@@ -1,21 +1,20 @@
 """Optimisers and schedules of the learning rate, by name.
 
-An optimiser's settings are the arguments of torch's class. A schedule returns factors for torch's ``LambdaLR``; its
-times are fractions of the run (0.1, or ``150/350`` for 150 of 350 epochs), from its start. (Torch's schedulers count
-steps, and restart after a warm-up.)
+A schedule returns factors for torch's ``LambdaLR``; its times are fractions of the run, from its start. (Torch's
+schedulers count steps, and restart after a warm-up.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from torch import nn
 
-from fastcaps_lab.training.fields import CHOICE, SHORT, Count, Flag, NotNegative, Positive, Settings, Share
+from fastcaps_lab.training.settings import CHOICE, SHORT, Settings, Share
 
 TORCH = {
     "adam": torch.optim.Adam,
@@ -27,50 +26,24 @@ TORCH = {
 
 
 class Optimizer(Settings):
-    """The base of optimisers."""
+    """One of torch's optimisers, with its arguments, such as ``betas``, ``momentum`` and ``weight_decay``."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, bool | float | tuple[float, ...]] = Field(init=False)
+    name: Literal["adam", "adamw", "radam", "rmsprop", "sgd"] = "adam"
+    lr: PositiveFloat = 1e-3
+
+    @model_validator(mode="after")
+    def _known_to_torch(self) -> Optimizer:
+        try:
+            self.build([nn.Parameter(torch.zeros(1))])
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        return self
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return torch's optimiser."""
-        settings = asdict(self)
-        return TORCH[settings.pop("name")](parameters, **settings)
-
-
-class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015), AdamW and RAdam (Liu et al. 2019)."""
-
-    lr: Positive = 1e-3
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.0
-    name: Literal["adam", "adamw", "radam"] = "adam"
-
-
-class RMSProp(Optimizer):
-    """RMSProp."""
-
-    lr: Positive = 1e-3
-    alpha: Share = 0.99
-    eps: Positive = 1e-8
-    momentum: NotNegative = 0.0
-    weight_decay: NotNegative = 0.0
-    name: Literal["rmsprop"] = "rmsprop"
-
-
-class SGD(Optimizer):
-    """Stochastic gradient descent."""
-
-    lr: Positive = 0.1
-    momentum: NotNegative = 0.9
-    weight_decay: NotNegative = 0.0
-    nesterov: Flag = False
-    name: Literal["sgd"] = "sgd"
-
-    def __post_init__(self) -> None:
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov: got true with momentum 0, want momentum above 0")
-
-
-AnyOptimizer = Annotated[Adam | RMSProp | SGD, CHOICE, SHORT]
+        return TORCH[self.name](parameters, lr=self.lr, **self.__pydantic_extra__)
 
 
 class Schedule(Settings):
@@ -111,19 +84,11 @@ class Cosine(Schedule):
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-class OneCycle(Cosine):
-    """A cosine after a warm-up of a fifth of the run."""
-
-    warmup: Share = 0.2
-    start: Share = 0.04
-    name: Literal["one-cycle"] = "one-cycle"  # type: ignore[assignment]
-
-
 class Milestones(Schedule):
     """A factor ``gamma`` at each milestone, a fraction of the run; by default Tsai et al.'s, 150 and 250 of 350."""
 
     at: tuple[Share, ...] = (150 / 350, 250 / 350)
-    gamma: NotNegative = 0.1
+    gamma: NonNegativeFloat = 0.1
     name: Literal["milestones"] = "milestones"
 
     def after_warmup(self, done: float, step: int) -> float:
@@ -131,15 +96,14 @@ class Milestones(Schedule):
 
 
 class Exponential(Schedule):
-    """A factor ``gamma`` after every ``every`` steps; without ``stairs`` the rate falls smoothly."""
+    """A factor ``gamma`` after every ``every`` steps."""
 
-    every: Count = 2000
-    gamma: NotNegative = 0.96
-    stairs: Flag = True
+    every: PositiveInt = 2000
+    gamma: NonNegativeFloat = 0.96
     name: Literal["exponential"] = "exponential"
 
     def after_warmup(self, done: float, step: int) -> float:
-        return float(self.gamma ** (step // self.every if self.stairs else step / self.every))
+        return float(self.gamma ** (step // self.every))
 
 
-AnySchedule = Annotated[Constant | Cosine | OneCycle | Milestones | Exponential, CHOICE, SHORT]
+AnySchedule = Annotated[Constant | Cosine | Milestones | Exponential, CHOICE, SHORT]

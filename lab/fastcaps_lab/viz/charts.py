@@ -11,10 +11,12 @@ import numpy as np
 
 # Okabe and Ito's colours and a map from orange to purple: distinguishable with every colour vision
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
-OURS, OURS_LIGHT, OTHERS = BLUE, "#56B4E9", "#8C8C8C"  # in every picture: this package, a second value of it, the rest
-COLOURS = (OURS, ORANGE, "#009E73", "#CC79A7", "#E69F00", OURS_LIGHT)
+OURS, OTHERS = BLUE, "#8C8C8C"
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 DIVERGING = "PuOr_r"
+Measured = Sequence[tuple[float, float | None] | None]
+"""Values and their standard deviations, or None."""
 
 
 def pyplot() -> Any:
@@ -29,11 +31,9 @@ def finish(figure: Any, path: str | Path, title: str = "") -> Path:
     """Write a figure into its file, under its title if it has one, and close it."""
     if title:
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    path = Path(path)
-    path = path if path.suffix else path.with_name(f"{path.name}.png")
     figure.savefig(path, dpi=120)
     pyplot().close(figure)
-    return path
+    return Path(path)
 
 
 def tidy(plot: Any, grid: str = "") -> None:
@@ -49,11 +49,9 @@ def learning_curve(
 ) -> Path:
     """Draw loss and accuracy over the epochs into a file, and return its path.
 
-    ``history`` has rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them
-    (ValueError if there are none); ``target`` is an accuracy from 0 to 1 to mark with a line.
+    ``history`` has rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them;
+    ``target`` is an accuracy from 0 to 1 to mark with a line.
     """
-    if not history:
-        raise ValueError("history: got no rows, want one per epoch")
     figure, plots = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     said = (("loss", 1.0, "cross-entropy (nats per image)"), ("accuracy", 100.0, "images classified correctly (%)"))
     for plot, (quantity, factor, label) in zip(plots, said, strict=True):
@@ -72,19 +70,7 @@ def learning_curve(
     return finish(figure, path, title)
 
 
-Measured = Sequence[tuple[float, float | None] | None]
-"""Values and their standard deviations, or None."""
-
-
-def bars(
-    labels: Sequence[str],
-    ours: Measured,
-    paper: Measured,
-    path: str | Path,
-    *,
-    title: str,
-    axis: str,
-) -> Path:
+def bars(labels: Sequence[str], ours: Measured, paper: Measured, path: str | Path, *, title: str, axis: str) -> Path:
     """Draw values beside those of a paper, if there are any, as bars from zero; ``axis`` says what is measured."""
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
     pairs = ((-0.2, ours, OURS, "ours"), (0.2, paper, OTHERS, "paper")) if any(paper) else ((0.0, ours, OURS, "ours"),)
@@ -119,8 +105,7 @@ def lines(
     what is measured.
     """
     figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
-    ordered = sorted(measured.items(), key=lambda each: each[0] != "fastcaps")  # whose colour is ours
-    for index, (label, both) in enumerate(ordered):
+    for index, (label, both) in enumerate(measured.items()):
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         for who, line, fill, found in (("ours", "-", style["color"], both[0]), ("paper", "--", "white", both[1])):
             here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fastcaps.nn import CapsNet, RoutingTrace
 from fastcaps_lab.inside import Inside, watched
-from fastcaps_lab.viz.charts import DIVERGING, finish
-from fastcaps_lab.viz.maps import heat_maps
+from fastcaps_lab.viz.charts import DIVERGING, finish, pyplot
 
 
 def traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace, Inside]:
@@ -24,17 +23,6 @@ def traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace, Insi
         logits, trace = network(images, return_trace=True)
     # the call has the layer's inputs; in concurrent routing, and so in the trace, the layer below has changed since
     return logits, trace, next(one for one in calls() if one.layer is network.routing.layers[-1])
-
-
-@torch.no_grad()
-def last_votes(network: CapsNet, images: Tensor) -> tuple[RoutingTrace, Tensor | None, Tensor]:
-    """Return the inputs of the class capsules' last pass, in evaluation mode.
-
-    The trace of the call; the activations (scores) ``[B, I]`` of the last layer's children, or None; its votes
-    ``[B, I, M, d]``, of all positions together.
-    """
-    _, trace, last = traced(network, images)
-    return trace, last.given.get(last.layer.activity_name), last.votes()
 
 
 @torch.no_grad()
@@ -53,13 +41,12 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     over the child types of a position. TypeError or ValueError if ``network`` is not a CapsNet, or its class capsules'
     children are not on a grid.
     """
-    trace, gate, votes = last_votes(network, images)  # children [B, I, d], types slowest
-    layer: Any = network.routing.layers[-1]
-    below = trace.poses[-2]
+    _, trace, last = traced(network, images)
+    layer, below, votes = last.layer, trace.poses[-2], last.votes()  # votes [B, I, M, d], types slowest
     if below.dim() != 5:
         raise ValueError(f"the class capsules' children are {list(below.shape)}, want a grid [B, N, H, W, d]")
     shares = trace.coefficients[-1]  # [B, I, M]
-    if gate is not None:
+    if (gate := last.given.get(layer.activity_name)) is not None:
         shares = shares * gate[..., None]
     assert network.head.linear is not None
     reading = network.head.linear.weight[0]  # [d]
@@ -90,38 +77,57 @@ def listening_map(
     Images are ``[n, height, width]`` in grey, contributions ``[n, classes, H', W']`` from :func:`listening`; labels and
     predictions are the true and the predicted class of every image, ``classes`` the names of all classes.
     """
-    if images.dim() != 3:
-        raise ValueError(f"images must be [n, height, width], got {list(images.shape)}")
+    rows, columns = contributions.shape[:2]
     bound = float(np.percentile(contributions.abs().numpy(), 99.5)) or 1.0  # one place above all must not pale the rest
-    # children of an unpadded window sit in the middle of the image, as far apart as its pixels or closer
-    rows, columns = (
-        (torch.arange(n) - (n - 1) / 2) * min(1.0, size / n) + (size - 1) / 2
-        for n, size in zip(contributions.shape[2:], images.shape[1:], strict=True)
-    )
-    said = [
-        f"a {classes[label]}" + (f",\ntaken for {classes[taken]}" if taken != label else "")
-        for label, taken in zip(labels, predictions, strict=True)
-    ]
-    figure, plots, bar = heat_maps(
-        images[:, None],
-        contributions,
-        (rows, columns),
-        title=title,
-        names=[f"class {name}" for name in classes],
-        labels=said,
-        cmap=DIVERGING,
-        vmin=-bound,
-        vmax=bound,
-    )
-    for line, sums, taken in zip(plots[:, 1:], contributions.sum((2, 3)), predictions, strict=True):
-        for plot, each in zip(line, sums, strict=True):
-            plot.set_xlabel(f"{float(each):+.1f}", fontsize=9, labelpad=5)
+    size = (1.15 * (columns + 1) + 1.6, 1.2 * rows + 0.9)
+    figure, plots = pyplot().subplots(rows, columns + 1, figsize=size, layout="constrained", squeeze=False)
+    drawn: Any = None
+    for line, image, maps, label, taken in zip(plots, images, contributions, labels, predictions, strict=True):
+        plain(line[0], image[None])
+        mistaken = f",\ntaken for {classes[taken]}" if taken != label else ""
+        line[0].set_ylabel(f"a {classes[label]}{mistaken}", rotation=0, ha="right", va="center", labelpad=6)
+        for plot, each in zip(line[1:], maps, strict=True):
+            # children of an unpadded window sit in the middle of the image, as far apart as its pixels or closer
+            where = [
+                (torch.arange(n) - (n - 1) / 2) * min(1.0, size / n) + (size - 1) / 2
+                for n, size in zip(each.shape, image.shape, strict=True)
+            ]
+            drawn = overlay(plot, image[None], each, where, cmap=DIVERGING, vmin=-bound, vmax=bound)
+            plot.set_xlabel(f"{float(each.sum()):+.1f}", fontsize=9, labelpad=5)
             plot.spines[:].set(color="#BBBBBB", linewidth=0.8)
-        line[taken].spines[:].set(color="black", linewidth=3)
+        line[1 + taken].spines[:].set(color="black", linewidth=3)
+    for plot, name in zip(plots[0], ("image", *(f"class {name}" for name in classes)), strict=True):
+        plot.set_title(name, fontsize=10)
+    bar = figure.colorbar(drawn, ax=plots, fraction=0.02, pad=0.01, aspect=30, extend="both")
     bar.set_label("share of the logit", fontsize=10)
     figure.supxlabel(
         "Orange: the capsules at this place spoke for the class. Purple: against it. Lines: the image's outline. "
         "Below each map: its sum. Thick frame: the class chosen.",
         fontsize=10,
     )
-    return finish(figure, path)
+    return finish(figure, path, title)
+
+
+def plain(plot: Any, image: Tensor) -> None:
+    """Draw an image ``[channels, H, W]`` in grey, with a light background."""
+    grey = image.float().mean(0)
+    edge = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).median()
+    plot.imshow(grey.numpy(), cmap="gray_r" if edge < (grey.min() + grey.max()) / 2 else "gray")
+    plot.set(xticks=[], yticks=[])
+
+
+def overlay(plot: Any, image: Tensor, heat: Tensor, where: Sequence[Tensor], **colours: Any) -> Any:
+    """Draw a heat map at its positions, rows and columns in pixels, in the image, with the image's outline over it."""
+    ends = []
+    for middles, size in zip(where, image.shape[1:], strict=True):
+        half = float(middles[1] - middles[0]) / 2 if len(middles) > 1 else size / 2
+        ends.append((float(middles[0]) - half, float(middles[-1]) + half))
+    plot.set_facecolor("#EEEEEE")
+    extent = (*ends[1], *ends[0][::-1])
+    drawn = plot.imshow(heat.numpy(), extent=extent, interpolation="nearest", **colours)
+    grey = image.float().mean(0)
+    if grey.min() < grey.max():
+        plot.contour(grey.numpy(), levels=[float(grey.min() + grey.max()) / 2], colors="black", linewidths=1)
+    height, width = grey.shape
+    plot.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xticks=[], yticks=[])
+    return drawn

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from matplotlib.colors import LogNorm
-from matplotlib.patches import ConnectionPatch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastcaps.nn import CapsNet, RoutingPool2d, RoutingStack, RoutingTrace
-from fastcaps_lab.inside import seen, watched
-from fastcaps_lab.viz.charts import DIVERGING, GREY, ORANGE, finish, pyplot
-from fastcaps_lab.viz.listening import traced
-from fastcaps_lab.viz.maps import Places, heat_maps, overlay, places, plain
+from fastcaps.nn import CapsNet, RoutingStack, RoutingTrace
+from fastcaps_lab.inside import seen
+from fastcaps_lab.viz.charts import finish, pyplot
+from fastcaps_lab.viz.listening import overlay, plain, traced
 
 
 @torch.no_grad()
@@ -66,174 +62,44 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     return torch.stack([gather(each)[0] for each in found.unbind(1)], 1)
 
 
-def coefficients(network: nn.Module, images: Tensor, *, uniform: bool = False) -> Tensor:
-    """Return the parts of every position in every class, or parent of a routing pool: ``[B, M, H', W']``.
+def route_maps(network: CapsNet, image: Tensor, path: str | Path, *, title: str, names: Sequence[str] = ()) -> Path:
+    """Draw where the predicted class comes from in one image, and return the file's path.
 
-    For a :class:`~fastcaps.nn.CapsNet` with primary capsules on a grid: their parts by :func:`descent`, summed over the
-    types of a position. For a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the coefficients of
-    the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``uniform`` returns what it would be with
-    equal gates and coefficients. Images are ``[B, channels, H, W]``; ValueError for other networks.
+    There is a map for each layer on a grid, from the primary capsules up: the parts of its positions in the class, by
+    :func:`descent`, summed over the capsule types. Primary capsules are taken to be spread evenly over the image, as
+    after padded convolutions. The image is ``[channels, H, W]``; classes without ``names`` are numbered.
     """
-    if isinstance(network, CapsNet):
-        _, trace, _ = traced(network, images)
-        if uniform:
-            alike = tuple((each > 0).float() for each in trace.coefficients)
-            trace = RoutingTrace(trace.poses, (None,) * len(trace.activations), alike)
-        lowest = descent(network.routing, trace)[0]
-        if lowest.dim() == 5:
-            return lowest.sum(2)
-    else:
-        with watched(network) as calls, torch.no_grad():
-            network(images)
-            pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
-            if pools:
-                shares = pools[-1].coefficients()[:, 0, 0]  # [B, H'W' (groups), M]
-                shares = torch.full_like(shares, 1 / shares.shape[1]) if uniform else shares
-                grid = pools[-1].given["features"].shape[2:]
-                return shares.reshape(len(shares), *grid, -1, shares.shape[2]).sum(3).movedim(-1, 1)
-    raise ValueError(
-        f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
-        f"got {type(network).__name__}"
-    )
-
-
-def coefficient_map(
-    network: nn.Module,
-    images: Tensor,
-    path: str | Path,
-    *,
-    title: str,
-    names: Sequence[str] = (),
-    labels: Sequence[str] = (),
-) -> Path:
-    """Draw the coefficients over images, a row per image and a column per class or parent; return the file's path.
-
-    The colour is the part of a position in a class, relative to that with equal coefficients, because more windows
-    contain inner positions than outer ones. Lines are the image's outline. ``names`` are those of the columns,
-    ``labels`` those of the images; ValueError for a wrong number of them, or from :func:`coefficients`.
-    """
-    uniform = coefficients(network, images, uniform=True).clamp_min(torch.finfo(torch.float32).tiny)
-    heat = (coefficients(network, images) / uniform).float().cpu()
-    images = images.detach().float().cpu()
-    where = places(network, images.to(next(network.parameters()).device), (heat.shape[-2], heat.shape[-1]))
-    rows, columns = heat.shape[:2]
-    for name, given, count in (("names", names, columns), ("labels", labels, rows)):
-        if given and len(given) != count:
-            raise ValueError(f"{name}: got {len(given)}, want one for each of {count}")
-    bound = max(1.01, *(float((heat**sign).flatten().quantile(0.99)) for sign in (1, -1)))
-    figure, _, bar = heat_maps(
-        images,
-        heat,
-        where,
-        title=title,
-        names=names or [f"parent {column}" for column in range(columns)],
-        labels=labels,
-        cmap=DIVERGING,
-        norm=LogNorm(1 / bound, bound),
-    )
-    ticks = [bound ** (k / 2) for k in range(-2, 3)]
-    bar.set_ticks(ticks, labels=[f"{each:.3g}" for each in ticks])
-    bar.ax.minorticks_off()
-    bar.set_label("times an even share", fontsize=9)
-    return finish(figure, path)
-
-
-def parse_tree(
-    network: CapsNet, image: Tensor, path: str | Path, *, title: str, names: Sequence[str] = (), branches: int = 3
-) -> Path:
-    """Draw one image's parse tree, from the predicted class down to the image, and return the file's path.
-
-    Below each capsule are the ``branches`` children with the largest parts in it (:func:`descent`'s q), with the part
-    in percent, which is also the thickness of the line. A frame shows a capsule's position in the image; at the left
-    are the parts of the whole layer in the class. The image is ``[channels, H, W]``. Capsules without a grid have no
-    frame, and classes without ``names`` are numbered.
-    """
-    if image.dim() != 3:
-        raise ValueError(f"image must be [channels, H, W], got {list(image.shape)}")
     logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
-    if names and len(names) != logits.shape[1]:
-        raise ValueError(f"names: got {len(names)}, want one for each of {logits.shape[1]}")
-    levels = [each[0, chosen].cpu() for each in descent(network.routing, trace)][::-1]
-    tree: list[list[Node]] = [[Node((chosen,), 0, 1.0)]]
-    for k in reversed(range(len(network.routing.layers))):
-        line = []
-        for index, node in enumerate(tree[-1]):
-            above = torch.zeros_like(trace.poses[k + 1][..., 0])[:, None]  # [1, 1, M] or [1, 1, M, Ho, Wo]
-            above[(0, 0, *node.capsule)] = 1
-            parts = _below(network.routing, trace, k, above.float())[0, 0]
-            best = parts.flatten().topk(min(parts.numel(), max(1, min(branches, _MOST // len(tree[-1])))))
-            spots = zip(*(each.tolist() for each in torch.unravel_index(best.indices, parts.shape)), strict=True)
-            line += [Node(spot, index, part) for spot, part in zip(spots, best.values.tolist(), strict=True)]
-        tree.append(line)
-    name = names[chosen] if names else f"class {chosen}"
-    return finish(_tree(image.detach().float().cpu(), levels, tree, _frames(network, image, levels), name), path, title)
+    levels = [each[0, chosen].cpu() for each in descent(network.routing, trace)]
+    everywhere = _places(network.routing, image, levels)
+    maps = [(level, where) for level, where in zip(levels, everywhere, strict=True) if where is not None]
+    image = image.detach().float().cpu()
+    width = 2.6 * (1 + len(maps))
+    figure, plots = pyplot().subplots(1, 1 + len(maps), figsize=(width, 3.2), layout="constrained", squeeze=False)
+    plain(plots[0, 0], image)
+    plots[0, 0].set_title(names[chosen] if names else f"class {chosen}", fontsize=10)
+    for k, (plot, (level, where)) in enumerate(zip(plots[0, 1:], maps, strict=True)):
+        drawn = overlay(plot, image, level.sum(0), where, cmap="Oranges", vmin=0)
+        plot.set_title(f"{'primary capsules' if k == 0 else f'layer {k}'}: {level.shape[0]} types", fontsize=10)
+        figure.colorbar(drawn, ax=plot, shrink=0.7)
+    return finish(figure, path, title)
 
 
-_MOST = 12  # capsules side by side
-
-
-class Node(NamedTuple):
-    """A capsule of a parse tree: its index in its layer, its parent in the line above, its part in that."""
-
-    capsule: tuple[int, ...]
-    above: int
-    part: float
-
-
-Frames = list[tuple[Places, tuple[float, float]] | None]
-"""For each level the positions in the image, and the height and width of a receptive field; None for a set."""
-
-
-def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames:
-    if levels[-1].dim() != 3:
+def _places(stack: RoutingStack, image: Tensor, levels: Sequence[Tensor]) -> list[list[Tensor] | None]:
+    """Return the positions of each level's capsules in the image, in pixels: rows and columns; None for a set."""
+    if levels[0].dim() != 3:
         return [None] * len(levels)
-    rows, columns = places(network, image[None], (levels[-1].shape[1], levels[-1].shape[2]))
-    axes = zip((rows, columns), image.shape[1:], strict=True)
-    steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in axes]
-    spans = list(steps)
-    frames: Frames = [((rows, columns), (steps[0], steps[1]))]
-    for layer, level in zip(network.routing.layers, levels[-2::-1], strict=True):
-        below = frames[0]
+    sizes = [*zip(levels[0].shape[1:], image.shape[1:], strict=True)]
+    steps = [size / n for n, size in sizes]
+    found: list[list[Tensor] | None] = [[(torch.arange(n) + 0.5) * size / n - 0.5 for n, size in sizes]]
+    for layer, level in zip(stack.layers, levels[1:], strict=True):
+        below = found[-1]
         if level.dim() != 3 or layer.window is None or below is None:
-            frames.insert(0, None)
+            found.append(None)
             continue
         kh, kw, sh, sw, ph, pw, dh, dw = layer.window.spec
-        sizes = zip(below[0], level.shape[1:], (kh, kw), (sh, sw), (ph, pw), (dh, dw), steps, strict=True)
-        middles = [m[0] + by * (torch.arange(n) * s - p + (k - 1) * d / 2) for m, n, k, s, p, d, by in sizes]
-        spans = [span + (k - 1) * d * by for span, k, d, by in zip(spans, (kh, kw), (dh, dw), steps, strict=True)]
+        axes = zip(below, level.shape[1:], (kh, kw), (sh, sw), (ph, pw), (dh, dw), steps, strict=True)
+        found.append([m[0] + by * (torch.arange(n) * s - p + (k - 1) * d / 2) for m, n, k, s, p, d, by in axes])
         steps = [step * s for step, s in zip(steps, (sh, sw), strict=True)]
-        frames.insert(0, ((middles[0], middles[1]), (spans[0], spans[1])))
-    return frames
-
-
-def _tree(image: Tensor, levels: Sequence[Tensor], tree: Sequence[Sequence[Node]], frames: Frames, name: str) -> Any:
-    plt = pyplot()
-    widest = max(map(len, tree))
-    size = (1.9 + 1.15 * widest, 0.6 + 1.75 * len(tree))
-    figure, grid = plt.subplots(len(tree), widest + 1, figsize=size, layout="constrained", squeeze=False)
-    for plot in grid.flat:
-        plot.set_axis_off()
-    above: list[Any] = []  # the plots of the line above
-    for plots, level, line, frame in zip(grid, levels, tree, frames, strict=True):
-        if frame is not None:
-            overlay(plots[0], image, level.sum(0), frame[0], cmap="Oranges", vmin=0)
-            plots[0].set_title("all of this layer's", fontsize=8, color=GREY, pad=3)
-        drawn = [plots[1 + int((index + 0.5) * widest / len(line))] for index in range(len(line))]
-        most = max(node.part for node in line)
-        for plot, node in zip(drawn, line, strict=True):
-            plot.set_axis_on()
-            plain(plot, image)
-            kind = "type" if level.dim() == 3 else "capsule"
-            label = f"{kind} {node.capsule[0]}: {100 * node.part:.1f} %" if above else name
-            plot.set_title(label, fontsize=9, pad=3)
-            if frame is not None and len(node.capsule) == 3:
-                (rows, columns), (tall, wide) = frame
-                corner = float(columns[node.capsule[2]]) - wide / 2, float(rows[node.capsule[1]]) - tall / 2
-                plot.add_patch(plt.Rectangle(corner, wide, tall, fill=False, edgecolor=ORANGE, linewidth=2))
-            if above:
-                thick = 0.6 + 3.4 * node.part / most if most > 0 else 0.6
-                ends = ((0.5, 0.0), (0.5, 1.25), above[node.above].transAxes, plot.transAxes)
-                figure.add_artist(ConnectionPatch(*ends, color=GREY, linewidth=thick, alpha=0.7, zorder=0))
-        above = drawn
-    return figure
+    return found

@@ -9,8 +9,9 @@ import torch
 from stand_ins import refusals
 from torch import Tensor
 
+from fastcaps.losses import margin_loss
 from fastcaps_lab import models
-from fastcaps_lab.encapnet import CapConv2d, EncapNet, FeedbackAgreement, cap_conv, feedback_loss, networks
+from fastcaps_lab.encapnet import CapConv2d, EncapNet, FeedbackAgreement, cap_conv, networks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [name for name in models.names() if isinstance(models.config(name), networks.FeedbackConfig)]
@@ -35,23 +36,20 @@ def count(name: str, **overrides: Any) -> int:
         return sum(parameter.numel() for parameter in models.create(name, **overrides).parameters())
 
 
-SUMS = {"none": 1_743_680, "own": 36_474_944, "other": 36_474_944, "both": 36_544_064}
-"""Parameters of EncapNet-v1 by its coefficients, as the paper's layers add up to."""
-
-
 def test_parameters_by_hand() -> None:
-    assert {each: count("li-encapnet-v1", coefficients=each) for each in SUMS} == SUMS
-    assert count("li-encapnet-master") == SUMS["none"] and count("li-encapnet-v1") == SUMS["both"]
-    assert (count("li-encapnet-v2"), count("li-encapnet-v3")) == (176_330_752, 179_709_952)
-
-
-def test_parameters_of_the_others() -> None:
+    """As the paper's layers add up to; Table 1's CNNs are 24.44 and 146.88 Mb."""
+    sums = {"none": 1_743_680, "own": 36_474_944, "other": 36_474_944, "both": 36_544_064}
+    assert {each: count("li-encapnet-v1", coefficients=each) for each in sums} == sums
     master = 9 * (3 * 32 + 32 * 64 + 64 * 128 + 128 * 256) + 3 * (32 + 64 + 128 + 256)  # of four convolutions
     master += 9 * 32 * 8 * 16 + 512 + 1024 + 16 * 512 * 10
     aide = 49 * 256 * 512 + 512 + 2048 + 2 * (2 * 32 * 16 * 9) + 64
-    assert (count("li-encapnet-six-master"), count("li-encapnet-six")) == (master, master + aide)
-    assert (count("li-cnn-same"), count("li-resnet18")) == (1_575_690, 11_156_810)
-    assert 6 < count("li-cnn-large") / count("li-cnn-same") < 6.3  # Table 1: 146.88 to 24.44
+    wanted = {
+        "li-encapnet-master": sums["none"], "li-encapnet-v2": 176_330_752, "li-encapnet-v3": 179_709_952,
+        "li-encapnet-six-master": master, "li-encapnet-six": master + aide, "li-cnn-same": 1_575_690,
+        "li-resnet18": 11_156_810,
+    }  # fmt: skip
+    assert {name: count(name) for name in wanted} == wanted
+    assert 6 < count("li-cnn-large") / wanted["li-cnn-same"] < 6.3
 
 
 def test_maps_are_table_2s() -> None:
@@ -64,9 +62,9 @@ def test_maps_are_table_2s() -> None:
             )
         assert net(torch.empty(2, 3, 32, 32)).shape == (2, 10)
     assert found == [(2, 32, 32, 32), (2, 64, 32, 32), (2, 128, 16, 16), (2, 256, 8, 8), (2, 512, 4, 4)]
-    kinds = [(*layer.kernel_size, *layer.stride, layer.skip) for layer in net.modules() if isinstance(layer, CapConv2d)]
-    plain = (1, 1, 1, 1, False)
-    assert kinds == [(3, 3, 1, 1, True), *3 * [plain], *3 * [(3, 3, 2, 2, True), *3 * [plain]]]
+    kinds = [(layer.kernel_size, layer.stride, layer.skip) for layer in net.modules() if isinstance(layer, CapConv2d)]
+    plain = (1, 1, False)
+    assert kinds == [(3, 1, True), *3 * [plain], *3 * [(3, 2, True), *3 * [plain]]]
 
 
 @pytest.mark.parametrize("skip", ["none", "I", "II", "both"])
@@ -90,7 +88,7 @@ def test_every_network_learns_a_step(name: str) -> None:
     before = {name: p.clone() for name, p in net.named_parameters() if not name.startswith("feedback")}
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     logits, feedback = net(torch.randn(4, 2, 11, 26), return_feedback=True)
-    loss = feedback_loss(logits, torch.arange(4), feedback)
+    loss = margin_loss(logits, torch.arange(4)) + 10 * feedback
     loss.backward()
     optimizer.step()
     after = dict(net.named_parameters())
@@ -99,14 +97,6 @@ def test_every_network_learns_a_step(name: str) -> None:
     net.eval()
     for batch in (0, 1, 3):
         assert net(torch.randn(batch, 2, 11, 26)).shape == (batch, models.config(name).classes)
-    if name in PLAIN:
-        assert net(torch.randn(2, 2, 12, 9)).shape == logits[:2].shape
-
-
-SWITCHES: list[dict[str, Any]] = [
-    {"divergence": "kl"}, {"bias_fix": False}, {"through_plan": True}, {"critic": False}, {"generator": "vanilla"},
-    {"cost": "l2"},
-]  # fmt: skip
 
 
 def units_of(name: str, **options: Any) -> list[FeedbackAgreement]:
@@ -115,9 +105,9 @@ def units_of(name: str, **options: Any) -> list[FeedbackAgreement]:
 
 @pytest.mark.parametrize("name, types", [("li-encapnet-v1", 2), ("li-resnet18", None)])
 def test_the_switches_of_table_3(name: str, types: int | None) -> None:
-    for options in SWITCHES:
-        ((option, value),) = options.items()
-        units = units_of(name, feedback="two", **options)
+    switches = {"divergence": "kl", "bias_fix": False, "through_plan": True, "critic": False, "cost": "l2"}
+    for option, value in {**switches, "generator": "vanilla"}.items():
+        units = units_of(name, feedback="two", **{option: value})
         assert [unit.stride for unit in units] == [1, 1, 2, 1, 2, 1, 2, 1]
         for unit in units:
             assert unit.types == (None if option == "generator" else types)
@@ -142,10 +132,7 @@ def test_feedback_is_of_training_alone() -> None:
 
 
 test_errors_name_the_argument = refusals(
-    (ValueError, r"images must be \[B, 3, H, W\], got \[1, 1, 16, 16\]",
-     lambda: small("li-encapnet-v1")(torch.ones(1, 1, 16, 16))),
-    (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
+    (ValueError, r"images must be \[B, 3, 16, 16\], got \[1, 3, 16, 15\]",
      lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
-    (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
-    (ValueError, r"strides must have 4 values as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
+    (ValueError, "coefficients must be one of 'own', 'other'", lambda: small("li-encapnet-v1", coefficients="x")),
 )  # fmt: skip

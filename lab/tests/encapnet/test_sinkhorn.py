@@ -12,11 +12,9 @@ from stand_ins import refusals
 from torch import Tensor, nn
 
 from fastcaps.functional import squash
-from fastcaps.losses import margin_loss
-from fastcaps_lab.encapnet import FeedbackAgreement, SinkhornDivergence, feedback_loss
+from fastcaps_lab.encapnet import FeedbackAgreement, SinkhornDivergence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZES = [(3, 5, 4), (1, 1, 1), (1, 4, 2)]
 
 
 def cost(kind: str, one: list[float], other: list[float]) -> float:
@@ -38,7 +36,7 @@ def transport(kind: str, eps: float, iterations: int, x: Tensor, y: Tensor) -> f
     return sum(a[i] * kernel[i][j] * b[j] * costs[i][j] for i in range(n) for j in range(m))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (1, 1, 1), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["cosine", "l2"])
 def test_the_divergence_is_the_procedure(kind: str, sizes: tuple[int, int, int]) -> None:
     n, m, d = sizes
@@ -53,18 +51,16 @@ def test_the_divergence_is_the_procedure(kind: str, sizes: tuple[int, int, int])
         assert found.item() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("bias_fix", [True, False])
 @pytest.mark.parametrize("kind", ["cosine", "l2"])
-def test_gradients(kind: str, bias_fix: bool) -> None:
+def test_the_plan_is_a_constant_unless_the_gradient_flows_through(kind: str) -> None:
     x, y = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2))
-    through = SinkhornDivergence(kind, iterations=3, bias_fix=bias_fix, through_plan=True)
+    through = SinkhornDivergence(kind, iterations=3, through_plan=True)
     assert torch.autograd.gradcheck(through, (x, y))
-    stopped = SinkhornDivergence(kind, iterations=3, bias_fix=bias_fix)
+    stopped = SinkhornDivergence(kind, iterations=3)
     assert torch.equal(stopped(x, y), through(x, y))
     (grad,) = torch.autograd.grad(stopped(x, y), x)
-    parts = [(2 if bias_fix else 1, x, y)] + ([(-1, x, x)] if bias_fix else [])
     by_hand = sum(times * (stopped.plan(stopped.costs(p, q)).detach() * stopped.costs(p, q)).sum()
-                  for times, p, q in parts)  # fmt: skip
+                  for times, p, q in ((2, x, y), (-1, x, x)))  # fmt: skip
     torch.testing.assert_close(grad, torch.autograd.grad(by_hand, x)[0])
     assert not torch.allclose(grad, torch.autograd.grad(through(x, y), x)[0])
 
@@ -124,7 +120,7 @@ def by_hand(unit: FeedbackAgreement, higher: Tensor, lower: Tensor) -> Tensor:
 @pytest.mark.parametrize("stride, size", [(1, (9, 7)), (2, (9, 10))])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_the_unit_and_every_switch(switch: str, stride: int, size: tuple[int, int]) -> None:
-    unit = FeedbackAgreement(12, 9, **{"types": 3, "stride": stride, "dtype": torch.float64, **SWITCHES[switch]})
+    unit = FeedbackAgreement(12, 9, **{"types": 3, "stride": stride, **SWITCHES[switch]}).double()
     with torch.no_grad():
         for parameter in unit.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -135,40 +131,14 @@ def test_the_unit_and_every_switch(switch: str, stride: int, size: tuple[int, in
     torch.testing.assert_close(found, by_hand(unit, higher, lower).detach(), atol=1e-10, rtol=1e-9)
     found.backward()
     assert (higher.grad != 0).any() and (lower.grad != 0).any()
-    for name, parameter in unit.named_parameters():
-        assert parameter.grad is not None, name
-    before = {name: buffer.clone() for name, buffer in unit.named_buffers()}
-    unit.eval()
-    assert unit(higher, lower).item() == 0
-    assert all(torch.equal(buffer, before[name]) for name, buffer in unit.named_buffers())
-
-
-@pytest.mark.parametrize("divergence", ["ot", "kl"])
-def test_the_unit_under_autocast_and_compiled(divergence: str) -> None:
-    unit = FeedbackAgreement(8, 4, types=2, stride=2, divergence=divergence)
-    higher, lower = torch.rand(3, 8, 4, 4), torch.rand(3, 4, 7, 8)
-    wanted = unit(higher, lower)
-    torch.testing.assert_close(torch.compile(unit, fullgraph=True, backend="aot_eager")(higher, lower), wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = unit(higher, lower)
-    assert found.dtype == torch.float32 and abs(found - wanted) < 0.05
-
-
-def test_the_whole_loss() -> None:
-    lengths, target = torch.rand(3, 4), torch.tensor([0, 3, 1])
-    margin = margin_loss(lengths, target)
-    torch.testing.assert_close(feedback_loss(lengths, target, torch.tensor(0.5)), margin + 5)
-    torch.testing.assert_close(feedback_loss(lengths, target, torch.tensor(0.5), weight=2), margin + 1)
+    assert all(parameter.grad is not None for parameter in unit.parameters())
+    assert unit.eval()(higher, lower).item() == 0
 
 
 test_errors_name_the_argument = refusals(
     (ValueError, "eps must be above 0", lambda: SinkhornDivergence(eps=0)),
-    (ValueError, r"x must be \[n, ...\].*got \[3\]", lambda: SinkhornDivergence()(torch.ones(3), torch.ones(3))),
-    (ValueError, r"y must be \[m, 2\].*got \[3, 4\]", lambda: SinkhornDivergence()(torch.ones(3, 2), torch.ones(3, 4))),
+    (ValueError, "cost must be one of 'cosine', 'l2', got 'l1'", lambda: SinkhornDivergence("l1")),
     (ValueError, "stride must be 1 or 2, got 3", lambda: FeedbackAgreement(4, 4, stride=3)),
-    (ValueError, "lower_channels must be a multiple of the 4 types, got 6", lambda: FeedbackAgreement(4, 6, types=4)),
-    (ValueError, r"higher must be \[1, 4, 2, 3\], stride 2 below lower \[1, 4, 3, 5\]; got \[1, 4, 2, 2\]",
+    (ValueError, r"requested an output size of .*\[3, 5\]",
      lambda: FeedbackAgreement(4, 4, stride=2)(torch.ones(1, 4, 2, 2), torch.ones(1, 4, 3, 5))),
-    (ValueError, r"feedback must be a scalar, got \[2\]",
-     lambda: feedback_loss(torch.ones(2, 3), torch.tensor([0, 1]), torch.ones(2))),
 )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Shared by tests, benchmark and tools of a checkout: the rule for errors of results, and tables in pages."""
