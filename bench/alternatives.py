@@ -12,6 +12,7 @@ else of the whole. Each takes a routing's arguments by name, in public layout, a
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,8 +134,6 @@ def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], 
 
 def main() -> None:
     """Print the workloads and the alternatives, with --json as a document."""
-    import json
-
     known = {name: f"{one.source}; batch {', '.join(map(str, one.batches))}" for name, one in WORKLOADS.items()}
     if "--json" in sys.argv:
         print(json.dumps({"workloads": known, "alternatives": ALTERNATIVES}, indent=2))
