@@ -84,7 +84,7 @@ format: $(VENV)/.installed-dev ## rewrite Python and native sources in the house
 	$(BIN)/ruff format .
 	find $(NATIVE) | xargs $(BIN)/clang-format -i
 
-bench: $(VENV)/.installed-test ## run the whole benchmark (40 minutes), and keep its record in bench/results
+bench: $(VENV)/.installed-test ## run the whole benchmark (about an hour), and keep its record in bench/results
 	FASTCAPS_LEVELS=all $(BIN)/python setup.py -q build_ext --inplace # what a wheel holds: it may choose shorter vectors
 	$(BIN)/python -m pytest bench --full --record $(PYTEST_ARGS)
 

@@ -142,5 +142,5 @@ def main() -> None:
         print("alternatives:", ", ".join(ALTERNATIVES))
 
 
-if __name__ == "__main__":  # what fastcaps bench --list prints
+if __name__ == "__main__":  # lists workloads and alternatives
     main()

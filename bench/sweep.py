@@ -1,7 +1,8 @@
 """The schedules that are worth timing for one call: settings of ``FASTCAPS_SCHEDULE``.
 
 Only a CUDA library that was built with ``FASTCAPS_EXPERIMENTS=1`` follows the variable, which it reads at every call
-(csrc/cuda/experiments.h). Time each setting in turn; what wins becomes a row of csrc/cuda/tuned.h.
+(csrc/cuda/experiments.h). Time each setting in turn; what wins becomes a rule of
+csrc/cuda/schedule.cu, or another kernel.
 """
 
 from __future__ import annotations

@@ -112,14 +112,12 @@ def suggest(module: str) -> None:
     found.__dir__ = lambda: sorted(found.__all__)
 
 
-def refuse_unknown(
-    what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument", note: str = ""
-) -> None:
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], note: str = "") -> None:
     """Raise for the first name that is not known; ``note`` ends the message."""
     for name in given:
         if name not in known:
             hint, every = did_you_mean(name, known), ", ".join(known)
-            raise TypeError(f"{what} has no {kind} {name}{hint}; there are: {every}{note}")
+            raise TypeError(f"{what} has no argument {name}{hint}; there are: {every}{note}")
 
 
 def known_arguments(call: Call, note: str = "") -> Call:

@@ -2,7 +2,8 @@
 
 ``make abi-check TORCH=2.10.0`` runs this in an environment with another torch than the one the wheel was built against,
 cibuildwheel in a fresh one. Exits with an error unless the compiled kernels run and agree with the float64 reference.
-The cases are the tests' own, one for each rule, dtype, and set or grid; nothing but torch is needed to run them.
+The cases are the tests' own, one for each rule, dtype, and set or grid, and bench/judge.py judges them; nothing but
+torch is needed to run them.
 
 With the argument ``triton`` it compiles the Triton kernels for an H100, which need not be there, with the installed
 Triton; under TRITON_INTERPRET=1 it runs a few calls in Triton's interpreter. pytest is needed for that. ``make

@@ -4,7 +4,7 @@
 
 ``fastcaps train`` can do the same:
 
-    fastcaps train --network digits --data digits --devices 2 --strategy ddp
+    fastcaps train --network digits --data digits --set devices=2 --set strategy=ddp
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def run(
     figures: Figures = {}
     if speed:
         console.print(
-            "\n[bold]2. What routing costs on this machine[/]: the kernels, and this package's plain PyTorch code.\n"
-            "That is not the fastest way to write it: [bold]pytest bench[/] in a checkout compares with the fastest."
+            "\n[bold]2. What routing costs on this machine[/]: the kernels, and fastcaps' reference in plain PyTorch.\n"
+            "[bold]python -m pytest bench[/] in a checkout compares with the fastest ways to write it."
         )
         figures = measure_machine(console)
         console.print(speed_table(figures))

@@ -34,4 +34,4 @@ def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
 
 def test_memory_is_measured_in_a_fresh_process() -> None:
     figures = measure.apart("fastcaps_lab.measure", "classes", "reference")
-    assert figures["step_mb"] > 1.5 * 8 * 800 * 10 * 16 * 4 / 1e6  # the reference stores its votes, and their gradient
+    assert figures["step_mb"] > 1.5 * 8 * 800 * 10 * 16 * 4 / 1e6  # the reference stores values for each pair

@@ -1,7 +1,7 @@
 """The networks of EncapNet (Li et al., 2018): capsules in channels, routed in one pass.
 
 ``li-encapnet-v1`` is Table 2's, ``-six-master`` and ``-six`` are (e) and (f) of Table 1; :mod:`fastcaps_lab.models.li`
-has the networks compared with them. docs/encapnet.md lists our choices, above all for ``-v2`` and ``-v3``.
+has the networks compared with them. lab/docs/encapnet.md lists our choices, above all for ``-v2`` and ``-v3``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Networks by name: ``fastcaps_lab.models.create("tsai-iar-resnet-c10")``.
 
-Each paper has a file with its networks as data, in ``NETWORKS``. docs/networks.md lists them with their sources and
+Each paper has a file with its networks as data, in ``NETWORKS``. lab/docs/networks.md lists them with their sources and
 numbers of parameters, and our choices where a paper is silent.
 """
 

@@ -1,6 +1,6 @@
 """The networks of Heinsen (2019), An Algorithm for Routing Capsules in All Domains: Figures 3 and 5.
 
-docs/networks.md lists our choices.
+lab/docs/networks.md lists our choices.
 """
 
 from __future__ import annotations

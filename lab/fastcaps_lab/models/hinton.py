@@ -1,6 +1,6 @@
 """The network of Hinton, Sabour and Frosst (2018), Matrix Capsules with EM Routing, for smallNORB: Figure 1.
 
-A = B = C = D = 32. docs/networks.md lists our choices.
+A = B = C = D = 32. lab/docs/networks.md lists our choices.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 CapNet: rows (a) and (b) of Table 1, section 2.2 and appendix A. The others have no capsules: rows (c) and (d), the
 latter widened to about six times the size, and ``li-resnet18`` of Table 2; these can have feedback units, too (Table
-3). docs/networks.md and docs/encapnet.md list our choices.
+3). lab/docs/networks.md and lab/docs/encapnet.md list our choices.
 """
 
 from __future__ import annotations

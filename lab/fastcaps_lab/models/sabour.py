@@ -2,7 +2,7 @@
 
 :func:`fastcaps.losses.margin_loss` trains the class capsules' lengths; ``net(images, reconstruct=labels)`` also returns
 reconstructions, for :func:`fastcaps.losses.reconstruction_loss`. Of two overlapping digits (MultiMNIST) each needs its
-own call of ``net.decoder``. docs/networks.md lists our choices.
+own call of ``net.decoder``. lab/docs/networks.md lists our choices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The networks of Tsai et al. (2020), Capsules with Inverted Dot-Product Attention Routing: Tables 2 to 12, Figure 5.
 
-docs/networks.md lists our choices.
+lab/docs/networks.md lists our choices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The networks of Zhao and Huang (2019), Exploring Dynamic Routing As A Pooling Layer: Tables 1, 2 and 4, Figure 2.
 
-docs/networks.md lists our choices.
+lab/docs/networks.md lists our choices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``fastcaps train``: train a network on a data set with Lightning, with one or several seeds.
 
-docs/training.md lists the files of a run. An interrupted run resumes from ``last.ckpt`` inside its epoch, with the same
-order of images, random state, optimiser and schedule, so on the CPU it ends with the same weights as without the
+lab/docs/training.md lists the files of a run. An interrupted run resumes from ``last.ckpt`` inside its epoch, with the
+same order of images, random state, optimiser and schedule, so on the CPU it ends with the same weights as without the
 interruption.
 """
 
