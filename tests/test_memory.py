@@ -83,7 +83,7 @@ def growth(step: Callable[..., Step], few: tuple[int, ...], sizes: tuple[int, ..
             kept.extend(found)
             kept.extend(torch.autograd.grad(found, inputs, [torch.ones_like(one) for one in found]))
 
-        return (peak_growth(forward_and_backward) - sum(one.numel() * one.element_size() for one in kept)) / 2**20
+        return (peak_growth(forward_and_backward)[0] - sum(one.numel() * one.element_size() for one in kept)) / 2**20
 
     grown(*few)  # libraries, thread pools, code that is read on first use
     return grown(*sizes)
