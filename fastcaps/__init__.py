@@ -42,7 +42,7 @@ __all__ = [
     "backends", "compat", "convert", "explain", "functional", "losses", "nn",
 ]  # fmt: skip
 
-_MOVED = dict.fromkeys(("data", "diagnose", "encapnet", "models", "training", "viz"), "")
+_MOVED = dict.fromkeys(("cli", "data", "demo", "diagnose", "encapnet", "models", "training", "viz"), "")
 _MOVED |= dict.fromkeys(("CapConv2d", "CapFC"), "encapnet.")
 """What is in fastcaps_lab now, and in which of its modules."""
 

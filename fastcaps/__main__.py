@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from typing import Any
 
@@ -48,4 +49,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(
+            "python -m fastcaps takes no arguments; train, explain and others are of fastcaps_lab: pip install ./lab"
+        )
     main()

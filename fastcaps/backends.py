@@ -1,7 +1,7 @@
 """Backends: which code runs a call, how to force one, and why the others do not run.
 
 ``fastcaps.backends.listing()`` returns the four backends (``cuda``, ``triton``, ``cpu``, ``reference``), each with the
-reason if it cannot run here, and ``show()`` prints them. ``backend(name)``, also ``fastcaps.backend``, forces one
+reason if it cannot run here. ``backend(name)``, also ``fastcaps.backend``, forces one
 inside a ``with`` block, and the environment variable ``FASTCAPS_BACKEND``, read at import, in the whole process.
 ``fastcaps.explain`` says what one call would run. Inside ``with fastcaps.backends.tf32x3()`` products on a GPU that may
 round to TF32 keep about the precision of float32.
@@ -42,7 +42,7 @@ from fastcaps.votes import VoteInputs
 __all__ = [
     "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "choose_formula", "chosen", "forced",
     "is_explaining", "listing", "native_capability", "native_serves", "observer", "on_cpu", "refusal",
-    "refuse_unless_reference", "settings", "show", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted",
+    "refuse_unless_reference", "settings", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted",
     "triton_kernels", "under",
 ]  # fmt: skip
 
@@ -229,12 +229,6 @@ def listing() -> tuple[Backend, ...]:
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
         Backend("reference", True, "plain PyTorch, any device; computes a block of votes at a time"),
     )
-
-
-def show() -> None:
-    """Print the backends, one per line."""
-    for entry in listing():
-        print(entry)
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------

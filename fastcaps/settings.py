@@ -21,13 +21,20 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
+class _Block(Generic[Value]):
+    """A ``with`` block. It may end in another context than the one that opened it, and before those inside it."""
+
+    def __init__(self, value: Value, outer: _Block[Value] | None) -> None:
+        self.value, self.outer, self.ended = value, outer, False
+
+
 class Setting(Generic[Value]):
     """The value of the innermost block that is open in the running context, or a default."""
 
     def __init__(self, name: str, default: Value) -> None:
         self.default = default
         self.open: tuple[Value, ...] = ()  # the values of all open blocks, of any thread
-        self._value: ContextVar[Value] = ContextVar(name)
+        self._innermost: ContextVar[_Block[Value] | None] = ContextVar(name, default=None)
         self._lock = Lock()
 
     def get(self) -> Value:
@@ -36,19 +43,24 @@ class Setting(Generic[Value]):
 
     @constant_in_graphs
     def _get(self) -> Value:
-        return self._value.get(self.default)
+        block = self._innermost.get()
+        while block is not None and block.ended:
+            block = block.outer
+        return self.default if block is None else block.value
 
     @contextmanager
     def block(self, value: Value) -> Iterator[None]:
         """Set the value inside a ``with`` block."""
-        before = self.get()
-        self._value.set(value)
+        made = _Block(value, self._innermost.get())
+        self._innermost.set(made)
         with self._lock:
             self.open = (*self.open, value)
         try:
             yield
         finally:
+            made.ended = True
             with self._lock:
                 k = self.open.index(value)
                 self.open = self.open[:k] + self.open[k + 1 :]
-            self._value.set(before)
+            if self._innermost.get() is made:
+                self._innermost.set(made.outer)

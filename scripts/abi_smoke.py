@@ -120,7 +120,7 @@ def main() -> int:
     print(f"fastcaps {info['version']} from {fastcaps.__file__}")
     print(f"built against torch {info['torch_version']} by {info['compiler']}, stable ABI {info['stable_abi_target']}")
     print(f"running under torch {torch.__version__}, Python {platform.python_version()}, level {level}")
-    fastcaps.backends.show()
+    print(*fastcaps.backends.listing(), sep="\n")
     wrong = []
     with Seen():
         for dtype in (torch.float32, torch.float64, torch.bfloat16):

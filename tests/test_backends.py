@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,32 @@ def test_a_backward_runs_what_its_forward_was_forced_to(made_by: str, monkeypatc
         thread.start()
         thread.join()
     assert set(ran) == {made_by} and children.grad is not None
+    assert backends.forced() is None
+
+
+def test_a_block_that_another_context_ends_is_over() -> None:
+    """An asynchronous generator that is left early ends its block in a task of its own."""
+
+    async def generator() -> AsyncIterator[None]:
+        with fastcaps.backend("reference"):
+            yield
+
+    async def after() -> str | None:
+        async for _ in generator():
+            break
+        await asyncio.sleep(0.01)  # the generator ends
+        thread = threading.Thread(target=other.__enter__)  # while some block is open, contexts are asked
+        thread.start()
+        thread.join()
+        return backends.forced()
+
+    other = fastcaps.backend("cpu")
+    assert asyncio.run(after()) is None
+    other.__exit__(None, None, None)
+    outer, inner = fastcaps.backend("reference"), fastcaps.backend("cpu")
+    outer.__enter__(), inner.__enter__(), outer.__exit__(None, None, None)
+    assert backends.forced() == "cpu"  # blocks may end in any order
+    inner.__exit__(None, None, None)
     assert backends.forced() is None
 
 

@@ -62,7 +62,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
     "havir": (compat.RoutingCapsules, HAVIR, [(2, 12, 3)]),
     "cezannec": (compat.DigitCaps, {"previous_layer_nodes": 12, **DIGITS}, [(2, 12, 3)]),
     "gram-ai": (CapsuleLayer, {**GRAM_AI, "num_iterations": 2}, [(2, 12, 3)]),
-    "gram-ai-learned": (CapsuleLayer, {**GRAM_AI, "learned_logits": True}, [(2, 12, 3)]),
     "bielski": (CapsLayer, {**BIELSKI, "routing_module": (12, 5, 2)}, [(2, 12, 3)]),
     "em": (ConvCaps, {"B": 3, "C": 4, "K": 3, "P": 2, "stride": 2, "iters": 2}, [(2, 7, 5, 15)]),
     "em-place": (ConvCaps, {**SHARED, "coor_add": True}, [(2, 4, 3, 15)]),

@@ -26,7 +26,8 @@ class Different(Exception):
 def compare(old: nn.Module, new: Twin) -> str:
     """Return how closely the results of a layer and its twin agree; raise if these or the gradients differ.
 
-    Copies of the two run, in training mode but without the twin's dropout. Nothing of the layer changes.
+    Copies of the two run, in training mode but without the twin's dropout, then in evaluation mode. Nothing of
+    the layer changes.
     """
     weight = next(new.parameters())
     if weight.is_meta:
@@ -39,6 +40,10 @@ def compare(old: nn.Module, new: Twin) -> str:
         calls = prepared(ours)
         far, why = difference(theirs, ours, calls)
         if not why:
+            for module in (*theirs.modules(), *ours.modules()):
+                module.training = False
+            if why := difference(theirs, ours, calls)[1]:
+                raise Different(f"agrees in training mode only: in evaluation mode {why}")
             return f"results agree to {far:.1e}"
         for name, values in ours._probes:
             published = getattr(ours, name)

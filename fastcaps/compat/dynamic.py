@@ -166,8 +166,7 @@ class CapsuleLayer(DynamicTwin):
 
     It routes ``[batch, num_route_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]`` in
     ``num_iterations`` iterations. Its parameter ``route_weights``, ``[num_capsules, num_route_nodes, in_channels,
-    out_channels]``, is drawn from N(0, 1). The logits start from zero, or with ``learned_logits`` from the parameter
-    ``route_logits``, ``[num_capsules, 1, num_route_nodes, 1, 1]``, zero at first, as in the code's first revisions.
+    out_channels]``, is drawn from N(0, 1). The logits start from zero.
 
     With ``num_route_nodes=-1`` it makes primary capsules, ``[batch, out_channels * h' * w', num_capsules]``, of a map
     ``[batch, in_channels, h, w]``. Its ``capsules`` are convolutions with ``kernel_size`` and ``stride``, one for each
@@ -200,14 +199,11 @@ class CapsuleLayer(DynamicTwin):
         kernel_size: int | None = None,
         stride: int | None = None,
         num_iterations: int = 3,
-        *,
-        learned_logits: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"num_capsules": num_capsules, "in_channels": in_channels, "out_channels": out_channels}
         self._count(**sizes, num_iterations=num_iterations)
         self.kernel_size, self.stride = kernel_size, stride
-        self.learned_logits = bool(learned_logits)
         if num_route_nodes == -1:
             self.num_route_nodes = -1
             size, step = check_count("kernel_size", kernel_size), check_count("stride", stride)
@@ -216,8 +212,6 @@ class CapsuleLayer(DynamicTwin):
             )
             return
         self._count(num_route_nodes=num_route_nodes)
-        if learned_logits:
-            self.route_logits = nn.Parameter(torch.empty(num_capsules, 1, num_route_nodes, 1, 1))
         self._make(num_route_nodes, in_channels, num_capsules, out_channels)
 
     def reset_parameters(self) -> None:
@@ -231,16 +225,11 @@ class CapsuleLayer(DynamicTwin):
         if self.num_route_nodes == -1:
             require_tensor(x, "x")
             return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
-        options = {"prior": self.route_logits.flatten(1).T} if self.learned_logits else {}
-        return standing(self._parents("x", x, self.num_iterations, **options))
+        return standing(self._parents("x", x, self.num_iterations))
 
     @classmethod
     def _routes(cls, old: Any) -> bool:
         return bool(old.num_route_nodes != -1)
-
-    @classmethod
-    def _like(cls, old: Any, *parts: Any, **options: Any) -> Twin:
-        return super()._like(old, *parts, learned_logits=hasattr(old, "route_logits"), **options)
 
 
 class AgreementRouting(Twin):

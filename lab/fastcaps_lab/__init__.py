@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["cli", "data", "diagnose", "encapnet", "models", "training", "viz"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

@@ -90,8 +90,12 @@ def read_result(out: Path) -> dict[str, Any] | None:
 
 def read_metrics(out: Path) -> list[dict[str, float]]:
     """Return the rows of a run's ``metrics.csv``."""
-    with (out / "metrics.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    path = out / "metrics.csv"
+    try:
+        with path.open(newline="") as file:
+            return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path} cannot be read: {error}; restart with --overwrite") from error
 
 
 def read_checkpoint(path: Path) -> Any:

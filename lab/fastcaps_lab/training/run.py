@@ -28,6 +28,7 @@ from fastcaps_lab.training.callbacks import Best, Last, Metrics, Report, WholeFi
 from fastcaps_lab.training.config import TrainConfig, check_same, kept, runs_of
 from fastcaps_lab.training.data import ImageData, read_data
 from fastcaps_lab.training.folder import (
+    RunError,
     load_weights,
     prepared,
     read_checkpoint,
@@ -174,6 +175,8 @@ def train(
 def _result(network: nn.Module, out: Path) -> TrainResult:
     """Return the result of a finished run, whose weights the network gets."""
     epoch, history = load_weights(network, out), read_metrics(out)
+    if len(history) < epoch:
+        raise RunError(f"{out / 'metrics.csv'}: got {len(history)} epochs of a finished run, want {epoch} or more")
     row, best = history[epoch - 1], epoch if "validation_loss" in history[0] else None
     return TrainResult(network.eval(), row["test_accuracy"], row["test_loss"], history, out, best)
 
