@@ -70,7 +70,7 @@ def test_one_import_is_swapped(capsys: pytest.CaptureFixture[str]) -> None:
     found = names("swap_one_import.py")
     assert found["losses"]["after"] == pytest.approx(found["losses"]["before"], rel=1e-5)
     assert len(set(found["losses"]["before"])) == 3
-    assert "1 of 1 capsule layers converted" in capsys.readouterr().out
+    assert "1 of 1 layers converted" in capsys.readouterr().out
 
 
 def test_texts_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
