@@ -133,6 +133,10 @@ def test_a_folder_has_one_run_and_is_not_overwritten_by_accident(tmp_path: Path)
     assert same_weights(first.network, run(config, overwrite=True).network)  # the same seed: the same bits
     assert not same_weights(first.network, run(config.changed({"seed": 1}), overwrite=True).network)
     assert len(read_metrics(tmp_path)) == 1
+    for damaged, said in (("", "got 0 epochs of a finished run, want 1"), ("epoch\nx\n", "cannot be read: could not")):
+        (tmp_path / "metrics.csv").write_text(damaged)
+        with pytest.raises(RunError, match=rf"metrics\.csv:? {said}"):
+            run(config.changed({"seed": 1}), resume=True)
     last = tmp_path / "last.ckpt"
     last.write_bytes(last.read_bytes()[:1000])
     with pytest.raises(RunError, match=r"last\.ckpt cannot be read: \w+: .*; restart with --overwrite"):
