@@ -39,10 +39,13 @@ struct AttentionForward {
   FASTCAPS_DEVICE void add(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
                            const Numbers<Pose, R>& coefficient) {
     each_patch<Pose, R>([&](int r, int p) {
-      const Seen seen = stage.seen[lane.in_tile(r)];
-      const float weight = coefficient[r][p] * seen.gate;
-      if (seen.gate != 0.0f)  // a gate of 0, as of padding, silences even NaN
-        each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
+      float weight = coefficient[r][p];
+      if constexpr (!LEAN) {
+        const float gate = stage.seen[lane.in_tile(r)].gate;
+        if (gate == 0.0f) return;  // as of padding: it silences even NaN
+        weight *= gate;
+      }
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
     });
   }
 
@@ -59,13 +62,13 @@ PassKernels attention_forward_kernels() {
   return forward_kernels<
       AttentionForward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-      Named<Pose4x4x32Back, 2>, Named<Pose4x4x32Back, 1, 384>, Named<Pose4x4x32Back, 1, 512>,
-      Named<Pose4x4x32Back, 1, 256, 2>, Named<Pose4x4x32One, 2, 384>, Named<Pose4x4x32One, 2, 256, 2>,
-      Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x32One, 1, 384, 2>, Named<Pose4x4x16, 2>, Named<Pose4x4x16, 1, 384>,
-      Named<Pose4x4x16, 1, 256, 2>, Named<Pose4x4x16One, 1, 256, 2>, Named<Tensor4x4x16<1>, 1, 384>,
-      Named<Tensor4x4x16<1>, 1, 256, 2>, Named<Tensor4x4x16<3>, 1, 384>, Named<Tensor4x4x16<3>, 1, 256, 2>,
+      Named<Pose4x4x32>, Named<Pose4x4x32Back, 1, 384>, Named<Pose4x4x32Back, 1, 512>, Named<Pose4x4x32Back, 1, 256, 2>,
+      Named<Pose4x4x32One, 2, 384>, Named<Pose4x4x32One, 2, 256, 2>, Named<Pose4x4x32One, 1, 256, 2>,
+      Named<Pose4x4x32One, 1, 384, 2>, Named<Pose4x4x16, 2>, Named<Pose4x4x16, 1, 384>, Named<Pose4x4x16, 1, 256, 2>,
+      Named<Pose4x4x16One, 1, 256, 2>, Named<Tensor4x4x16<1>, 1, 384>, Named<Tensor4x4x16<1>, 1, 256, 2>,
+      Named<Tensor4x4x16<3>, 1, 384>, Named<Tensor4x4x16<3>, 1, 256, 2>,
 #endif
-      Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32>, Built<Pose6x6>, Built<Pose8x8>,
+      Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32Back, 2>, Built<Pose6x6>, Built<Pose8x8>,
       Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Tensor4x4x16<1>>, Built<Tensor4x4x32<1>>,
       Built<Tensor1x64<1>, 2, 320>, Built<Tensor4x4x16<3>>, Built<Tensor4x4x32<3>>, Built<Tensor1x64<3>, 2, 320>,
       Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();

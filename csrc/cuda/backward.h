@@ -401,7 +401,6 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   const ChildRange range(args);
   for (int tile = range.group; tile < args.tiles; tile += args.groups) {
     make_tile(args, tile, lane.shared);
-    make_offsets(args, lane.shared, 0, range.first, range.last);
     barrier();
     if constexpr (State::kMeasures) {
       if (args.tight && !any_tight(args, lane.tile)) {
@@ -409,9 +408,10 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
         continue;
       }
     }
+    begin_walk<false>(lane, range);
     State state(lane);
-    walk<State::kSilences>(lane, range, [&](int parity, int t, int count) {
-      const Stage<Pose> first(args, lane.shared, parity, t);
+    walk<State::kSilences, false>(lane, range, [&](int slot, int t, int count) {
+      const Stage<Pose> first(args, lane.shared, slot, t);
       Stage<Pose> stage = first;
       StageGradients<Pose, R> child = gradients;
       FASTCAPS_NO_UNROLL

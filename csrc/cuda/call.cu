@@ -131,8 +131,8 @@ void Call::launch(const Schedule& c, int first_block, int parent_blocks, int col
   args.tiles = int(ceil_div(args.launched, c.tile_size));
   args.chunks = c.chunks, args.chunk_children = c.chunk_children, args.by_chunk = Divider(c.chunks);
   args.groups = c.groups < args.tiles ? int(c.groups) : args.tiles;
-  const bool lean =
-      args.weight && !args.bias && !args.padded && args.query.data && c.parent_blocks == 1 && args.iterations == 0;
+  const bool lean = args.weight && !args.bias && !args.gate.data && !args.padded && args.query.data &&
+                    c.parent_blocks == 1 && args.iterations == 0;
   for (int block = 0; block < parent_blocks; block += kMostAlongY) {
     args.first_parent = (first_block + block) * c.warps_parents * c.parents;
     const int blocks = std::min(parent_blocks - block, kMostAlongY);

@@ -16,47 +16,51 @@ namespace fastcaps::gpu {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// A block's range of children, and its share of the tiles.
-struct ChildRange {
-  int group, chunk, first, last;
-
-  FASTCAPS_DEVICE explicit ChildRange(const PassArgs& args) {
-    group = args.by_chunk.quotient(int(block_x())), chunk = args.by_chunk.remainder(int(block_x()), group);
-    first = chunk * args.chunk_children,
-    last = first + args.chunk_children < args.I ? first + args.chunk_children : args.I;
+// Begins a walk over the children of a tile of positions: makes their offsets, and starts copying the first stages. The
+// tile must be there, after a barrier, and nobody may still read the ring.
+template <bool LEAN, class Pose, int R>
+FASTCAPS_DEVICE void begin_walk(const Lane<Pose, R>& lane, const ChildRange& range) {
+  const PassArgs& args = lane.args;
+  make_offsets(args, lane.shared, range, range.first, args.stages * args.stage);
+  barrier();
+  for (int slot = 0; slot + 1 < args.stages; ++slot) {
+    bring<LEAN>(lane, range, slot, range.first + slot * args.stage);
+    copy_commit();
   }
-};
+}
 
-// Walks over the children of a tile of positions, stage by stage: calls body(parity, t, count) when `count` of them,
-// from the t-th on, are in stage `parity` of shared memory. body ends with a barrier. Another must lie between making
-// the tile and the first offsets and this call.
-template <bool SILENCES, class Pose, int R, class Body>
+// Walks over the children stage by stage: calls body(slot, t, count) when `count` of them, from the t-th on, are in the
+// slot-th stage of the ring, and all threads have left the stage before. One barrier a stage; none after the last.
+template <bool SILENCES, bool LEAN, class Pose, int R, class Body>
 FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Body&& body) {
   const PassArgs& args = lane.args;
-  // The first round only loads the first stage.
-  for (int t = range.first - args.stage, parity = 1; t < range.last; t += args.stage, parity ^= 1) {
-    bring(lane, parity ^ 1, t + args.stage, range.last);
-    copy_commit();
-    if (t < range.first) {
-      barrier();  // before the next offsets are read
-      continue;
-    }
-    copy_wait<1>();
+  int slot = 0, before = args.stages - 1;
+  for (int t = range.first; t < range.last; t += args.stage) {
+    if (args.stages == kMostStages)
+      copy_wait<kMostStages - 2>();
+    else
+      copy_wait<0>();
     barrier();
+    const int next = t + (args.stages - 1) * args.stage;
+    bring<LEAN>(lane, range, before, next);
+    copy_commit();
+    make_offsets(args, lane.shared, range, next + args.stage, args.stage);
     const int count = range.last - t < args.stage ? range.last - t : args.stage;
     if constexpr (!Pose::kStored) {
       if (args.storage != Storage::kFloat32) {
-        widen(lane, parity, count);
+        widen(lane, slot, count);
         barrier();
       }
     }
-    if constexpr (SILENCES) {
+    if constexpr (SILENCES && !LEAN) {
       if (args.gate.data) {
-        silence(lane, parity, count);
+        silence(lane, slot, count);
         barrier();
       }
     }
-    body(parity, t, count);
+    body(slot, t, count);
+    before = slot;
+    slot = slot + 1 == args.stages ? 0 : slot + 1;
   }
 }
 
@@ -68,27 +72,34 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   const ChildRange range(args);
   for (int tile = range.group; tile < args.tiles; tile += args.groups) {
     make_tile(args, tile, lane.shared);
-    make_offsets(args, lane.shared, 0, range.first, range.last);
     barrier();
+    begin_walk<LEAN>(lane, range);
     State state(lane);
     for (int iteration = 0;; ++iteration) {
-      walk<State::kSilences>(lane, range, [&](int parity, int t, int count) {
-        Stage<Pose> stage(args, lane.shared, parity, t);
+      walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
+        Stage<Pose> stage(args, lane.shared, slot, t);
+        constexpr bool kHeld = LEAN && kHolds<Pose>;
+        [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][Pose::kPatchColumns];
+        if constexpr (kHeld) load_matrices(lane, stage, matrices);
         FASTCAPS_NO_UNROLL
         for (int k = 0; k < count; ++k) {
+          const Stage<Pose> now = stage;
           Patches<Pose, R> votes;
-          make_votes<LEAN, State::kIdentity>(lane, stage, votes);
+          if constexpr (kHeld)
+            multiply(lane, now, matrices, votes);
+          else
+            make_votes<LEAN, State::kIdentity>(lane, now, votes);
+          if (!kHeld || k + 1 < count) stage.next(lane);
+          if constexpr (kHeld) load_matrices(lane, stage, matrices);
           Numbers<Pose, R> coefficient;
-          if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
-          stage.next(lane);
+          if (state.score(now, votes, coefficient)) state.add(now, votes, coefficient);
         }
-        barrier();
       });
+      barrier();  // the ring is read to the end
       if (LEAN || args.iterations == 0) break;
       state.finish(iteration);
       if (iteration + 1 == args.iterations) break;
-      make_offsets(args, lane.shared, 0, range.first, range.last);
-      barrier();
+      begin_walk<LEAN>(lane, range);
     }
     if (!LEAN && args.collect) continue;
     if (LEAN || args.iterations == 0) state.store(range.chunk);

@@ -51,6 +51,51 @@ FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stag
     });
 }
 
+// Whether a lane can keep its parents' matrices of a child, in registers, beside all else. It then reads them while the
+// parents still compete for the child before.
+template <class Pose>
+constexpr bool kHolds =
+    Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
+
+template <class Pose>
+using Matrices = float[Pose::kEach][Pose::kD][Pose::kPatchColumns];
+
+template <class Pose, int R>
+FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Matrices<Pose>& to) {
+  constexpr int V = Pose::kVector, TE = Pose::kPatchColumns;
+  FASTCAPS_UNROLL
+  for (int p = 0; p < Pose::kEach; ++p) {
+    const Weights<Pose, R> weights(lane, stage, p);
+    FASTCAPS_UNROLL
+    for (int d = 0; d < Pose::kD; d += V) weights.rows(d, reinterpret_cast<float (&)[V][TE]>(to[p][d]));
+  }
+}
+
+template <class Pose, int R>
+FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stage, const Matrices<Pose>& matrices,
+                              Patches<Pose, R>& votes) {
+  constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    FASTCAPS_UNROLL
+    for (int i = 0; i < TC; ++i) {
+      float row[Pose::kD];
+      FASTCAPS_UNROLL
+      for (int d = 0; d < Pose::kD; d += V)
+        load_vector<V>(child_row(lane, stage, r, i) + d, reinterpret_cast<float (&)[V]>(row[d]));
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        FASTCAPS_UNROLL
+        for (int j = 0; j < TE; ++j) {
+          votes[r][p][i][j] = row[0] * matrices[p][0][j];
+          FASTCAPS_UNROLL
+          for (int d = 1; d < Pose::kD; ++d) votes[r][p][i][j] += row[d] * matrices[p][d][j];
+        }
+      }
+    }
+  }
+}
+
 // Votes that are the children themselves, the same for every parent.
 template <class Pose, int R>
 FASTCAPS_DEVICE void take_children(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
@@ -69,7 +114,7 @@ FASTCAPS_DEVICE void take_children(const Lane<Pose, R>& lane, const Stage<Pose>&
   }
 }
 
-// LEAN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
+// LEAN kernels (here and below) leave out what most calls do without: a bias, gates, padding, parents beyond one block.
 // IDENTITY: there may be no weights.
 template <bool LEAN, bool IDENTITY, class Pose, int R>
 FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {

@@ -4,7 +4,8 @@
 // holds, for R positions, a patch of TC x TE values of one parent's pose: of its query, of its sums, and of the current
 // vote. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several warps
 // share the parents of a position, several more take other positions; a block walks over a range of children, of which
-// a few at a time (a stage) lie in shared memory, while the next few are being copied there.
+// a few at a time (a stage) lie in shared memory, while the next few are being copied there: a ring of two or three
+// stages.
 #pragma once
 
 #include <string>
@@ -29,8 +30,10 @@ struct Divider {
   FASTCAPS_DEVICE int remainder(int n, int quotient) const { return n - quotient * int(divisor); }
 };
 
-constexpr int kMostChildren = 8;     // in shared memory at a time
-constexpr int kMostIterations = 16;  // of a routing in one launch
+constexpr int kMostChildren = 8;             // of a stage
+constexpr int kMostStages = 3;               // in shared memory
+constexpr int kOffsets = 4 * kMostChildren;  // places for those of a ring of stages and the next one
+constexpr int kMostIterations = 16;          // of a routing in one launch
 // The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
 // would lose more digits than torch's, and all blocks would wait for each other.
 constexpr int kSharedSums = 32;
@@ -40,12 +43,12 @@ struct Cut {
   int columns, rows, parents;  // lanes (the rest of the 32 are positions); parents: of a warp
   int warps_parents;           // warps that share a position's parents; the others take other positions
   int tile_size;               // positions of a block at a time: its tile
-  int stage;                   // children in shared memory at a time
+  int stage, stages;           // children of a stage, and stages in shared memory
   int chunks, chunk_children;  // ranges of children, and the children of one
   bool parts_by_chunk;         // parts of dW: one for each group and chunk, not for each group
-  // Byte offsets in shared memory. shared_stage: from one of the two stages to the other; shared_seen: within a stage.
-  // shared_float, float_stage: the first stage's values in float, and from there to the other's: the stages themselves,
-  // or one place for both (float_stage = 0) if half precision is widened. shared_weight: within the values.
+  // Byte offsets in shared memory. shared_stage: from one stage to the next; shared_seen: within a stage. shared_float,
+  // float_stage: the first stage's values in float, and from there to the next one's: the stages themselves, or one
+  // place for all (float_stage = 0) if half precision is widened. shared_weight: within the values.
   int shared_seen, shared_stage, shared_float, float_stage, shared_weight, shared_tile, shared_offset, shared_exchange,
       shared_dchildren, shared_dweight, shared_dgate;
 };
@@ -149,7 +152,7 @@ struct PassKernel {
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   bool by_name;          // only where an experiment names it
   void (*run)(const PassArgs);
-  void (*run_lean)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
+  void (*run_lean)(const PassArgs);  // for calls without bias, gate or padding, whose parents one block takes
 };
 
 struct PassKernels {

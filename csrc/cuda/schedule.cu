@@ -75,8 +75,8 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
   return best;
 }
 
-constexpr int64_t kReserved = 1024;               // bytes of every block's shared memory that the system reserves
-constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.h
+constexpr int64_t kReserved = 1024;          // bytes of every block's shared memory that the system reserves
+constexpr int kOffsetBytes = kOffsets * 24;  // see Offset in window.h
 
 // Bytes of shared memory: a part for each child of a stage, and a fixed part. In half precision a stage has the values
 // as they are stored; if the kernel needs float, one place for both stages has them widened.
@@ -100,14 +100,14 @@ struct Shared {
     dgate = backward && task.pass->collects_gates ? int64_t(c.tile_size) * c.warps_parents * 4 : 0;
     const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
     const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size * (backward ? 12 : 8) : 0;
-    fixed = int64_t(c.tile_size) * 48 + kOffsets + aligned(exchange) + 64;
+    fixed = int64_t(c.tile_size) * 48 + kOffsetBytes + aligned(exchange) + 64;
   }
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
   int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
   int64_t stored(int64_t stage) const { return floats(stage) / (narrow ? 2 : 1); }
-  int64_t bytes(int64_t stage) const {
-    return 2 * (stored(stage) + aligned(stage * seen)) + (widens ? floats(stage) : 0) + aligned(stage * dchildren) +
-           aligned(stage * dweight) + aligned(stage * dgate) + fixed;
+  int64_t bytes(int64_t stage, int64_t stages) const {
+    return stages * (stored(stage) + aligned(stage * seen)) + (widens ? floats(stage) : 0) +
+           aligned(stage * dchildren) + aligned(stage * dweight) + aligned(stage * dgate) + fixed;
   }
 };
 
@@ -116,15 +116,15 @@ void place(Schedule& c, const Shared& shared) {
   c.shared_weight = int(shared.children(c.stage));
   c.shared_seen = int(shared.stored(c.stage));
   c.shared_stage = c.shared_seen + int(aligned(c.stage * shared.seen));
-  c.shared_float = shared.widens ? 2 * c.shared_stage : 0;
+  c.shared_float = shared.widens ? c.stages * c.shared_stage : 0;
   c.float_stage = shared.widens ? 0 : c.shared_stage;
-  c.shared_dchildren = 2 * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
+  c.shared_dchildren = c.stages * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
   c.shared_dgate = c.shared_dweight + int(aligned(c.stage * shared.dweight));
   c.shared_tile = c.shared_dgate + int(aligned(c.stage * shared.dgate));
   c.shared_offset = c.shared_tile + int(aligned(int64_t(c.tile_size) * 48));
-  c.shared_exchange = c.shared_offset + kOffsets;
-  c.shared_bytes = shared.bytes(c.stage);
+  c.shared_exchange = c.shared_offset + kOffsetBytes;
+  c.shared_bytes = shared.bytes(c.stage, c.stages);
 }
 
 constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
@@ -177,18 +177,20 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
       continue;
     }
     const Shared shared(trial, v, task);
-    if (shared.bytes(std::max(1, choice.stage)) > machine.shared_limit) {
-      why_not = "it takes " + n(shared.bytes(std::max(1, choice.stage))) + " bytes of shared memory";
+    const int64_t least = shared.bytes(std::max(1, choice.stage), 2);
+    if (least > machine.shared_limit) {
+      why_not = "it takes " + n(least) + " bytes of shared memory";
       continue;
     }
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
-    int64_t stage = choice.stage ? choice.stage : kMostChildren;
-    while (!choice.stage && stage > 1 && (shared.bytes(stage) + kReserved) * resident > machine.shared_limit * 3 / 4)
-      stage /= 2;  // the remaining quarter is a cache
-    const int64_t fitting = std::min(
-        resident, std::max<int64_t>(1, (machine.shared_limit + kReserved) / (shared.bytes(stage) + kReserved)));
-    trial.stage = int(stage);
-    trial.carveout = int(ceil_div(100 * fitting * (shared.bytes(stage) + kReserved), machine.shared_limit + kReserved));
+    int64_t stage = choice.stage ? choice.stage : kMostChildren, stages = kMostStages;
+    const auto bytes = [&] { return shared.bytes(stage, stages) + kReserved; };
+    const auto fits = [&] { return bytes() * resident <= machine.shared_limit * 3 / 4; };  // the rest is a cache
+    while (!choice.stage && stage > 1 && !fits()) stage /= 2;
+    if (!fits()) stages = 2;
+    const int64_t fitting = std::min(resident, std::max<int64_t>(1, (machine.shared_limit + kReserved) / bytes()));
+    trial.stage = int(stage), trial.stages = int(stages);
+    trial.carveout = int(ceil_div(100 * fitting * bytes(), machine.shared_limit + kReserved));
     trial.groups = choice.groups ? choice.groups : trial.tiles;
     if (trial.groups > trial.tiles) {
       why_not = "it has " + n(trial.tiles) + " tiles, fewer than groups";
@@ -196,8 +198,8 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
     }
     // One range of children, or several where that fills the last round better or positions are few.
     const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
-    const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
-    const int64_t most = choice.chunks ? choice.chunks : std::max<int64_t>(1, v.I / least);
+    const int64_t worth = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
+    const int64_t most = choice.chunks ? choice.chunks : std::max<int64_t>(1, v.I / worth);
     std::vector<int64_t> candidates{1, 2, 3, 4, wanted / blocks};
     if (choice.chunks) candidates = {choice.chunks};
     for (const int64_t chunks : candidates) {
@@ -217,7 +219,7 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
       if (best >= 0 && cost >= best) continue;
       best = trial.cost = cost;
       c = trial;
-      if (task.backward && task.ordered) keep_parts_small(c, v, bias, wanted, least);
+      if (task.backward && task.ordered) keep_parts_small(c, v, bias, wanted, worth);
       place(c, shared);
     }
   }

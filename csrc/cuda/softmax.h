@@ -65,6 +65,43 @@ join_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   }
 }
 
+// A lane's coefficients before they are divided by their total, and these totals over the warp's parents: relative to a
+// logit of 0, which no exchange between lanes has to find, and only where that loses digits to the largest logit.
+template <int N, class Pose, int R>
+FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& logit, const Numbers<Pose, R>& gain,
+                            Numbers<Pose, R>& coefficient, SoftmaxPart<N> (&part)[R]) {
+  constexpr float kMost = N > 0 ? 0x1p40f : 0x1p80f;  // gains, too, must neither overflow nor vanish
+  const auto add = [&](int r, float shift) {
+    float total = 0.0f, product = 0.0f;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      coefficient[r][p] = lane.alive(p) ? exp2_fast(logit[r][p] - shift) : 0.0f;
+      total += coefficient[r][p];
+      if constexpr (N > 0) product += coefficient[r][p] * gain[r][p];
+    }
+    part[r].total[0] = lane.sum_parents(total);
+    if constexpr (N > 0) part[r].total[1] = lane.sum_parents(product);
+  };
+  bool lost[R], any = false;
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    part[r].top = 0.0f;
+    add(r, 0.0f);
+    lost[r] = !(part[r].total[0] > 1.0f / kMost && part[r].total[0] < kMost);
+    any = any || lost[r];
+  }
+  if (!any_lane(any)) return;
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    float top = -INFINITY;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) top = fmaxf(top, lane.alive(p) ? logit[r][p] : -INFINITY);
+    top = lane.max_parents(top);
+    if (lost[r]) part[r].top = top;  // the same in all lanes of a position, whatever the others need
+    add(r, part[r].shift());
+  }
+}
+
 // From a lane's logits (and gains, if N = 1) to its coefficients r, and average = sum_m r_m gain_m at each of its R
 // positions. Returns false where this launch only collects statistics: there are no coefficients yet.
 template <int N, bool LEAN, class Pose, int R>
@@ -81,28 +118,7 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) part[r] = *kept(r);
   } else {
-    Numbers<Pose, R> x;  // logits, -inf for parents that do not exist
-    each_patch<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(p) ? logit[r][p] : -INFINITY; });
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) {
-      float top = x[r][0];
-      FASTCAPS_UNROLL
-      for (int p = 1; p < Pose::kEach; ++p) top = fmaxf(top, x[r][p]);
-      part[r].top = lane.max_parents(top);
-    }
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const float shift = part[r].shift();
-      float total = 0.0f, product = 0.0f;
-      FASTCAPS_UNROLL
-      for (int p = 0; p < Pose::kEach; ++p) {
-        coefficient[r][p] = exp2_fast(x[r][p] - shift);
-        total += coefficient[r][p];
-        if constexpr (N > 0) product += coefficient[r][p] * gain[r][p];
-      }
-      part[r].total[0] = lane.sum_parents(total);
-      if constexpr (N > 0) part[r].total[1] = lane.sum_parents(product);
-    }
+    add_up<N>(lane, logit, gain, coefficient, part);
     if (args.warps_parents > 1) meet(lane, stage.t & 1, part);
   }
   if (!LEAN && args.collect) {

@@ -180,12 +180,12 @@ struct Stage {
   const Seen* seen;        // [tile_size]
   int t;                   // which child it is, in the order of the kernels
 
-  FASTCAPS_DEVICE Stage(const PassArgs& args, char* shared, int parity, int first) : t(first) {
-    const char* floats = shared + args.shared_float + parity * args.float_stage;
+  FASTCAPS_DEVICE Stage(const PassArgs& args, char* shared, int slot, int first) : t(first) {
+    const char* floats = shared + args.shared_float + slot * args.float_stage;
     children = reinterpret_cast<const float*>(floats);
-    stored = reinterpret_cast<const uint16_t*>(shared + parity * args.shared_stage);
+    stored = reinterpret_cast<const uint16_t*>(shared + slot * args.shared_stage);
     weight = reinterpret_cast<const float*>(floats + args.shared_weight);
-    seen = reinterpret_cast<const Seen*>(shared + parity * args.shared_stage + args.shared_seen);
+    seen = reinterpret_cast<const Seen*>(shared + slot * args.shared_stage + args.shared_seen);
   }
   template <int R>
   FASTCAPS_DEVICE void next(const Lane<Pose, R>& lane) {
@@ -206,34 +206,33 @@ struct Stage {
   }
 };
 
-// Starts copying children [first, last), or as many as fit: they are there after copy_wait and a barrier. Their offsets
-// must be there, after a barrier. Makes the offsets of the next stage.
-template <class Pose, int R>
-FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, int parity, int first, int last) {
+// Starts copying a stage, from the t-th child on or as many as there are: they are there after copy_wait and a barrier.
+// Their offsets must be there, after a barrier. LEAN: nobody asks whether a child is seen.
+template <bool LEAN, class Pose, int R>
+FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, const ChildRange& range, int slot, int t) {
   const PassArgs& args = lane.args;
-  const int count = last - first < args.stage ? last - first : args.stage;
+  const int count = range.last - t < args.stage ? range.last - t : args.stage;
   if (count <= 0) return;
-  make_offsets(args, lane.shared, parity ^ 1, first + args.stage, last);
-  const Offset* offsets = offsets_of(args, lane.shared, parity);
-  char* base = lane.shared + parity * args.shared_stage;
+  const Offset* offsets = offsets_of(args, lane.shared, range, t);
+  char* base = lane.shared + slot * args.shared_stage;
   const auto numbers = [&](auto* to) {
     stage_children(lane, count, offsets, to);
     if constexpr (Pose::kWeightStride > 0)
-      if (args.weight) stage_weights(lane, first, count, to + args.shared_weight / int(sizeof(float)));
+      if (args.weight) stage_weights(lane, t, count, to + args.shared_weight / int(sizeof(float)));
   };
   if (args.storage == Storage::kFloat32)
     numbers(reinterpret_cast<float*>(base));
   else
     numbers(reinterpret_cast<uint16_t*>(base));
-  stage_seen(lane, count, offsets, reinterpret_cast<Seen*>(base + args.shared_seen));
+  if constexpr (!LEAN) stage_seen(lane, count, offsets, reinterpret_cast<Seen*>(base + args.shared_seen));
 }
 
 // Widens a stage to float, once for all lanes that read it: four neighbours at a time, in the same order, padding
 // included. Needs a barrier before it and another after it.
 template <class Pose, int R>
-FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int parity, int count) {
+FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int slot, int count) {
   const PassArgs& args = lane.args;
-  const float* from = reinterpret_cast<const float*>(lane.shared + parity * args.shared_stage);  // two values each
+  const float* from = reinterpret_cast<const float*>(lane.shared + slot * args.shared_stage);  // two values each
   float* to = reinterpret_cast<float*>(lane.shared + args.shared_float);
   const bool staged = Pose::kWeightStride > 0 && args.weight;
   const int numbers = staged
@@ -255,9 +254,9 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int parity, int count) {
 // Sets children with a gate of exactly 0 that are NaN or infinite to zero and makes them absent: 0 times them would be
 // NaN. Needs a barrier before it and another after it.
 template <class Pose, int R>
-FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int parity, int count) {
+FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int slot, int count) {
   const PassArgs& args = lane.args;
-  char* stage = lane.shared + parity * args.shared_stage;
+  char* stage = lane.shared + slot * args.shared_stage;
   Seen* seen = reinterpret_cast<Seen*>(stage + args.shared_seen);
   const int numbers = lane.padded_rows() * lane.row_stride(), depth = lane.padded_depth();
   const auto all = [&](auto* children, auto is_finite) {
@@ -279,7 +278,7 @@ FASTCAPS_DEVICE void silence(const Lane<Pose, R>& lane, int parity, int count) {
       return;
     }
   }
-  all(reinterpret_cast<float*>(lane.shared + args.shared_float + parity * args.float_stage),
+  all(reinterpret_cast<float*>(lane.shared + args.shared_float + slot * args.float_stage),
       [](float x) { return fabsf(x) < INFINITY; });
 }
 

@@ -67,8 +67,8 @@ struct Child {
   }
 };
 
-// Where the children of a stage lie, seen from the first child of a window. Computed by one thread per child, one stage
-// ahead, in one of two places.
+// Where a child lies, seen from the first child of a window. Computed by one thread per child, a stage before it is
+// brought. A block keeps those of the stages that are being computed, brought, or about to be.
 struct Offset {
   int64_t children, gate;
   int dy, dx;
@@ -76,16 +76,29 @@ struct Offset {
   FASTCAPS_DEVICE bool exists(const PassArgs& args, const Position& at) const { return at.sees(args, dy, dx); }
 };
 
-FASTCAPS_DEVICE Offset* offsets_of(const PassArgs& args, char* shared, int parity) {
-  return reinterpret_cast<Offset*>(shared + args.shared_offset) + parity * kMostChildren;
+// A block's range of children, and its share of the tiles.
+struct ChildRange {
+  int group, chunk, first, last;
+
+  FASTCAPS_DEVICE explicit ChildRange(const PassArgs& args) {
+    group = args.by_chunk.quotient(int(block_x())), chunk = args.by_chunk.remainder(int(block_x()), group);
+    first = chunk * args.chunk_children,
+    last = first + args.chunk_children < args.I ? first + args.chunk_children : args.I;
+  }
+};
+
+// Of a stage that begins with the t-th child.
+FASTCAPS_DEVICE Offset* offsets_of(const PassArgs& args, char* shared, const ChildRange& range, int t) {
+  return reinterpret_cast<Offset*>(shared + args.shared_offset) + (t - range.first) % kOffsets;
 }
 
-FASTCAPS_DEVICE void make_offsets(const PassArgs& args, char* shared, int parity, int first, int last) {
-  const int k = thread_index();
-  if (k >= args.stage || first + k >= last) return;
-  const Child child(args, first + k);
+// Of `count` children from the t-th on, or as many as there are.
+FASTCAPS_DEVICE void make_offsets(const PassArgs& args, char* shared, const ChildRange& range, int t, int count) {
+  t += thread_index();
+  if (thread_index() >= count || t >= range.last) return;
+  const Child child(args, t);
   const int64_t *p = args.children.stride, *g = args.gate.stride;
-  offsets_of(args, shared, parity)[k] = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
+  *offsets_of(args, shared, range, t) = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
                                          child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
 }
 

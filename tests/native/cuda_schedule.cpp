@@ -69,6 +69,7 @@ Fields cuda_schedule(const std::string& op, const Numbers& sizes, const Fields& 
           {"tiles", c.tiles},
           {"groups", c.groups},
           {"stage", c.stage},
+          {"stages", c.stages},
           {"chunks", c.chunks},
           {"chunk_children", c.chunk_children},
           {"parts_by_chunk", c.parts_by_chunk},
