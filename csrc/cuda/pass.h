@@ -144,7 +144,8 @@ struct PassKernel {
   int columns, parents;  // lanes; 0: chosen at the launch
   int each;              // parents of a lane
   int products;          // tensor-core products that make one product; 0: none
-  bool stored;           // reads children of half precision as they are
+  bool stored;           // reads half precision as it is
+  bool rounded;          // takes weights that are rounded to tf32
   int vector;            // values of a child's row that are copied together
   int child_stride;      // from child to child in shared memory, in floats; 0: any
   int weight_stride;     // from parent to parent; 0: weights are read in place

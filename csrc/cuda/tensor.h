@@ -23,12 +23,13 @@ struct Factor {
     number[k] = to_tf32(x);
     if constexpr (PRODUCTS == 3) remainder[k] = float_bits(x - bits_float(number[k]));
   }
-  // For a single product, weights are already rounded (round_kernel).
+  // ROUNDED: it is a tf32 value already (round_kernel).
+  template <bool ROUNDED>
   FASTCAPS_DEVICE void take_weight(int k, float x) {
-    if constexpr (PRODUCTS == 3)
-      take(k, x);
-    else
+    if constexpr (ROUNDED)
       number[k] = float_bits(x);
+    else
+      take(k, x);
   }
 };
 
@@ -57,7 +58,7 @@ struct TensorPose : FixedPose<N, N, N, N, N % 4 == 0 ? 4 : 2, 1, 8, EACH,
                               : N == 6 ? 40
                                        : 68> {
   static constexpr int kProducts = PRODUCTS;
-  static constexpr bool kStored = STORED;
+  static constexpr bool kStored = STORED, kRounded = N % 4 == 0 && PRODUCTS == 1;
   // Between the two rows that one instruction takes. With it and the strides, a fragment uses (almost) all banks.
   static constexpr int kApart = N == 4 ? 1 : N == 6 ? 3 : 2;
   static constexpr int kChildPad = N == 4 ? 8 : N == 6 ? 0 : 4;
@@ -71,7 +72,7 @@ struct TensorPose : FixedPose<N, N, N, N, N % 4 == 0 ? 4 : 2, 1, 8, EACH,
 template <int PRODUCTS>
 struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, 0> {
   static constexpr int kProducts = PRODUCTS;
-  static constexpr bool kStored = true;
+  static constexpr bool kStored = true, kRounded = PRODUCTS == 1;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment use 32 banks
 };
 
@@ -98,7 +99,7 @@ FASTCAPS_DEVICE void take_matrix(const Element<S>* from, int t, Factor<PRODUCTS,
       float part[V] = {};
       if (d < N) load_vector<S>(from + d * N + e, part);
       FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) columns[e + v].take_weight(k, part[v]);
+      for (int v = 0; v < V; ++v) columns[e + v].template take_weight<N % 4 == 0 && PRODUCTS == 1>(k, part[v]);
     }
   };
   if constexpr (N == 4 || S == Storage::kFloat32) {
@@ -135,14 +136,16 @@ FASTCAPS_DEVICE void multiply_small(float (&d)[4], const Factor<3, 2>& one, cons
 template <Storage S, int N, int PRODUCTS>
 FASTCAPS_DEVICE void multiply_large(float (&d)[4], const Factor<PRODUCTS, 2>& one, const Factor<PRODUCTS, 2>& two,
                                     const Factor<PRODUCTS, 2>& child) {
-  if constexpr (N == 4)
-    mma_tf32_16x8x4(d, {one.number[0], two.number[0]}, child.number[0]);
-  else if constexpr (S == Storage::kFloat32)
-    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.number);
-  else if constexpr (S == Storage::kBFloat16)
+  if constexpr (N > 4 && S == Storage::kBFloat16) {
     mma_bf16_16x8x8(d, {one.number[0], two.number[0]}, child.number[0]);
-  else
+  } else if constexpr (N > 4 && S == Storage::kFloat16) {
     mma_f16_16x8x8(d, {one.number[0], two.number[0]}, child.number[0]);
+  } else if constexpr (N == 6 || (N > 4 && PRODUCTS == 3)) {
+    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.number);
+  } else {  // as weights are read: for a depth of 8, the compiler moves them
+    FASTCAPS_UNROLL
+    for (int k = 0; k < N / 4; ++k) mma_tf32_16x8x4(d, {one.number[k], two.number[k]}, child.number[k]);
+  }
 }
 
 template <Storage S, int N, int EACH, int PRODUCTS, bool STORED, int R>
@@ -194,7 +197,7 @@ FASTCAPS_DEVICE void take_rows(const float* at, Factor<PRODUCTS, 2> (&columns)[4
     float row[4];
     load_vector<4>(at + k * 4 * 64, row);
     FASTCAPS_UNROLL
-    for (int e = 0; e < 4; ++e) columns[e].take_weight(k, row[e]);
+    for (int e = 0; e < 4; ++e) columns[e].template take_weight<PRODUCTS == 1>(k, row[e]);
   }
 }
 template <int PRODUCTS>
