@@ -119,6 +119,8 @@ struct StageGradients {
       child(lane.in_tile(r + b), lane.warp_parent)[lane.c(i) * lane.row_stride() + d + v] = sum;
     };
     if constexpr (Pose::kFixed) {
+      static_assert(Pose::kColumns == 1 || Pose::kParents == 1 || Pose::kPositions == 1,
+                    "the lanes of a sum over columns and parents must be neighbours");
       constexpr int kLanes = Pose::kColumns * Pose::kParents, kFirst = Pose::kColumns == 1 ? Pose::kPositions : 1;
       int begin, count;
       scatter_sums<N, kFirst, kLanes>(x, lane.lane, begin, count);

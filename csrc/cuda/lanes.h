@@ -28,8 +28,6 @@ struct FixedPose {
   static constexpr int kRowStride = D;  // of a child's rows in shared memory
   // Padding after a child in shared memory: the rows of 8 positions then use all banks. Those of two need none.
   static constexpr int kChildPad = C == 4 && D == 4 && kPositions >= 4 ? 4 : 0;
-  static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
-                "the lanes of a sum over columns and parents must be neighbours");
 };
 
 // Any other pose: a lane holds TC x TE of its values, other lanes the rest. Values outside the pose are zero.

@@ -158,6 +158,21 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
   return double(blocks / fitting) * round(fitting) + (blocks % fitting ? round(blocks % fitting) : 0.0);
 }
 
+// Issue slots that a warp takes for one child, about: multiply-adds of its lanes, and a fifth for all else.
+double work(const PassKernel& kernel, int64_t D, bool backward) {
+  const double votes = double(kernel.positions) * kernel.each * kernel.patch_rows * kernel.patch_columns;
+  return votes * double(backward ? 3 * D + 5 : D + 2) * 1.2;
+}
+
+// What bringing a child to shared memory takes of each of the block's warps: some slots for every copy of 16 bytes.
+double staging(const Schedule& c, const Votes& v, bool identity) {
+  const double weights = identity || c.kernel->weight_stride == 0 ? 0 : double(c.warps_parents) * c.parents * v.D * v.E;
+  return (weights + double(c.tile_size * v.child_size())) / 4 * 8 / c.threads();
+}
+
+constexpr double kStart = 2000;          // cycles until a block's first child is there
+constexpr double kBytesOfACycle = 1600;  // of device memory
+
 // Chooses the fastest number of warps on positions; among equals the largest, since they share the weights. Returns
 // false if not even one warp fits into shared memory, or if what was chosen cannot be: then `why_not` says what.
 bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine,
@@ -200,14 +215,18 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
     const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
     const int64_t worth = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
     const int64_t most = choice.chunks ? choice.chunks : std::max<int64_t>(1, v.I / worth);
-    std::vector<int64_t> candidates{1, 2, 3, 4, wanted / blocks};
+    std::vector<int64_t> candidates{1, 2, 3, 4, wanted / 2 / blocks, wanted / blocks};
     if (choice.chunks) candidates = {choice.chunks};
     for (const int64_t chunks : candidates) {
       trial.chunk_children = int(ceil_div(ceil_div(v.I, std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
       trial.chunks = int(ceil_div(v.I, trial.chunk_children));
       const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
-      const double parts = 1 + 0.02 * std::min(trial.chunks - 1, 4);  // what adding them up costs, about
-      const double cost = time(each, fitting, trial.threads() / 32) * trial.chunk_children * parts;
+      const double slots = work(kernel, v.D, task.backward), staged = staging(trial, v, task.identity);
+      // Sums of ranges are stored, read again and added up.
+      const double parts = 8.0 * (trial.chunks - 1) * double(v.positions() * v.parents_size()) / kBytesOfACycle;
+      const double cost =
+          time(each, fitting, trial.threads() / 32) * (trial.chunk_children * (1 + staged / slots) + kStart / slots) +
+          parts / slots;
       if (choice.chunks && trial.chunks != chunks) {
         why_not = "its " + n(v.I) + " children make no " + n(chunks) + " ranges of whole stages";
         continue;
