@@ -109,7 +109,7 @@ void Call::take(const Schedule& c) {
   args.by_tile = Divider(c.tile_size);
   args.by_rows = Divider(int64_t(c.rows) * c.kernel->patch_rows);
   args.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
-  if (c.kernel->rounded && args.storage == Storage::kFloat32 && votes.positions() > 0) {
+  if ((c.kernel->rounded || args.rounds) && args.storage == Storage::kFloat32 && votes.positions() > 0) {
     rounded = empty({given.weight->numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(rounded.numel(), 1024), 1, 256},
                 RoundArgs{static_cast<const float*>(args.weight), floats(rounded), rounded.numel()});
@@ -179,8 +179,9 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, int64_t use, int64_t ign
   Bias parts_of = wanted.bias ? Bias::of(v, given.bias->size(0) == 1) : Bias{};
   const int64_t biases = parts_of.numbers;
   parts_of.numbers += wanted.use + wanted.ignore;
-  schedule = call.cut(
-      {&call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
+  const Task task{&call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity};
+  schedule = call.cut(task, parts_of);
+  call.args.rounds = schedule.kernel->products == 0 && forward_rounds(task, v);
   call.take(schedule);
   const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   const int64_t cells = v.B * v.H * v.W, numbers = wanted.children ? call.children.numel() : 0;

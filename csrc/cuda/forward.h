@@ -52,6 +52,12 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
         barrier();
       }
     }
+    if constexpr (SILENCES && Pose::kProducts == 0) {
+      if (args.rounds) {
+        round_children(lane, slot, count);
+        barrier();
+      }
+    }
     if constexpr (SILENCES && !LEAN) {
       if (args.gate.data) {
         silence(lane, slot, count);

@@ -98,6 +98,7 @@ struct PassArgs : Cut, ParentArgs {
   float* sums;  // attention and pooling, forward: [.., C, E]; attention, all iterations: those instead of chunks
 
   bool normalize;    // pooling: keys are the votes' directions
+  bool rounds;       // backward: votes are of factors that this kernel must round to tf32
   bool detach;       // coefficients are constants: no gradient flows through them
   float* logsumexp;  // pooling, forward: [..]; backward: given
 

@@ -41,6 +41,10 @@ using Tensor6x6 = TensorPose<6, 1, PRODUCTS>;
 template <int PRODUCTS>
 using Tensor8x8 = TensorPose<8, 1, PRODUCTS>;
 template <int PRODUCTS>
+using Tensor1x8 = TensorPose1x16<8, 5, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x16 = TensorPose1x16<16, 5, PRODUCTS>;
+template <int PRODUCTS>
 using Tensor1x64 = TensorPose1x64<PRODUCTS>;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;

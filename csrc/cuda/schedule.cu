@@ -328,6 +328,12 @@ bool takes(const PassKernel& kernel, const Votes& v, const Task& task) {
          (!kernel.products || (kernel.products == task.products && !task.identity));
 }
 
+bool forward_rounds(Task task, const Votes& v) {
+  task.backward = false;
+  const PassKernel* kernel = choose(task.pass->kernels(false), v, task);
+  return v.storage == Storage::kFloat32 && kernel && kernel->products == 1;
+}
+
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine,
                        std::string* why_not) {
   // All that a schedule depends on.

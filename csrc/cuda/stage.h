@@ -259,6 +259,15 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int slot, int count) {
     all(Stored<Storage::kFloat16>());
 }
 
+// Rounds a stage's children to tf32. Needs a barrier before it and another after it.
+template <class Pose, int R>
+FASTCAPS_DEVICE void round_children(const Lane<Pose, R>& lane, int slot, int count) {
+  const PassArgs& args = lane.args;
+  float* children = reinterpret_cast<float*>(lane.shared + slot * args.shared_stage);
+  for (int k = thread_index(); k < count * args.tile_size * lane.child_stride(); k += block_threads())
+    children[k] = bits_float(to_tf32(children[k]));
+}
+
 // Sets children with a gate of exactly 0 that are NaN or infinite to zero and makes them absent: 0 times them would be
 // NaN. Needs a barrier before it and another after it.
 template <class Pose, int R>

@@ -48,6 +48,15 @@ FASTCAPS_DEVICE void multiply_add(float (&d)[4], const Factor<PRODUCTS, 4>& a, c
   mma_tf32_16x8x8(d, a.number, b.number);
 }
 
+// The same of half precision, for a depth of 8.
+template <Storage S>
+FASTCAPS_DEVICE void multiply_add_halves(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  if constexpr (S == Storage::kBFloat16)
+    mma_bf16_16x8x8(d, a, b);
+  else
+    mma_f16_16x8x8(d, a, b);
+}
+
 // N x N poses. One instruction takes 8 parents with two columns each (rows) and 4 positions with two rows each of the
 // child's pose (columns): a[(e, m), d] = W[m, d, e], b[d, (position, row)] = P[position, row, d]. A lane reads weights
 // at depth t, its position, and t + 4; or 2 t and 2 t + 1 in half precision. Beyond the pose both factors are 0.
@@ -74,6 +83,16 @@ struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, 0> {
   static constexpr int kProducts = PRODUCTS;
   static constexpr bool kStored = true, kRounded = PRODUCTS == 1;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment use 32 banks
+};
+
+// 1 x D children and 1 x 16 parents. One instruction takes 16 positions (rows) and 8 columns of one parent's pose.
+// Column n of the k-th instruction is column 2 n + k of the pose: a lane reads two neighbours of a weight's row for two
+// instructions, and ends with four neighbours at two positions.
+template <int D, int EACH, int PRODUCTS>
+struct TensorPose1x16 : FixedPose<1, D, 16, 4, 4, 4, 1, EACH, D * 16> {
+  static constexpr int kProducts = PRODUCTS;
+  static constexpr bool kStored = true;
+  static constexpr int kChildPad = 4;  // 8 positions x 4 columns of a fragment use 32 banks
 };
 
 // A lane's part of a row of a child's pose, at `row`.
@@ -136,10 +155,8 @@ FASTCAPS_DEVICE void multiply_small(float (&d)[4], const Factor<3, 2>& one, cons
 template <Storage S, int N, int PRODUCTS>
 FASTCAPS_DEVICE void multiply_large(float (&d)[4], const Factor<PRODUCTS, 2>& one, const Factor<PRODUCTS, 2>& two,
                                     const Factor<PRODUCTS, 2>& child) {
-  if constexpr (N > 4 && S == Storage::kBFloat16) {
-    mma_bf16_16x8x8(d, {one.number[0], two.number[0]}, child.number[0]);
-  } else if constexpr (N > 4 && S == Storage::kFloat16) {
-    mma_f16_16x8x8(d, {one.number[0], two.number[0]}, child.number[0]);
+  if constexpr (N > 4 && S != Storage::kFloat32) {
+    multiply_add_halves<S>(d, {one.number[0], two.number[0]}, child.number[0]);
   } else if constexpr (N == 6 || (N > 4 && PRODUCTS == 3)) {
     mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.number);
   } else {  // as weights are read: for a depth of 8, the compiler moves them
@@ -260,6 +277,60 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
   for (int e = 0; e < 8; ++e) {
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) votes[x / 2][0][0][e / 4 * 8 + x % 2 * 4 + e % 4] = d[e][x];
+  }
+}
+
+template <Storage S, int D, int EACH, int PRODUCTS, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x16<D, EACH, PRODUCTS>, R>& lane,
+                                              const Stage<TensorPose1x16<D, EACH, PRODUCTS>>& stage,
+                                              Patch<TensorPose1x16<D, EACH, PRODUCTS>> (&votes)[R][EACH]) {
+  using Pose = TensorPose1x16<D, EACH, PRODUCTS>;
+  static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
+  constexpr bool kFloat = S == Storage::kFloat32;
+  constexpr int kSteps = kFloat ? D / 8 : 1;  // instructions along the depth
+  const int t = lane.column;
+  Factor<PRODUCTS, 4> children[kSteps] = {};
+  FASTCAPS_UNROLL
+  for (int x = 0; x < (kFloat ? 4 : D / 4); ++x) {
+    const auto* row = stage.template children_as<S>() + lane.in_tile(x % 2) * (D + Pose::kChildPad);
+    if constexpr (kFloat) {
+      FASTCAPS_UNROLL
+      for (int step = 0; step < kSteps; ++step) children[step].take(x, row[step * 8 + x / 2 * 4 + t]);
+    } else {
+      children[0].number[x] = *reinterpret_cast<const uint32_t*>(row + x / 2 * 8 + 2 * t);
+    }
+  }
+  FASTCAPS_UNROLL
+  for (int p = 0; p < EACH; ++p) {
+    const auto* from = Weights<Pose, R, S>(lane, stage, p).from + 2 * lane.position;
+    float d[2][4] = {};
+    FASTCAPS_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      Factor<PRODUCTS, 2> columns[2] = {};
+      FASTCAPS_UNROLL
+      for (int k = 0; k < (kFloat ? 2 : D / 8); ++k) {
+        if constexpr (kFloat) {
+          const float2 pair = load2(from + (step * 8 + k * 4 + t) * 16);
+          columns[0].take(k, pair.x), columns[1].take(k, pair.y);
+        } else {
+          const auto word = [&](int row) { return *reinterpret_cast<const uint32_t*>(from + (k * 8 + row) * 16); };
+          const uint32_t row = word(2 * t), next = word(2 * t + 1);
+          columns[0].number[k] = pair_of(row, next, false), columns[1].number[k] = pair_of(row, next, true);
+        }
+      }
+      FASTCAPS_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        if constexpr (kFloat || D == 16)
+          multiply_add_as<S>(d[k], children[step], columns[k]);
+        else
+          multiply_add_halves<S>(d[k], {children[0].number[0], children[0].number[1]}, columns[k].number[0]);
+      }
+    }
+    FASTCAPS_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      FASTCAPS_UNROLL
+      for (int x = 0; x < 4; ++x) votes[x / 2][p][0][x % 2 * 2 + k] = d[k][x];
+    }
   }
 }
 
