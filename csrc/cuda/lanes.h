@@ -21,6 +21,7 @@ struct FixedPose {
   static constexpr int kWeightVector = VECTOR;
   static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
   static constexpr int kWeightStride = STRIDE;
+  static constexpr int kWeightRow = E;  // from row to row
   static constexpr int kColumns = COLUMNS, kParents = PARENTS, kEach = EACH;
   static constexpr int kPositions = 32 / (COLUMNS * PARENTS);
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;

@@ -46,6 +46,8 @@ template <int PRODUCTS>
 using Tensor1x16 = TensorPose1x16<16, 5, PRODUCTS>;
 template <int PRODUCTS>
 using Tensor1x64 = TensorPose1x64<PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x64Back = TensorPose1x64<PRODUCTS, false>;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 

@@ -140,7 +140,7 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
     const bool exists = lane.first_parent + m < args.M;
     const T* from =
         static_cast<const T*>(args.weight) + (exists ? int64_t(lane.first_parent + m) * kNumbers + number : 0);
-    T* target = to + m * Pose::kWeightStride + number;
+    T* target = to + m * Pose::kWeightStride + number / Pose::kE * Pose::kWeightRow + number % Pose::kE;
     for (int k = 0; k < count; ++k) {
       const int64_t group = exists ? args.by_group.quotient(first + k) : 0;
       copy_async<V * sizeof(T)>(target, from + group * args.M * kNumbers, exists);

@@ -77,12 +77,13 @@ struct TensorPose : FixedPose<N, N, N, N, N % 4 == 0 ? 4 : 2, 1, 8, EACH,
 // 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
 // columns, or 16 of half precision; a lane ends with two positions and two columns. Column n of the e-th instruction is
 // column 32 (e / 4) + 4 (n / 2) + 16 (n % 2) + e % 4 of the pose: a lane reads four neighbours of a weight's row for
-// four instructions, and ends with four times four neighbours.
-template <int PRODUCTS>
-struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, 0> {
+// four instructions, and ends with four times four neighbours. STAGED: weights lie in shared memory, not in place.
+template <int PRODUCTS, bool STAGED = true>
+struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, STAGED ? 64 * 68 : 0> {
   static constexpr int kProducts = PRODUCTS;
   static constexpr bool kStored = true, kRounded = PRODUCTS == 1;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment use 32 banks
+  static constexpr int kWeightRow = STAGED ? 68 : 64;
 };
 
 // 1 x D children and 1 x 16 parents. One instruction takes 16 positions (rows) and 8 columns of one parent's pose.
@@ -206,23 +207,23 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose<N, EACH, PRO
 }
 
 // Factors of 1 x 64 poses for four columns: from two rows of weights, which lie four apart; in half precision from four
-// rows, as pairs of neighbours.
-template <int PRODUCTS>
+// rows, as pairs of neighbours. ROW: from row to row.
+template <int ROW, int PRODUCTS>
 FASTCAPS_DEVICE void take_rows(const float* at, Factor<PRODUCTS, 2> (&columns)[4]) {
   FASTCAPS_UNROLL
   for (int k = 0; k < 2; ++k) {
     float row[4];
-    load_vector<4>(at + k * 4 * 64, row);
+    load_vector<4>(at + k * 4 * ROW, row);
     FASTCAPS_UNROLL
     for (int e = 0; e < 4; ++e) columns[e].template take_weight<PRODUCTS == 1>(k, row[e]);
   }
 }
-template <int PRODUCTS>
+template <int ROW, int PRODUCTS>
 FASTCAPS_DEVICE void take_rows(const uint16_t* at, Factor<PRODUCTS, 2> (&columns)[4]) {
   FASTCAPS_UNROLL
   for (int k = 0; k < 2; ++k) {
-    const float* rows = reinterpret_cast<const float*>(at + k * 4 * 64);
-    const float2 one = load2(rows), next = load2(rows + 32);
+    const float* rows = reinterpret_cast<const float*>(at + k * 4 * ROW);
+    const float2 one = load2(rows), next = load2(rows + ROW / 2);
     FASTCAPS_UNROLL
     for (int e = 0; e < 4; ++e) {
       const uint32_t low = float_bits(e < 2 ? one.x : one.y), high = float_bits(e < 2 ? next.x : next.y);
@@ -241,26 +242,29 @@ FASTCAPS_DEVICE void multiply_add_as(float (&d)[4], const Factor<PRODUCTS, 4>& a
     mma_f16_16x8x16(d, a.number, b.number);
 }
 
-template <Storage S, int PRODUCTS, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS>, R>& lane,
-                                              const Stage<TensorPose1x64<PRODUCTS>>& stage,
-                                              Patch<TensorPose1x64<PRODUCTS>> (&votes)[R][1]) {
-  using Pose = TensorPose1x64<PRODUCTS>;
+template <Storage S, int PRODUCTS, bool STAGED, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS, STAGED>, R>& lane,
+                                              const Stage<TensorPose1x64<PRODUCTS, STAGED>>& stage,
+                                              Patch<TensorPose1x64<PRODUCTS, STAGED>> (&votes)[R][1]) {
+  using Pose = TensorPose1x64<PRODUCTS, STAGED>;
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
+  constexpr bool kFloat = S == Storage::kFloat32;
+  constexpr int kRow = Pose::kWeightRow;
   const int t = lane.column;
   // Where the lane begins along the depth, whose order is free. Half-precision words, which are pairs, use all banks if
-  // lanes 2 and 3 begin half a row later.
-  const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
+  // lanes 2 and 3 begin half a row later: in the children; or 8 values later: in staged weights.
+  constexpr int kLater = STAGED ? 8 : 32, kStep = kFloat || !STAGED ? 8 : 16, kEnd = kFloat || STAGED ? 64 : 32;
+  const int begin = kFloat ? t : t % 2 * 2 + t / 2 * kLater;
   const auto* weight =
-      Weights<Pose, R, S>(lane, stage, 0).from + begin * 64 + lane.position / 2 * 4 + lane.position % 2 * 16;
+      Weights<Pose, R, S>(lane, stage, 0).from + begin * kRow + lane.position / 2 * 4 + lane.position % 2 * 16;
   const auto* rows = stage.template children_as<S>() + begin;
   float d[8][4] = {};
-  _Pragma("unroll PRODUCTS == 3 ? 1 : 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
+  _Pragma("unroll PRODUCTS == 3 ? 1 : 2") for (int first = 0; first < kEnd; first += kStep) {
     Factor<PRODUCTS, 4> children;
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) {
       const auto* from = rows + lane.in_tile(x % 2) * Pose::kRowStride + first + x / 2 * 4;
-      if constexpr (S == Storage::kFloat32)
+      if constexpr (kFloat)
         children.take(x, *from);
       else
         children.number[x] = *reinterpret_cast<const uint32_t*>(from);
@@ -268,7 +272,7 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
     FASTCAPS_UNROLL
     for (int four = 0; four < 8; four += 4) {
       Factor<PRODUCTS, 2> weights[4];
-      take_rows(weight + first * 64 + four * 8, weights);
+      take_rows<kRow>(weight + first * kRow + four * 8, weights);
       FASTCAPS_UNROLL
       for (int e = 0; e < 4; ++e) multiply_add_as<S>(d[four + e], children, weights[e]);
     }
