@@ -70,6 +70,101 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
   }
 }
 
+// A lean walk in rounds: a lane goes through its positions, child after child, and while the parents compete for one
+// position's votes, it makes the next one's. So it always has something to do, though a competition is one long chain
+// of an exponential, exchanges between lanes and a reciprocal; and it needs no more registers than for all votes of a
+// child. A policy has score(r, votes, logit), of the lane's part of a pose; weigh(logit, weight), the parents' total;
+// and add(r, votes, weight, total). If totals were lost, the tile must be walked over again, child by child.
+template <class Pose, int R>
+constexpr bool kRounds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && R % 2 == 0 &&
+                         Pose::kEach* Pose::kPatchColumns*(R * 2 + 2 + Pose::kD / Pose::kPatchRows) * Pose::kPatchRows
+                             <= 224;
+
+// x, but not before y is known: a compiler would put off what makes y. zero: an argument that is 0.
+FASTCAPS_DEVICE float tied(float x, float y, int zero) {
+  return bits_float(float_bits(x) | (float_bits(y) & uint32_t(zero)));
+}
+
+template <class Pose, int R, class State>
+FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
+  constexpr int kEach = Pose::kEach;
+  Patch<Pose> votes[2][kEach];
+  float weight[2][kEach];
+  FASTCAPS_UNROLL
+  for (int p = 0; p < kEach; ++p) {
+    weight[1][p] = 1.0f;
+    each_number<Pose>([&](int i, int j) { votes[1][p][i][j] = 0.0f; });  // adds nothing
+  }
+  const auto total_of = [&](const float (&weights)[kEach]) {
+    float total = weights[0];
+    FASTCAPS_UNROLL
+    for (int p = 1; p < kEach; ++p) total += weights[p];
+    return lane.sum_parents(total);
+  };
+  walk<false, true>(lane, range, [&](int slot, int t, int count) {
+    const Stage<Pose> stage(lane.args, lane.shared, slot, t);
+    const float* child = child_row(lane, stage, 0, 0);
+    const float* matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
+    Matrices<Pose> matrices;
+    load_matrices(lane, matrix, matrices);
+    FASTCAPS_NO_UNROLL
+    for (int left = count; left > 0; --left) {  // counts and addresses go on: others would be computed again and again
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const int now = r % 2, before = 1 - now;
+        float total = total_of(weight[before]);
+        multiply<Pose>(child + r * Pose::kPositions * lane.child_stride(), matrices, votes[now]);
+        if (r + 1 == R) {
+          child += lane.args.tile_size * lane.child_stride();
+          if (left > 1) matrix += lane.block_parents() * Pose::kWeightStride;
+          load_matrices(lane, matrix, matrices);
+        }
+        state.score(r, votes[now], weight[now]);
+        FASTCAPS_UNROLL
+        for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], lane.args.iterations);
+        state.add((r + R - 1) % R, votes[before], weight[before], total);
+      }
+    }
+  });
+  state.add(R - 1, votes[1], weight[1], total_of(weight[1]));
+}
+
+// Whether x is true in any thread of the block: a barrier. Another must lie between this and the next call.
+FASTCAPS_DEVICE bool any_thread(const PassArgs& args, char* shared, bool x) {
+  int* warps = reinterpret_cast<int*>(shared + args.shared_exchange);
+  const bool any_of_warp = any_lane(x);
+  if (thread_index() % kWarp == 0) warps[thread_index() / kWarp] = any_of_warp;
+  barrier();
+  bool any = false;
+  for (int w = 0; w < block_threads() / kWarp; ++w) any = any || warps[w] != 0;
+  return any;
+}
+
+// The children of a tile, whose walk has begun.
+template <bool LEAN, class Pose, int R, class State>
+FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
+  if constexpr (LEAN && kRounds<Pose, R>) {
+    if (lane.args.warps_parents == 1) {
+      walk_in_rounds(lane, range, state);
+      if (!any_thread(lane.args, lane.shared, state.lost())) return;
+      state.clear();
+      begin_walk<LEAN>(lane, range);
+    }
+  }
+  walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
+    Stage<Pose> stage(lane.args, lane.shared, slot, t);
+    FASTCAPS_NO_UNROLL
+    for (int k = 0; k < count; ++k) {
+      Patches<Pose, R> votes;
+      make_votes<LEAN, State::kIdentity>(lane, stage, votes);
+      Numbers<Pose, R> coefficient;
+      if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
+      stage.next(lane);
+    }
+  });
+  barrier();  // the ring is read to the end
+}
+
 template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
@@ -82,26 +177,7 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
     begin_walk<LEAN>(lane, range);
     State state(lane);
     for (int iteration = 0;; ++iteration) {
-      walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
-        Stage<Pose> stage(args, lane.shared, slot, t);
-        constexpr bool kHeld = LEAN && kHolds<Pose>;
-        [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][Pose::kPatchColumns];
-        if constexpr (kHeld) load_matrices(lane, stage, matrices);
-        FASTCAPS_NO_UNROLL
-        for (int k = 0; k < count; ++k) {
-          const Stage<Pose> now = stage;
-          Patches<Pose, R> votes;
-          if constexpr (kHeld)
-            multiply(lane, now, matrices, votes);
-          else
-            make_votes<LEAN, State::kIdentity>(lane, now, votes);
-          if (!kHeld || k + 1 < count) stage.next(lane);
-          if constexpr (kHeld) load_matrices(lane, stage, matrices);
-          Numbers<Pose, R> coefficient;
-          if (state.score(now, votes, coefficient)) state.add(now, votes, coefficient);
-        }
-      });
-      barrier();  // the ring is read to the end
+      walk_forward<LEAN>(lane, range, state);
       if (LEAN || args.iterations == 0) break;
       state.finish(iteration);
       if (iteration + 1 == args.iterations) break;

@@ -51,45 +51,43 @@ FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stag
     });
 }
 
-// Whether a lane can keep its parents' matrices of a child, in registers, beside all else. It then reads them while the
-// parents still compete for the child before.
-template <class Pose>
-constexpr bool kHolds =
-    Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
-
+// A child's matrices for the lane's parents, in registers. from: where the first one's lies in shared memory.
 template <class Pose>
 using Matrices = float[Pose::kEach][Pose::kD][Pose::kPatchColumns];
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Matrices<Pose>& to) {
-  constexpr int V = Pose::kVector, TE = Pose::kPatchColumns;
+FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const float* from, Matrices<Pose>& to) {
+  constexpr int WV = Pose::kWeightVector;
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
-    const Weights<Pose, R> weights(lane, stage, p);
     FASTCAPS_UNROLL
-    for (int d = 0; d < Pose::kD; d += V) weights.rows(d, reinterpret_cast<float (&)[V][TE]>(to[p][d]));
+    for (int d = 0; d < Pose::kD; ++d) {
+      FASTCAPS_UNROLL
+      for (int j = 0; j < Pose::kPatchColumns; j += WV)
+        load_vector<WV>(from + p * Pose::kParents * Pose::kWeightStride + d * Pose::kE + lane.e(j),
+                        reinterpret_cast<float (&)[WV]>(to[p][d][j]));
+    }
   }
 }
 
-template <class Pose, int R>
-FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stage, const Matrices<Pose>& matrices,
-                              Patches<Pose, R>& votes) {
-  constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
+// Votes of one child. from: where its pose lies in shared memory.
+template <class Pose>
+FASTCAPS_DEVICE void multiply(const float* from, const Matrices<Pose>& matrices, Patch<Pose> (&votes)[Pose::kEach]) {
+  constexpr int V = Pose::kVector, D = Pose::kD, TE = Pose::kPatchColumns;
   FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
+  for (int i = 0; i < Pose::kPatchRows; ++i) {
+    float row[D];
     FASTCAPS_UNROLL
-    for (int i = 0; i < TC; ++i) {
-      float row[Pose::kD];
-      FASTCAPS_UNROLL
-      for (int d = 0; d < Pose::kD; d += V)
-        load_vector<V>(child_row(lane, stage, r, i) + d, reinterpret_cast<float (&)[V]>(row[d]));
+    for (int d = 0; d < D; d += V)
+      load_vector<V>(from + i * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(row[d]));
+    FASTCAPS_UNROLL
+    for (int d = 0; d < D; ++d) {
       FASTCAPS_UNROLL
       for (int p = 0; p < Pose::kEach; ++p) {
         FASTCAPS_UNROLL
         for (int j = 0; j < TE; ++j) {
-          votes[r][p][i][j] = row[0] * matrices[p][0][j];
-          FASTCAPS_UNROLL
-          for (int d = 1; d < Pose::kD; ++d) votes[r][p][i][j] += row[d] * matrices[p][d][j];
+          float& vote = votes[p][i][j];
+          vote = d == 0 ? row[0] * matrices[p][0][j] : vote + row[d] * matrices[p][d][j];
         }
       }
     }
