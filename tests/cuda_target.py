@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -114,7 +114,10 @@ class Target:
         """Return a case's results and its gradients, every tensor fenced in."""
         with self.guarded():
             results = self.forward(routing.call(self.taken(routing, case, option), seed), option)
-            return [results, self.backward(routing.backward_call(case, seed), option)]
+            # votes that are rounded to tf32 differ from the reference's by more than what cancels in a gate's gradient
+            rounds = routing.rounds and option.startswith("tf32")
+            back = routing.backward_call(case, seed, forward=partial(self.forward, option=option) if rounds else None)
+            return [results, self.backward(back, option)]
 
     def check(self, routing: Routing, case: Case, option: str = "fast", seed: int = 0) -> list[dict[str, Tensor]]:
         """Hold what ``run`` returns to the rule, and return it."""

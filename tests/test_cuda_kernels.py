@@ -31,11 +31,12 @@ PATHS = {
     "attention": {
         "fast": "plain-4x4-5 plain-1x64-5 pose-1x16 primes conv sweeps-any one-position same-2x3 broken stay-float32 "
                 "pose-4x4:f16 primes:bf16 broken-half bias-1x64 largest-pose long-vector tall-pose "
-                "nobody-no-eps-one-5",
+                "nobody-no-eps-one-5 bias-6x6:bf16 bias-6x6:f16 plain-6x6-5:f16 conv:bf16 "
+                "pose-1x16:bf16 plain-1x16-5:f16",
         "ordered": "padded conv sweeps one-position-any same-2x3 plain-1x64-5",
-        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5",
+        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5 bias-6x6 plain-6x6-5 pose-1x16 plain-1x16-5",
         "tf32-ordered": "plain-4x4-33",
-        "tf32x3": "plain-4x4-5 pose-4x4",
+        "tf32x3": "plain-4x4-5 pose-4x4 bias-6x6 plain-6x6-5 pose-1x16 plain-1x16-5",
     },
     "pooling": {
         "fast": "pose-4x4 same-4x4 one-parent pose-1x8 pose-1x16 primes one-position sharp broken stay-float32 "
@@ -72,7 +73,9 @@ def every_run() -> list[Run]:
     from those of the means.
     """
     found = [(one, case, "fast") for one in ROUTINGS for case in gpu_cases(one) if not case.name.startswith("peaked")]
-    rounded = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-1x64-5", "bias-1x64", "sweeps")
+    rounded = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-6x6-5", "bias-6x6", "plain-8x8-5", "bias-8x8",
+               "pose-1x8", "plain-1x8-13", "pose-1x16", "plain-1x16-5",
+               "plain-1x64-5", "bias-1x64", "sweeps")  # fmt: skip
     return found + [(ATTENTION, ATTENTION.case(name), option) for option in ("tf32", "tf32x3") for name in rounded]
 
 

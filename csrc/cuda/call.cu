@@ -13,7 +13,7 @@ struct RoundArgs {
   int64_t count;
 };
 
-// Weights to tf32, once a call.
+// Weights to tf32, once a call, where that takes less time than in every block. Half precision fits into tf32.
 FASTCAPS_KERNEL(256, 1)
 round_kernel(const FASTCAPS_CONSTANT RoundArgs round) {
   for (int64_t k = block_x() * block_threads() + thread_index(); k < round.count; k += blocks_x() * block_threads())
@@ -109,8 +109,7 @@ void Call::take(const Schedule& c) {
   args.by_tile = Divider(c.tile_size);
   args.by_rows = Divider(int64_t(c.rows) * c.kernel->patch_rows);
   args.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
-  // Half precision fits into tf32, and three products split each weight themselves.
-  if (c.kernel->products == 1 && args.storage == Storage::kFloat32 && votes.positions() > 0) {
+  if ((c.kernel->rounded || args.rounds) && args.storage == Storage::kFloat32 && votes.positions() > 0) {
     rounded = empty({given.weight->numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(rounded.numel(), 1024), 1, 256},
                 RoundArgs{static_cast<const float*>(args.weight), floats(rounded), rounded.numel()});
@@ -180,8 +179,9 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, int64_t use, int64_t ign
   Bias parts_of = wanted.bias ? Bias::of(v, given.bias->size(0) == 1) : Bias{};
   const int64_t biases = parts_of.numbers;
   parts_of.numbers += wanted.use + wanted.ignore;
-  schedule = call.cut(
-      {&call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
+  const Task task{&call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity};
+  schedule = call.cut(task, parts_of);
+  call.args.rounds = schedule.kernel->products == 0 && forward_rounds(task, v);
   call.take(schedule);
   const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   const int64_t cells = v.B * v.H * v.W, numbers = wanted.children ? call.children.numel() : 0;

@@ -31,11 +31,23 @@ struct SinglePose1x16 : FixedPose<1, 16, 16, 16, VECTOR, 1, 1, 1, 256> {
 
 // PRODUCTS: tf32 products that make one product.
 template <int PRODUCTS>
-using Tensor4x4x32 = TensorPose4x4<4, PRODUCTS>;
+using Tensor4x4x32 = TensorPose<4, 4, PRODUCTS>;
 template <int PRODUCTS>
-using Tensor4x4x16 = TensorPose4x4<2, PRODUCTS>;
+using Tensor4x4x16 = TensorPose<4, 2, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor4x4x16Back = TensorPose<4, 2, PRODUCTS, false>;
+template <int PRODUCTS>
+using Tensor6x6 = TensorPose<6, 1, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor8x8 = TensorPose<8, 1, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x8 = TensorPose1x16<8, 5, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x16 = TensorPose1x16<16, 5, PRODUCTS>;
 template <int PRODUCTS>
 using Tensor1x64 = TensorPose1x64<PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x64Back = TensorPose1x64<PRODUCTS, false>;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 

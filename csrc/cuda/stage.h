@@ -140,7 +140,7 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
     const bool exists = lane.first_parent + m < args.M;
     const T* from =
         static_cast<const T*>(args.weight) + (exists ? int64_t(lane.first_parent + m) * kNumbers + number : 0);
-    T* target = to + m * Pose::kWeightStride + number;
+    T* target = to + m * Pose::kWeightStride + number / Pose::kE * Pose::kWeightRow + number % Pose::kE;
     for (int k = 0; k < count; ++k) {
       const int64_t group = exists ? args.by_group.quotient(first + k) : 0;
       copy_async<V * sizeof(T)>(target, from + group * args.M * kNumbers, exists);
@@ -174,35 +174,43 @@ FASTCAPS_DEVICE void stage_seen(const Lane<Pose, R>& lane, int count, const Offs
 // One child after another of a stage in shared memory.
 template <class Pose>
 struct Stage {
-  const float* children;   // [tile_size, C, D], child_stride apart
-  const uint16_t* stored;  // the same as stored, in half precision
-  const float* weight;     // [parents of the block, stride]
-  const Seen* seen;        // [tile_size]
-  int t;                   // which child it is, in the order of the kernels
+  const float *children, *weight;  // [tile_size, C, D], child_stride apart; [parents of the block, stride]
+  const uint16_t *stored_children, *stored_weight;  // the same as stored, in half precision
+  const Seen* seen;                                 // [tile_size]
+  int t;                                            // which child it is, in the order of the kernels
 
   FASTCAPS_DEVICE Stage(const PassArgs& args, char* shared, int slot, int first) : t(first) {
     const char* floats = shared + args.shared_float + slot * args.float_stage;
     children = reinterpret_cast<const float*>(floats);
-    stored = reinterpret_cast<const uint16_t*>(shared + slot * args.shared_stage);
     weight = reinterpret_cast<const float*>(floats + args.shared_weight);
+    stored_children = reinterpret_cast<const uint16_t*>(shared + slot * args.shared_stage);
+    stored_weight = stored_children + args.shared_weight / int(sizeof(float));
     seen = reinterpret_cast<const Seen*>(shared + slot * args.shared_stage + args.shared_seen);
   }
   template <int R>
   FASTCAPS_DEVICE void next(const Lane<Pose, R>& lane) {
     children += lane.args.tile_size * lane.child_stride();
-    stored += lane.args.tile_size * lane.child_stride();
     weight += lane.block_parents() * Pose::kWeightStride;
+    stored_children += lane.args.tile_size * lane.child_stride();
+    stored_weight += lane.block_parents() * Pose::kWeightStride;
     seen += lane.args.tile_size;
     ++t;
   }
 
-  // The children in their type, which the caller knows.
+  // Children and weights in their type, which the caller knows.
   template <Storage S>
   FASTCAPS_DEVICE const Element<S>* children_as() const {
     if constexpr (S == Storage::kFloat32)
       return children;
     else
-      return stored;
+      return stored_children;
+  }
+  template <Storage S>
+  FASTCAPS_DEVICE const Element<S>* weight_as() const {
+    if constexpr (S == Storage::kFloat32)
+      return weight;
+    else
+      return stored_weight;
   }
 };
 
@@ -249,6 +257,15 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int slot, int count) {
     all(Stored<Storage::kBFloat16>());
   else
     all(Stored<Storage::kFloat16>());
+}
+
+// Rounds a stage's children to tf32. Needs a barrier before it and another after it.
+template <class Pose, int R>
+FASTCAPS_DEVICE void round_children(const Lane<Pose, R>& lane, int slot, int count) {
+  const PassArgs& args = lane.args;
+  float* children = reinterpret_cast<float*>(lane.shared + slot * args.shared_stage);
+  for (int k = thread_index(); k < count * args.tile_size * lane.child_stride(); k += block_threads())
+    children[k] = bits_float(to_tf32(children[k]));
 }
 
 // Sets children with a gate of exactly 0 that are NaN or infinite to zero and makes them absent: 0 times them would be
