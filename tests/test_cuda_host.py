@@ -99,21 +99,21 @@ def test_a_call_may_be_captured(host: Host, name: str) -> None:
 
 
 def test_sums_are_set_to_zero_by_few_blocks(host: Host) -> None:
-    """Four for each of the 132 multiprocessors and each gradient that is wanted: here of children and weight."""
+    """Four for each of the 132 multiprocessors, behind as many that work on the parents."""
     host.begin()
     ops_of(host, ATTENTION, replace(LARGE, batch=4096))[1]()
-    (zero,) = (launch for launch in host.launches() if "zero_kernel" in launch.kernel)
-    assert (zero.x, zero.y) == (4 * 132, 2)
+    (first, *_) = host.launches()
+    assert (first.name, first.x, first.y) == ("prepare_kernel", 2 * 4 * 132, 1)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: str) -> None:
+def test_an_empty_batch_only_makes_zeros(host: Host, routing: Routing, option: str) -> None:
     case = replace(routing.case("pose-4x4-20"), batch=0)
     for op in ops_of(host, routing, case, option):
         host.begin()
         op()
-        assert host.launches() == []
+        assert {launch.name for launch in host.launches()} <= {"torch zero_"}
 
 
 def test_a_thread_asks_once_for_shared_memory(host: Host) -> None:
@@ -144,7 +144,7 @@ def test_what_fails_is_an_error_and_leaves_nothing_behind(host: Host, name: str,
         host.fail(function, 46)
         with pytest.raises(RuntimeError, match=r"fastcaps: .*: error 46"):
             op()
-        assert host.context == 1 and host.launches() == []
+        assert host.context == 1 and {launch.name for launch in host.launches()} <= {"torch zero_"}
         host.fail("", 0)
         op()
         assert host.launches()

@@ -1,6 +1,6 @@
 // The kernels around those of an iteration that is not a single launch. Forward, `finish` joins the sums of all ranges
-// of children and makes parents of them. Backward, `prepare` turns the parents' gradient into that of the sums. A few
-// lanes hold one parent's pose.
+// of children and makes parents of them. Backward, `prepare` turns the parents' gradient into that of the sums; the
+// first of a call also sets to 0 what the launches behind it add to. A few lanes hold one parent's pose.
 #pragma once
 
 #include "call.h"
@@ -53,6 +53,13 @@ FASTCAPS_DEVICE void store_four(void* to, int64_t at, int inside, bool vector, c
     if (inside > 0) store4(static_cast<float*>(to) + at, make_float4(x[0], x[1], x[2], x[3]));
     return;
   }
+  if (vector) {
+    const auto pair = [&](int k) {
+      return bits_float(uint32_t(narrowed(x[k], storage)) | uint32_t(narrowed(x[k + 1], storage)) << 16);
+    };
+    if (inside > 0) store2(reinterpret_cast<float*>(static_cast<uint16_t*>(to) + at), make_float2(pair(0), pair(2)));
+    return;
+  }
   FASTCAPS_UNROLL
   for (int v = 0; v < 4; ++v)
     if (v < inside) store_number(to, at + v, x[v], storage);
@@ -100,6 +107,7 @@ struct EndArgs : ParentArgs {
   float* dsums;             // [count, C * E]
   float* dnorm;             // [blocks, 2, C * E] or null
   float* dconstant;         // pooling: [count], -<dS, S> with S as it is stored; or null
+  Zeros zeros;
 };
 
 inline EndArgs end_args(const Call& call, int chunks = 1) {
@@ -201,10 +209,24 @@ FASTCAPS_DEVICE float top_of(const EndArgs& args, int64_t parent, bool exists) {
   return top == -INFINITY ? 0.0f : top;
 }
 
+// Sets to 0 what the launches behind this one add to, if this block is one of those that do so.
+FASTCAPS_DEVICE bool set_to_zero(const Zeros& zeros) {
+  const int64_t first = (block_x() - zeros.working) * block_threads() + thread_index();
+  if (block_x() < zeros.working) return false;
+  const int64_t step = (blocks_x() - zeros.working) * block_threads();
+  for (int piece = 0; piece < zeros.pieces; ++piece) {
+    float* values = zeros.values[piece];
+    const int64_t count = zeros.count[piece];
+    for (int64_t k = first; k < count / 4; k += step) store4(values + 4 * k, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    if (first < count % 4) values[count - 1 - first] = 0.0f;
+  }
+  return true;
+}
+
 template <int PER>
 FASTCAPS_KERNEL(256, 2)
 finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  each_parent(args.count, args.by.lanes * args.by.shares, [&](int64_t parent, bool exists) {
+  each_parent(args.count, args.by.lanes * args.by.shares, blocks_x(), [&](int64_t parent, bool exists) {
     float x[PER] = {};
     const HeldPose<PER> pose(args, x);
     const bool stores = exists && args.by.share() == 0;
@@ -227,9 +249,10 @@ finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
 template <int PER>
 FASTCAPS_KERNEL(256, 1)
 prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
+  if (set_to_zero(args.zeros)) return;
   float dweight[PER] = {}, dbias[PER] = {}, ds[PER], s[PER];
   const HeldPose<PER> grad(args, ds), standard(args, s);
-  each_parent(args.count, args.by.lanes, [&](int64_t parent, bool exists) {
+  each_parent(args.count, args.by.lanes, args.zeros.working, [&](int64_t parent, bool exists) {
     const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
     FASTCAPS_UNROLL
     for (int k = 0; k < PER; k += 4)
@@ -272,18 +295,17 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     args.dnorm[block_x() * 2 * grad.numbers + n] = meeting[n];
 }
 
-// Launch both. If `dnorm` is wanted, each of prepare_blocks has a part of it, and room in shared memory.
 inline void finish(const EndArgs& args) {
   launch(args.C * args.E <= 4 * args.by.lanes ? &finish_kernel<4> : &finish_kernel<16>, args.by.grid(args.count), args);
 }
-inline int64_t prepare_blocks(const EndArgs& args) { return args.by.grid(args.count, 1024).x; }
-inline void prepare(const EndArgs& args) {
-  Grid grid = args.by.grid(args.count);
-  if (args.dnorm) {
-    grid.x = prepare_blocks(args);
-    grid.shared_bytes = 256 / args.by.lanes * 2 * args.C * args.E * int64_t(sizeof(float));
-  }
+// Blocks that share the parents: each has a part of `dnorm`, if that is wanted.
+inline Grid prepare_grid(const EndArgs& args) { return args.by.grid(args.count, 4 * multiprocessors()); }
+inline void prepare(EndArgs& args) {
+  Grid grid = prepare_grid(args);
+  if (args.dnorm) grid.shared_bytes = 256 / args.by.lanes * 2 * args.C * args.E * int64_t(sizeof(float));
+  args.zeros.add_blocks(grid);
   launch(args.C * args.E <= 4 * args.by.lanes ? &prepare_kernel<4> : &prepare_kernel<16>, grid, args);
+  args.zeros.pieces = 0;
 }
 
 }  // namespace fastcaps::gpu
