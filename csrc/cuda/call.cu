@@ -118,6 +118,12 @@ Schedule Call::cut(const Task& task, const Bias& bias) const {
   return c;
 }
 
+bool Call::fuses(int64_t iterations) const {
+  const Task task{
+      .pass = &pass, .products = products(options, args.storage, Storage::kFloat16), .identity = !args.weight};
+  return iterations <= kMostIterations && routing_refusal(task, votes, machine()).empty();
+}
+
 Schedule Call::schedule_forward(int64_t iterations) const {
   STD_TORCH_CHECK(iterations >= 1 && iterations <= kMostIterations, "fastcaps: one launch has 1 to ", kMostIterations,
                   " iterations, got ", iterations);
@@ -270,7 +276,7 @@ Tensor VoteGradients::add_sum(bool wanted, float*& place, const Made& made, cons
   Sum sum{nullptr, data_of(out),    made.parts, stride, made.rows, made.columns, made.numbers,
           0,       storage_of(out), 1,          false};
   if (sum.columns == 1) sum.numbers *= sum.rows, sum.rows = 1;
-  sum.limit = sum.parts * stride - offset;
+  sum.limit = sum.parts * stride - offset % stride;
   parts_of_sums_[size_t(count_)] = &place, offsets_[size_t(count_)] = offset;
   sums_.sums[count_++] = sum;
   return out;

@@ -67,6 +67,8 @@ struct Call : OpCall {
   Schedule cut(const Task& task, const Bias& bias) const;
   // The schedule of a forward. Several iterations are one launch, whose blocks see all children of their positions.
   Schedule schedule_forward(int64_t iterations) const;
+  // Whether several iterations should be one launch.
+  bool fuses(int64_t iterations) const;
   void take(const Schedule& c);
 
   // Whether a lean kernel takes the call: without bias or padding, whose parents one block takes, with a query.

@@ -3,6 +3,8 @@
 // first of a call also sets to 0 what the launches behind it add to. A few lanes hold one parent's pose.
 #pragma once
 
+#include <cfloat>
+
 #include "call.h"
 #include "stage.h"
 
@@ -101,9 +103,15 @@ struct EndArgs : ParentArgs {
   float* logsumexp;  // pooling: [count]
   void* parents;     // [count, C * E]
 
-  // backward
+  // the queries of further iterations, [count, C * E] in the children's type
+  const void* query;  // the first one's; or null
+  void* queries;      // forward: the next one's; backward: of `steps` iterations, from `earlier_sums`; or null
+  const float* earlier_sums;
+  int steps;
+
+  // backward: the gradient of parents is `grad`, or that of the queries behind, which is in `parts`
   PosesView grad;
-  const float* given_sums;  // [count, C * E] where there was a LayerNorm, or null
+  const float* given_sums;  // [count, C * E] where the parents are not the sums, or null
   float* dsums;             // [count, C * E]
   float* dnorm;             // [blocks, 2, C * E] or null
   float* dconstant;         // pooling: [count], -<dS, S> with S as it is stored; or null
@@ -127,6 +135,7 @@ struct HeldPose {
   int numbers;
 
   FASTCAPS_DEVICE HeldPose(const EndArgs& args, float* x_) : by(args.by), x(x_), numbers(args.C * args.E) {}
+  FASTCAPS_DEVICE float at(int k) const { return x[k]; }
   FASTCAPS_DEVICE int index(int k) const { return by.first() + k / 4 * by.lanes * 4 + k % 4; }
   FASTCAPS_DEVICE bool inside(int k) const { return index(k) < numbers; }
   template <class F>
@@ -223,6 +232,26 @@ FASTCAPS_DEVICE bool set_to_zero(const Zeros& zeros) {
   return true;
 }
 
+// From S to what the rule makes of it: the next parents, or what is added to the query.
+template <int PER>
+FASTCAPS_DEVICE void take_step(const EndArgs& args, const HeldPose<PER>& pose) {
+  between(args, pose, true);
+  if (args.rule == Rule::kLayerNorm)
+    pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
+}
+
+// Stores the query that follows `query` behind the step that `pose` holds.
+template <int PER>
+FASTCAPS_DEVICE void store_query(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, const void* query,
+                                 void* next) {
+  if (query && args.rule == Rule::kSquash)
+    pose.each([&](float& number, int k) {
+      const int64_t at = parent * pose.numbers + pose.index(k);
+      number = rounded(number, args.storage) + load_number(query, at, args.storage);
+    });
+  pose.store(next, parent, args.storage);
+}
+
 template <int PER>
 FASTCAPS_KERNEL(256, 2)
 finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
@@ -239,10 +268,23 @@ finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       add_parts<false>(args, pose, parent, exists, 0.0f);
     }
     if (stores && args.sums) pose.store(args.sums, parent, Storage::kFloat32);
-    between(args, pose, true);
-    pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
+    take_step(args, pose);
     if (stores) pose.store(args.parents, parent, args.storage);
+    if (stores && args.queries) store_query(args, pose, parent, args.query, args.queries);
   });
+}
+
+// Makes the queries of all iterations but the first again.
+template <int PER>
+FASTCAPS_DEVICE void make_queries(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, bool exists) {
+  const int64_t bytes = args.count * pose.numbers * (args.storage == Storage::kFloat32 ? 4 : 2);
+  const void* query = args.query;
+  char* next = static_cast<char*>(args.queries);
+  for (int step = 0; step < args.steps; ++step, query = next, next += bytes) {
+    pose.load(args.earlier_sums + step * args.count * pose.numbers, parent, exists, pose.x);
+    take_step(args, pose);
+    if (exists && args.by.share() == 0) store_query(args, pose, parent, query, next);
+  }
 }
 
 // dL/dS, and each block's part of the affine's gradients.
@@ -252,16 +294,26 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
   if (set_to_zero(args.zeros)) return;
   float dweight[PER] = {}, dbias[PER] = {}, ds[PER], s[PER];
   const HeldPose<PER> grad(args, ds), standard(args, s);
-  each_parent(args.count, args.by.lanes, args.zeros.working, [&](int64_t parent, bool exists) {
-    const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
+  each_parent(args.count, args.by.lanes * args.by.shares, args.zeros.working, [&](int64_t parent, bool exists) {
+    const bool stores = exists && args.by.share() == 0;
+    if (args.steps > 0) make_queries(args, standard, parent, exists);
     FASTCAPS_UNROLL
-    for (int k = 0; k < PER; k += 4)
-      args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
-    if (args.given_sums) {
-      standard.load(args.given_sums, parent, exists, s);
+    for (int k = 0; k < PER; ++k) ds[k] = 0.0f;
+    if (args.parts) {
+      add_parts<false>(args, grad, parent, exists, 0.0f);
+    } else {
+      const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
+      FASTCAPS_UNROLL
+      for (int k = 0; k < PER; k += 4)
+        args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
+    }
+    if (args.given_sums) standard.load(args.given_sums, parent, exists, s);
+    if (args.given_sums && args.rule == Rule::kSquash) {
+      squash_backward(grad, standard, FLT_MIN);
+    } else if (args.given_sums) {
       const float inverse = standardise(standard, args.eps);
       grad.each([&](float& number, int k) {
-        if (!exists) return;
+        if (!stores) return;
         dweight[k] += number * s[k];
         dbias[k] += number;
         if (args.norm_weight) number *= load_number(args.norm_weight, grad.index(k), args.storage);
@@ -273,9 +325,9 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
         const int64_t at = parent * grad.numbers + grad.index(k);
         return number == 0.0f ? 0.0f : number * load_number(args.stored, at, args.storage);
       });
-      if (exists && args.by.first() == 0) args.dconstant[parent] = -along;
+      if (stores && args.by.first() == 0) args.dconstant[parent] = -along;
     }
-    if (exists) grad.store(args.dsums, parent, Storage::kFloat32);
+    if (stores) grad.store(args.dsums, parent, Storage::kFloat32);
   });
   if (!args.dnorm) return;
   // Adds up, in shared memory and pairwise, the threads that hold the same values of different parents.
