@@ -2,7 +2,6 @@
 #include "forward.h"
 #include "iterations.h"
 #include "poses.h"
-#include "softmax.h"
 
 namespace fastcaps::gpu {
 
@@ -108,8 +107,8 @@ PassKernels attention_forward_kernels() {
       Built<Pose1x8x12, 2>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Tensor4x4x16<1>>,
       Built<Tensor4x4x32<1>>, Built<Tensor6x6<1>, 1, 384>, Built<Tensor8x8<1>>, Built<Tensor1x8<1>, 2>,
       Built<Tensor1x16<1>, 2>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>, Built<Tensor4x4x32<3>>,
-      Built<Tensor6x6<3>, 1, 384>, Built<Tensor8x8<3>>, Built<Tensor1x8<3>, 2>, Built<Tensor1x16<3>, 2>,
-      Built<Tensor1x64<3>, 2>, Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
+      Built<Tensor6x6<3>, 1, 384>, Built<Tensor8x8<3>>, Built<Tensor1x8<3>, 2>, Built<Tensor1x64<3>, 2>,
+      Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
 }
 
 }  // namespace fastcaps::gpu
