@@ -91,6 +91,24 @@ def test_one_child_in_tf32(pose: tuple[int, int, int], seed: int, target: Target
 
 
 @on_every_target
+@pytest.mark.parametrize("size", [1e3, -1e3, 1e30, torch.nan])
+@pytest.mark.parametrize(
+    ("pose", "parents"),
+    [*(((4, 4, 4), m) for m in (5, 10, 20, 40)), *(((1, 8, 16), m) for m in (10, 13)), ((8, 8, 8), 9)],
+    ids=str,
+)
+def test_logits_out_of_range(pose: tuple[int, int, int], parents: int, size: float, target: Target) -> None:
+    """One sample has logits whose powers of two overflow or vanish; the others keep their bits, whatever kernel."""
+    call = ATTENTION.call(Case("far", Rule.PLAIN, batch=5, types=5, parents=parents, pose=pose))
+    usual = target.forward(call)["parents"]
+    call.given["query"][0] *= size
+    found = target.forward(call)["parents"]
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]
+    assert torch.equal(found[1:], usual[1:])
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@on_every_target
 @pytest.mark.parametrize("start", [False, True], ids=["first-iteration", "later-iteration"])
 def test_variances_of_votes_far_from_zero(start: bool, target: Target) -> None:
     hold_far_from_zero(target.forward, 500, start)

@@ -100,6 +100,36 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
             assert torch.equal(value.nan_to_num(), wanted[name].nan_to_num()), name
 
 
+REVERSED = {
+    "fast": "plain-4x4-5 stay-float32 one-parent-squash whole-grid ranges-of-iterations broken-children sweeps "
+            "conv one-position same-2x3 primes primes:bf16 pose-1x16:f16",
+    "ordered": "conv stay-float32 sweeps whole-grid",
+}  # fmt: skip
+"""Cases of every rule: with iterations in one launch and in several, with a first query and without."""
+
+
+@on_every_target
+@pytest.mark.parametrize("detach", [False, True], ids=["all", "detached"])
+@pytest.mark.parametrize(("option", "name"), [(o, n) for o, names in REVERSED.items() for n in names.split()])
+def test_gradients_through_all_iterations(option: str, name: str, detach: bool, target: Target) -> None:
+    name, _, dtype = name.partition(":")
+    case = replace(ATTENTION.case(name), detach=detach)
+    case = replace(case, dtype=HALVES[dtype]) if dtype else case
+    with target.guarded():
+        found = target.reverse(ATTENTION.call(case), option)
+    ATTENTION.bar(case).hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("start", [False, True], ids=["zero", "given"])
+@pytest.mark.parametrize("rule", [Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("types", [3, 200], ids=["fused", "split"])
+def test_four_iterations(types: int, rule: Rule, start: bool, target: Target) -> None:
+    """Backward each gets the gradient of the query from the one behind, or from all of them."""
+    case = Case("four", rule, batch=2, types=types, parents=5, pose=(4, 4, 4), gate="some", iterations=4, start=start)
+    ATTENTION.bar(case).hold(target.reverse(ATTENTION.call(case)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
@@ -209,10 +239,11 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         ("weight is not for 12 parents", {**given_all, "parents": 12}),
         (f"{state} has shape", {**given_all, state: given_all[state][:1]}),
         ("has no rule 7", {**given_all, "rule": 7}),
-        ("iterations, got 17", routing.call(replace(case, iterations=17)).given),
         ("512", routing.call(replace(case, types=1, parents=1, pose=(27, 2, 19), bias=None)).given),
     ]
-    if routing.competing:
+    if routing is not ATTENTION:
+        wrong.append(("iterations, got 17", routing.call(replace(case, iterations=17)).given))
+    if routing.stem == "gaussian":
         many = replace(case, types=2, parents=1100, pose=(4, 4, 4), bias=None, betas="11", iterations=2)
         wrong.append(("1100 parents take several blocks", routing.call(many).given))
     for message, each in wrong:
@@ -222,19 +253,6 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         target.backward(routing.backward_call(replace(case, iterations=2), needs=16))
     refusal = target.ask("routing_refusal", *question(routing, replace(case, iterations=17)))
     assert refusal == "its 17 iterations are more than 16"
-
-
-@on_every_target
-@pytest.mark.parametrize(("option", "parents"), [("fast", 17), ("tf32", 10), ("tf32", 11), ("tf32x3-ordered", 17)])
-def test_what_is_promised_runs(parents: int, option: str, target: Target) -> None:
-    """The kernel that rounds to tf32 takes fewer parents of 1x64 poses a block: with it the answer is another."""
-    case = Case("promised", Rule.LAYER_NORM, types=3, parents=parents, pose=(1, 64, 64), iterations=2)
-    call = ATTENTION.call(case)
-    if "parents take" in target.ask("routing_refusal", *question(ATTENTION, case, option)):
-        with pytest.raises(RuntimeError, match="parents take several blocks"):
-            target.forward(call, option)
-    else:
-        target.forward(call, option)
 
 
 # ---- what the library says ------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ PassKernels attention_backward_kernels() {
                           Named<Tensor4x4x16Back<1>, 1, 384>, Named<Tensor4x4x16Back<3>, 1, 384>,
 #endif
                           Built<Pose4x4x8>, Built<Pose4x4x16>, Built<Pose4x4x32Back>, Built<Pose6x6>, Built<Pose8x8>,
-                          Built<Pose1x8, 2>, Built<Pose1x16, 2>, Built<Pose1x64Back, 4>, Built<Tensor4x4x16Back<1>>,
-                          Built<Tensor1x64Back<1>, 2>, Built<Tensor4x4x16Back<3>>, Built<Tensor1x64Back<3>, 2>,
-                          Built<PoseMatrix>, Built<PoseVector>>();
+                          Built<Pose1x8, 2>, Built<Pose1x16, 2>, Built<Pose1x64Back, 4>, Built<Pose16x64Back, 4>,
+                          Built<Tensor4x4x16Back<1>>, Built<Tensor1x64Back<1>, 2>, Built<Tensor4x4x16Back<3>>,
+                          Built<Tensor1x64Back<3>, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

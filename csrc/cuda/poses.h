@@ -22,6 +22,8 @@ using Pose1x8 = FixedPose   <1,  8, 16,  8, 4,  2, 16, 1, 136>;
 using Pose1x16 = FixedPose  <1, 16, 16,  8, 4,  2, 16, 1, 264>;
 using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1, 4096>;
 using Pose1x64Back = FixedPose<1, 64, 64, 4, 4, 16, 2, 1,   0>;
+using Pose16x64 = FixedPose <1, 16, 64,  4, 4, 16,  2, 1, 1024>;
+using Pose16x64Back = FixedPose<1, 16, 64, 4, 4, 16, 2, 1,  0>;
 // clang-format on
 
 // A single parent: every lane has its own position, and no lane waits for another.

@@ -264,7 +264,7 @@ Schedule compute(const Task& task, const Votes& v, const Bias& bias, const Machi
   const int most_warps = kernel.threads / 32;
   // Large weights are read for every tile: better many positions than many parents, though the softmax then
   // takes separate launches.
-  const bool large = kernel.C && kernel.D * kernel.E >= 64 * 64 && v.positions() > 32;
+  const bool large = kernel.C && kernel.D * kernel.E >= 16 * 64 && v.positions() > 32;
   // If the order of sums is fixed, only one warp may add to memory by itself.
   const bool ordered = task.backward && task.ordered, single = ordered && (!kernel.C || bias.numbers > 0);
   if (ordered && (choice.chunks || choice.groups))

@@ -74,12 +74,12 @@ FASTCAPS_DEVICE float affine(const ParentArgs& args, float x, int k) {
   return x;
 }
 
-// body(parent, exists) for the block's share of `count` parents, with `lanes` lanes for each. Lanes exchange values, so
-// all of a warp loop equally often; `exists` says which have a parent.
+// body(parent, exists) for the block's share of `count` parents, with `lanes` lanes for each; the first `blocks` share
+// them. Lanes exchange values, so all of a warp loop equally often; `exists` says which have a parent.
 template <class Body>
-FASTCAPS_DEVICE void each_parent(int64_t count, int lanes, Body&& body) {
+FASTCAPS_DEVICE void each_parent(int64_t count, int lanes, int64_t blocks, Body&& body) {
   const int64_t together = block_threads() / lanes, mine = block_x() * together + thread_index() / lanes;
-  for (int64_t first = 0; first < count; first += blocks_x() * together) body(first + mine, first + mine < count);
+  for (int64_t first = 0; first < count; first += blocks * together) body(first + mine, first + mine < count);
 }
 
 // Where the pose of a parent begins; `parent` is its index in [B, Ho, Wo, M].
