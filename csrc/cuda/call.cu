@@ -220,7 +220,9 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, bool launches, int64_t b
   const int64_t weights = args.weight ? v.G * v.M * v.D * v.E : 0;
   bias_parts.numbers += betas;
   const int rounding = products(call.options, args.storage, Storage::kBFloat16);
-  schedule = call.cut({&call.pass, true, rounding, ordered_, !args.weight}, bias_parts);
+  const Task task{&call.pass, true, rounding, ordered_, !args.weight};
+  schedule = call.cut(task, bias_parts);
+  args.rounds = schedule.kernel->products == 0 && forward_rounds(task, v);
   call.take(schedule);
   parts_ = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   const bool wants_children = needs & kChildren, wants_gate = given.gate && (needs & kGate);
