@@ -14,7 +14,7 @@
 
 namespace fastcaps::gpu {
 
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Begins a walk over the children of a tile of positions: makes their offsets, and starts copying the first stages. The
 // tile must be there, after a barrier, and nobody may still read the ring.
@@ -85,10 +85,16 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
         for (int k = 0; k < count; ++k) {
           const Stage<Pose> now = stage;
           Patches<Pose, R> votes;
-          if constexpr (kHeld)
-            multiply(lane, now, matrices, votes);
-          else
+          if constexpr (kHeld) {
+            FASTCAPS_UNROLL
+            for (int r = 0; r < R; ++r) {
+              Rows<Pose> rows;
+              load_rows(lane, now, r, rows);
+              multiply<Pose>(rows, matrices, votes[r]);
+            }
+          } else {
             make_votes<LEAN, State::kIdentity>(lane, now, votes);
+          }
           if (!kHeld || k + 1 < count) stage.next(lane);
           if constexpr (kHeld) load_matrices(lane, stage, matrices);
           Numbers<Pose, R> coefficient;
@@ -121,7 +127,8 @@ struct Built {
     k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.products = Pose::kProducts,
     k.stored = Pose::kStored;
     k.vector = Pose::kVector, k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
-    k.weight_stride = Pose::kWeightStride, k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
+    k.weight_stride = Pose::kWeightStride, k.group_stride = Pose::kGroupStride, k.slot_stride = Pose::kSlotStride,
+    k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
     k.run = run, k.run_lean = run_lean;
     return k;
   }

@@ -95,7 +95,7 @@ struct GaussianBackward {
                          : gaussian::dvote(w, u[r][p][i][j], s[r][p][i][j], d, da, precision[r][p][i][j], from_mean);
         });
       }
-      if (args.dgate) gradients.put_gate(r, dgate);
+      if (args.dgate) gradients.put_gate(stage, r, dgate);
     }
     differentiate_betas(stage, weight);
     return true;

@@ -71,29 +71,31 @@ FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const Stage<Pose>&
   }
 }
 
+// A child's pose at one of the lane's positions; as it is, or from registers, where there is room for it too.
+template <class Pose>
+using Rows = float[Pose::kPatchRows][Pose::kD];
+
 template <class Pose, int R>
-FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stage, const Matrices<Pose>& matrices,
-                              Patches<Pose, R>& votes) {
-  constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
+FASTCAPS_DEVICE void load_rows(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int r, Rows<Pose>& to) {
+  constexpr int V = Pose::kVector;
   FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
+  for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
-    for (int i = 0; i < TC; ++i) {
-      float row[Pose::kD];
-      FASTCAPS_UNROLL
-      for (int d = 0; d < Pose::kD; d += V)
-        load_vector<V>(child_row(lane, stage, r, i) + d, reinterpret_cast<float (&)[V]>(row[d]));
-      FASTCAPS_UNROLL
-      for (int p = 0; p < Pose::kEach; ++p) {
-        FASTCAPS_UNROLL
-        for (int j = 0; j < TE; ++j) {
-          votes[r][p][i][j] = row[0] * matrices[p][0][j];
-          FASTCAPS_UNROLL
-          for (int d = 1; d < Pose::kD; ++d) votes[r][p][i][j] += row[d] * matrices[p][d][j];
-        }
-      }
-    }
+    for (int d = 0; d < Pose::kD; d += V)
+      load_vector<V>(child_row(lane, stage, r, i) + d, reinterpret_cast<float (&)[V]>(to[i][d]));
   }
+}
+
+template <class Pose>
+FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
+                              Patch<Pose> (&votes)[Pose::kEach]) {
+  FASTCAPS_UNROLL
+  for (int p = 0; p < Pose::kEach; ++p)
+    each_number<Pose>([&](int i, int j) {
+      votes[p][i][j] = rows[i][0] * matrices[p][0][j];
+      FASTCAPS_UNROLL
+      for (int d = 1; d < Pose::kD; ++d) votes[p][i][j] += rows[i][d] * matrices[p][d][j];
+    });
 }
 
 // Votes that are the children themselves, the same for every parent.

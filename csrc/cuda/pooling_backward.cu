@@ -47,14 +47,14 @@ struct PoolingBackward : QueryGradients<Pose, R> {
               counts ? pooling::dvote(coefficient, dsums[r][p][i][j], c, query[r][p][i][j], d, vote * key.lift) : 0.0f;
         });
       }
-      if (args.dgate) gradients.put_gate(r, dgate);
+      if (args.dgate) gradients.put_gate(stage, r, dgate);
     }
     return true;
   }
 };
 
 PassKernels pooling_backward_kernels() {
-  return backward_kernels<PoolingBackward, false, Built<Pose4x4x8>, Built<Pose4x4x32Back>, Built<Pose1x8, 2>,
+  return backward_kernels<PoolingBackward, false, Built<Pose4x4Back<4>>, Built<Pose4x4Back<16>>, Built<Pose1x8, 2>,
                           Built<SinglePose1x16<2>>, Built<Pose1x16, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 

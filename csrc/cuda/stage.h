@@ -129,7 +129,7 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
   }
 }
 
-// Copies weights [count, parents of the block, stride] in the same way; zero for parents that do not exist.
+// Copies weights [count, parents of the block] in the same way; zero for parents that do not exist.
 template <class Pose, int R, class T>
 FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int count, T* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
@@ -141,10 +141,12 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
     const T* from =
         static_cast<const T*>(args.weight) + (exists ? int64_t(lane.first_parent + m) * kNumbers + number : 0);
     T* target = to + m * Pose::kWeightStride + number;
+    if constexpr (Pose::kSwaps)
+      target += m / Pose::kParents * (Pose::kGroupStride - Pose::kParents * Pose::kWeightStride);
     for (int k = 0; k < count; ++k) {
       const int64_t group = exists ? args.by_group.quotient(first + k) : 0;
       copy_async<V * sizeof(T)>(target, from + group * args.M * kNumbers, exists);
-      target += block_parents * Pose::kWeightStride;
+      target += lane.matrices();
     }
   }
 }
@@ -176,7 +178,7 @@ template <class Pose>
 struct Stage {
   const float* children;   // [tile_size, C, D], child_stride apart
   const uint16_t* stored;  // the same as stored, in half precision
-  const float* weight;     // [parents of the block, stride]
+  const float* weight;     // [parents of the block / kParents, kParents], kGroupStride and kWeightStride apart
   const Seen* seen;        // [tile_size]
   int t;                   // which child it is, in the order of the kernels
 
@@ -191,7 +193,7 @@ struct Stage {
   FASTCAPS_DEVICE void next(const Lane<Pose, R>& lane) {
     children += lane.args.tile_size * lane.child_stride();
     stored += lane.args.tile_size * lane.child_stride();
-    weight += lane.block_parents() * Pose::kWeightStride;
+    weight += lane.matrices();
     seen += lane.args.tile_size;
     ++t;
   }
@@ -235,9 +237,8 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int slot, int count) {
   const float* from = reinterpret_cast<const float*>(lane.shared + slot * args.shared_stage);  // two values each
   float* to = reinterpret_cast<float*>(lane.shared + args.shared_float);
   const bool staged = Pose::kWeightStride > 0 && args.weight;
-  const int numbers = staged
-                          ? args.shared_weight / int(sizeof(float)) + count * lane.block_parents() * Pose::kWeightStride
-                          : count * args.tile_size * lane.child_stride();
+  const int numbers = staged ? args.shared_weight / int(sizeof(float)) + count * lane.matrices()
+                             : count * args.tile_size * lane.child_stride();
   const auto all = [&](auto stored) {
     for (int k = thread_index() * 4; k < numbers; k += block_threads() * 4) {
       float x[4];
