@@ -42,11 +42,14 @@ struct AttentionBackward : QueryGradients<Pose, R> {
       if (!counts) weight = 0.0f;
       const bool pulls = counts && (LEAN || args.query.data) && !args.detach;
       const float da = pulls ? attention::dlogit(weight, gain[r][p], average[r], 1.0f) : 0.0f, dvote = kLn2 * da;
-      each_number<Pose>([&](int i, int j) {
-        float& vote = votes[r][p][i][j];
-        if (LEAN || counts) dquery[r][p][i][j] += da * vote;
-        vote = LEAN || counts ? attention::dvote(weight, dsums[r][p][i][j], dvote, query[r][p][i][j]) : 0.0f;
-      });
+      if (LEAN || counts)  // one branch, not one for each number
+        each_number<Pose>([&](int i, int j) {
+          float& vote = votes[r][p][i][j];
+          dquery[r][p][i][j] += da * vote;
+          vote = attention::dvote(weight, dsums[r][p][i][j], dvote, query[r][p][i][j]);
+        });
+      else
+        each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; });
     });
     return true;
   }
@@ -61,14 +64,14 @@ struct AttentionBackward : QueryGradients<Pose, R> {
 PassKernels attention_backward_kernels() {
   return backward_kernels<AttentionBackward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-                          Named<Pose4x4x32Back, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
-                          Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x16, 1, 384>,
+                          Named<Pose4x4Back<16>, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
+                          Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4Back<8>, 1, 384>,
                           Named<Pose4x4x16One, 2>, Named<Pose4x4x16One, 1, 384>, Named<Pose4x4x16One, 1, 256, 2>,
                           Named<Tensor4x4x16<1>, 1, 384>, Named<Tensor4x4x16<3>, 1, 384>,
 #endif
                           Built<Pose4x4Back<4>>, Built<Pose4x4Back<8>>, Built<Pose4x4Back<16>>, Built<Pose6x6>,
-                          Built<Pose8x8>, Built<Pose1x8, 2>, Built<Pose1x16, 2>, Built<Pose1x64, 4>,
-                          Built<Tensor4x4x16<1>>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>,
+                          Built<Pose8x8>, Built<Pose1x8, 4>, Built<Pose1x8, 2>, Built<Pose1x16, 4>, Built<Pose1x16, 2>,
+                          Built<Pose1x64, 4>, Built<Tensor4x4x16<1>>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>,
                           Built<Tensor1x64<3>, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 

@@ -58,8 +58,8 @@ const PassKernel* named(const PassKernels& kernels, std::string_view name, const
   return nullptr;
 }
 
-// A kernel for just this pose beats a free one; then few parents should take few lanes, and a free kernel's tile should
-// have little padding.
+// A kernel for just this pose beats a free one; then few parents should take few lanes, few positions few of a lane's,
+// and a free kernel's tile should have little padding.
 const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
@@ -67,9 +67,13 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
     const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
     if (kernel.by_name || !takes(kernel, v, task)) continue;
-    const bool better = !best || kernel.products > best->products ||
-                        (kernel.products == best->products &&
-                         (kernel.C ? best_lanes.parents < v.M : !best->C && lanes.padded < best_lanes.padded));
+    const auto fits_better = [&] {
+      if (!kernel.C) return !best->C && lanes.padded < best_lanes.padded;
+      return best_lanes.parents < std::min<int64_t>(v.M, lanes.parents) ||
+             (best_lanes.parents == lanes.parents && best->positions > v.positions());
+    };
+    const bool better =
+        !best || kernel.products > best->products || (kernel.products == best->products && fits_better());
     if (better) best = &kernel, best_lanes = lanes;
   }
   return best;
