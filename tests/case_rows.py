@@ -220,6 +220,9 @@ _ATTENTION = (
       for p in OWN_POSES if p not in POSES_OF_ALL),
     *(_norm(f"plain-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p)
       for p in OWN_POSES for m in {(4, 4, 4): (5, 10, 15, 16, 33), (1, 8, 16): (5, 13)}.get(p, (5,))),
+    # logits beyond the range that needs no maximum, with many parents and few
+    *(_norm(f"far-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p, scale=300.0)
+      for p, m in (((4, 4, 4), 20), ((4, 4, 4), 5), ((1, 8, 16), 13))),
     _norm("bias-4x4-16", types=6, parents=16, pose=(4, 4, 4), bias="I1"),
     _norm("plain-any", scale=30.0),
     _squash("one-parent-squash", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", iterations=3),

@@ -13,13 +13,47 @@ struct AttentionForward {
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
   bool asks = LEAN || args.query.data;  // there is a query; else all coefficients are 1 / M
+  float first[Pose::kEach];             // what logits in rounds begin with: -inf for parents that do not exist
+  uint32_t worst = 0;                   // of all totals in rounds: above kRange if one was lost
 
   FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
     each_patch<Pose, R>([&](int r, int p) {  // the lean kernel scales the query here, the other its logits
       load_query(lane, r, p, LEAN ? args.scale * kLog2E : 1.0f, query[r][p]);
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
     });
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) first[p] = lane.alive(p) ? 0.0f : -INFINITY;
+    clear();
   }
+
+  FASTCAPS_DEVICE void clear() {
+    each_patch<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; }); });
+  }
+
+  // ---- in rounds: totals between 2^-80 and 2^80, as unsigned numbers from the first one on ----
+  static constexpr uint32_t kLeast = 0x17800000u, kRange = 0x67800000u - kLeast;
+
+  FASTCAPS_DEVICE void score(int r, const Patch<Pose> (&votes)[Pose::kEach], float (&weight)[Pose::kEach]) const {
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      float logit = first[p];
+      each_number<Pose>([&](int i, int j) { logit += query[r][p][i][j] * votes[p][i][j]; });
+      weight[p] = exp2_fast(lane.sum_pose(logit));
+    }
+  }
+  FASTCAPS_DEVICE void add(int r, const Patch<Pose> (&votes)[Pose::kEach], const float (&weight)[Pose::kEach],
+                           float total) {
+    const uint32_t from_least = float_bits(total) - kLeast;
+    worst = worst > from_least ? worst : from_least;
+    const float one = reciprocal(total);
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      const float share = weight[p] * one;
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share * votes[p][i][j]; });
+    }
+  }
+  FASTCAPS_DEVICE bool lost() const { return worst > kRange; }
+
+  // ---- child by child ----
 
   FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
                              Numbers<Pose, R>& coefficient) const {

@@ -56,6 +56,12 @@ FASTCAPS_DEVICE bool any_tight(const PassArgs& args, const Position* tile) {
   return any;
 }
 
+// Whether a lane keeps a child in registers, beside all else: its pose is read once for votes and dW, and that of the
+// next child while sums over lanes are exchanged.
+template <class Pose, int R>
+constexpr bool kHolds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && R == 1 &&
+                        Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
+
 template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
@@ -89,11 +95,14 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
       const Stage<Pose> first(args, lane.shared, slot, t);
       Stage<Pose> stage = first;
       gradients.begin_stage(range, t);
-      constexpr bool kHeld = LEAN && kHolds<Pose> && R == 1;
+      constexpr bool kHeld = LEAN && kHolds<Pose, R>;
       [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][TE];
       [[maybe_unused]] float rows[TC][kHeld ? Pose::kD : 1];
       const auto read = [&] {
-        if constexpr (kHeld) load_rows(lane, stage, 0, rows), load_matrices(lane, stage, matrices);
+        if constexpr (kHeld) {
+          load_rows<Pose>(child_row(lane, stage, 0, 0), rows);
+          load_matrices(lane, Weights<Pose, R>(lane, stage, 0).from, matrices);
+        }
       };
       read();
       FASTCAPS_NO_UNROLL

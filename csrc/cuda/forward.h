@@ -64,6 +64,151 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
   }
 }
 
+// A lean walk has no branch in its loop: totals that are out of range are only noted, and then the tile is walked over
+// again. Instead of score and add for a child, a policy has score(r, votes, weight), an exponential, and add(r, votes,
+// weight, total), for one of the lane's positions; lost(); and clear() to begin again.
+//
+// Rounds: a lane goes through its positions, child after child, and while the parents compete for one position's votes,
+// it makes the next one's. So it always has something to do, though a competition is one long chain of an exponential,
+// exchanges between lanes and a reciprocal. For poses whose lanes have registers for the votes of two rounds, and for a
+// child's matrices.
+template <class Pose, int R>
+constexpr bool kRounds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && (R == 1 || R % 2 == 0) &&
+                         Pose::kEach* Pose::kPatchColumns*(Pose::kPatchRows * (2 * R + 2) + Pose::kD) <= 224;
+
+// x, but not before y is known: a compiler would put off what makes y. zero: an argument that is 0.
+FASTCAPS_DEVICE float tied(float x, float y, int zero) {
+  return bits_float(float_bits(x) | (float_bits(y) & uint32_t(zero)));
+}
+
+template <class Pose, int R>
+FASTCAPS_DEVICE float total_of(const Lane<Pose, R>& lane, const float (&weights)[Pose::kEach]) {
+  float total = weights[0];
+  FASTCAPS_UNROLL
+  for (int p = 1; p < Pose::kEach; ++p) total += weights[p];
+  return lane.sum_parents(total);
+}
+
+template <class Pose, int R, class State>
+FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
+  constexpr int kEach = Pose::kEach;
+  Patch<Pose> votes[2][kEach];  // of this round, and of the round before
+  float weight[2][kEach];
+  Matrices<Pose> matrices;
+  const auto nothing = [&] {  // a round before that adds nothing
+    FASTCAPS_UNROLL
+    for (int p = 0; p < kEach; ++p) {
+      weight[1][p] = 1.0f;
+      each_number<Pose>([&](int i, int j) { votes[1][p][i][j] = 0.0f; });
+    }
+  };
+  const auto round = [&](int now, int r, const float* child, auto&& meanwhile) {
+    const int before = 1 - now;
+    float total = total_of(lane, weight[before]);
+    Rows<Pose> rows;
+    load_rows<Pose>(child, rows);
+    multiply<Pose>(rows, matrices, votes[now]);
+    meanwhile();
+    state.score(r, votes[now], weight[now]);
+    FASTCAPS_UNROLL
+    for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], lane.args.iterations);
+    state.add((r + R - 1) % R, votes[before], weight[before], total);
+  };
+  nothing();
+  walk<false, true>(lane, range, [&](int slot, int t, int count) {
+    const Stage<Pose> stage(lane.args, lane.shared, slot, t);
+    const float* child =
+        child_row(lane, stage, 0, 0);  // counts and addresses go on: others would be computed each time
+    const float* matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
+    const auto advance = [&](bool more) {
+      child += lane.args.tile_size * lane.child_stride();
+      if (more) matrix += lane.block_parents() * Pose::kWeightStride;
+      load_matrices(lane, matrix, matrices);
+    };
+    load_matrices(lane, matrix, matrices);
+    FASTCAPS_NO_UNROLL
+    for (int left = count; left > 0; left -= R == 1 ? 2 : 1) {
+      if constexpr (R == 1) {  // two children
+        round(0, 0, child, [&] { advance(left > 1); });
+        if (left == 1) {
+          state.add(0, votes[0], weight[0], total_of(lane, weight[0]));
+          nothing();
+          break;
+        }
+        round(1, 0, child, [&] { advance(left > 2); });
+      } else {
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; ++r)
+          round(r % 2, r, child + r * Pose::kPositions * lane.child_stride(), [&] {
+            if (r + 1 == R) advance(left > 1);
+          });
+      }
+    }
+  });
+  state.add(R - 1, votes[1], weight[1], total_of(lane, weight[1]));
+}
+
+// Without rounds: the votes of a child at all positions, then their competition.
+template <class Pose, int R, class State>
+FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
+  walk<false, true>(lane, range, [&](int slot, int t, int count) {
+    Stage<Pose> stage(lane.args, lane.shared, slot, t);
+    FASTCAPS_NO_UNROLL
+    for (int left = count; left > 0; --left) {
+      Patches<Pose, R> votes;
+      Numbers<Pose, R> weight;
+      float total[R];
+      make_votes<true, false>(lane, stage, votes);
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) state.score(r, votes[r], weight[r]);
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) total[r] = total_of(lane, weight[r]);
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) state.add(r, votes[r], weight[r], total[r]);
+      stage.next(lane);
+    }
+  });
+}
+
+// Whether x is true in any thread of the block: a barrier. Another must lie between this and the next call.
+FASTCAPS_DEVICE bool any_thread(const PassArgs& args, char* shared, bool x) {
+  int* warps = reinterpret_cast<int*>(shared + args.shared_exchange);
+  const bool any_of_warp = any_lane(x);
+  if (thread_index() % kWarp == 0) warps[thread_index() / kWarp] = any_of_warp;
+  barrier();
+  bool any = false;
+  for (int w = 0; w < block_threads() / kWarp; ++w) any = any || warps[w] != 0;
+  return any;
+}
+
+// The children of a tile, whose walk has begun.
+template <bool LEAN, class Pose, int R, class State>
+FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
+  if constexpr (LEAN) {
+    if (lane.args.warps_parents == 1) {
+      if constexpr (kRounds<Pose, R>)
+        walk_in_rounds(lane, range, state);
+      else
+        walk_by_child(lane, range, state);
+      if (!any_thread(lane.args, lane.shared, state.lost())) return;
+      state.clear();
+      begin_walk<LEAN>(lane, range);
+    }
+  }
+  walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
+    Stage<Pose> stage(lane.args, lane.shared, slot, t);
+    FASTCAPS_NO_UNROLL
+    for (int k = 0; k < count; ++k) {
+      Patches<Pose, R> votes;
+      make_votes<LEAN, State::kIdentity>(lane, stage, votes);
+      Numbers<Pose, R> coefficient;
+      if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
+      stage.next(lane);
+    }
+  });
+  barrier();  // the ring is read to the end
+}
+
 template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
@@ -76,32 +221,7 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
     begin_walk<LEAN>(lane, range);
     State state(lane);
     for (int iteration = 0;; ++iteration) {
-      walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
-        Stage<Pose> stage(args, lane.shared, slot, t);
-        constexpr bool kHeld = LEAN && kHolds<Pose>;
-        [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][Pose::kPatchColumns];
-        if constexpr (kHeld) load_matrices(lane, stage, matrices);
-        FASTCAPS_NO_UNROLL
-        for (int k = 0; k < count; ++k) {
-          const Stage<Pose> now = stage;
-          Patches<Pose, R> votes;
-          if constexpr (kHeld) {
-            FASTCAPS_UNROLL
-            for (int r = 0; r < R; ++r) {
-              Rows<Pose> rows;
-              load_rows(lane, now, r, rows);
-              multiply<Pose>(rows, matrices, votes[r]);
-            }
-          } else {
-            make_votes<LEAN, State::kIdentity>(lane, now, votes);
-          }
-          if (!kHeld || k + 1 < count) stage.next(lane);
-          if constexpr (kHeld) load_matrices(lane, stage, matrices);
-          Numbers<Pose, R> coefficient;
-          if (state.score(now, votes, coefficient)) state.add(now, votes, coefficient);
-        }
-      });
-      barrier();  // the ring is read to the end
+      walk_forward<LEAN>(lane, range, state);
       if (LEAN || args.iterations == 0) break;
       state.finish(iteration);
       if (iteration + 1 == args.iterations) break;

@@ -51,38 +51,36 @@ FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stag
     });
 }
 
-// Whether a lane can keep its parents' matrices of a child, in registers, beside all else. It then reads them while the
-// parents still compete for the child before.
-template <class Pose>
-constexpr bool kHolds =
-    Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
-
+// A child in registers: its matrices for the lane's parents, and its pose at a position. from: where the first parent's
+// matrix lies in shared memory, and the pose.
 template <class Pose>
 using Matrices = float[Pose::kEach][Pose::kD][Pose::kPatchColumns];
-
-template <class Pose, int R>
-FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Matrices<Pose>& to) {
-  constexpr int V = Pose::kVector, TE = Pose::kPatchColumns;
-  FASTCAPS_UNROLL
-  for (int p = 0; p < Pose::kEach; ++p) {
-    const Weights<Pose, R> weights(lane, stage, p);
-    FASTCAPS_UNROLL
-    for (int d = 0; d < Pose::kD; d += V) weights.rows(d, reinterpret_cast<float (&)[V][TE]>(to[p][d]));
-  }
-}
-
-// A child's pose at one of the lane's positions; as it is, or from registers, where there is room for it too.
 template <class Pose>
 using Rows = float[Pose::kPatchRows][Pose::kD];
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void load_rows(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int r, Rows<Pose>& to) {
+FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const float* from, Matrices<Pose>& to) {
+  constexpr int WV = Pose::kWeightVector;
+  FASTCAPS_UNROLL
+  for (int p = 0; p < Pose::kEach; ++p) {
+    FASTCAPS_UNROLL
+    for (int d = 0; d < Pose::kD; ++d) {
+      FASTCAPS_UNROLL
+      for (int j = 0; j < Pose::kPatchColumns; j += WV)
+        load_vector<WV>(from + (lane.group(p) - lane.group(0)) * Pose::kGroupStride + d * Pose::kE + lane.e(j),
+                        reinterpret_cast<float (&)[WV]>(to[p][d][j]));
+    }
+  }
+}
+
+template <class Pose>
+FASTCAPS_DEVICE void load_rows(const float* from, Rows<Pose>& to) {
   constexpr int V = Pose::kVector;
   FASTCAPS_UNROLL
   for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
     for (int d = 0; d < Pose::kD; d += V)
-      load_vector<V>(child_row(lane, stage, r, i) + d, reinterpret_cast<float (&)[V]>(to[i][d]));
+      load_vector<V>(from + i * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(to[i][d]));
   }
 }
 
@@ -90,12 +88,19 @@ template <class Pose>
 FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
                               Patch<Pose> (&votes)[Pose::kEach]) {
   FASTCAPS_UNROLL
-  for (int p = 0; p < Pose::kEach; ++p)
-    each_number<Pose>([&](int i, int j) {
-      votes[p][i][j] = rows[i][0] * matrices[p][0][j];
+  for (int i = 0; i < Pose::kPatchRows; ++i) {
+    FASTCAPS_UNROLL
+    for (int d = 0; d < Pose::kD; ++d) {
       FASTCAPS_UNROLL
-      for (int d = 1; d < Pose::kD; ++d) votes[p][i][j] += rows[i][d] * matrices[p][d][j];
-    });
+      for (int p = 0; p < Pose::kEach; ++p) {
+        FASTCAPS_UNROLL
+        for (int j = 0; j < Pose::kPatchColumns; ++j) {
+          float& vote = votes[p][i][j];
+          vote = d == 0 ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
+        }
+      }
+    }
+  }
 }
 
 // Votes that are the children themselves, the same for every parent.

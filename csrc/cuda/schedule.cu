@@ -107,7 +107,8 @@ struct Shared {
               : weighs ? block_parents * c.tile_size * v.E * 4
                        : 0;
     const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
-    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size * (backward ? 12 : 8) : 0;
+    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size * (backward ? 12 : 8)
+                                   : 4 * kernel.threads / kWarp;  // a word for each warp: see any_thread
     fixed = int64_t(c.tile_size) * 48 + kOffsetBytes + aligned(exchange) + 64;
   }
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
