@@ -212,16 +212,23 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
 
 
 POSES_OF_ALL = ((4, 4, 4), (1, 8, 16), (1, 16, 16), (2, 3, 5))
-OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (2, 3, 5))
+OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 16, 64), (1, 64, 64), (2, 3, 5))
+
+
+def _named_pose(pose: tuple[int, int, int]) -> str:
+    rows, depth, columns = pose
+    return f"{rows}x{depth}" if columns in (depth, 16) or depth == 3 else f"{rows}x{depth}-{columns}"
+
+
 _ATTENTION = (
     *_paths(_norm),
     # specialised kernels: on a GPU with a bias, and plain ones
-    *(_norm(f"bias-{p[0]}x{p[1]}", types=6, parents=5, pose=p, bias="1M", gate="some")
+    *(_norm(f"bias-{_named_pose(p)}", types=6, parents=5, pose=p, bias="1M", gate="some")
       for p in OWN_POSES if p not in POSES_OF_ALL),
-    *(_norm(f"plain-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p)
+    *(_norm(f"plain-{_named_pose(p)}-{m}", types=6, parents=m, pose=p)
       for p in OWN_POSES for m in {(4, 4, 4): (5, 10, 15, 16, 33), (1, 8, 16): (5, 13)}.get(p, (5,))),
     # logits beyond the range that needs no maximum, with many parents and few
-    *(_norm(f"far-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p, scale=300.0)
+    *(_norm(f"far-{_named_pose(p)}-{m}", types=6, parents=m, pose=p, scale=300.0)
       for p, m in (((4, 4, 4), 20), ((4, 4, 4), 5), ((1, 8, 16), 13))),
     _norm("bias-4x4-16", types=6, parents=16, pose=(4, 4, 4), bias="I1"),
     _norm("plain-any", scale=30.0),
@@ -231,7 +238,7 @@ _ATTENTION = (
 )  # fmt: skip
 _ATTENTION_LANES = (
     *_lanes(_norm),
-    *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
+    *(_norm(f"one-parent-{_named_pose(p)}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
     _norm("children-6x6", batch=1, types=37, parents=3, pose=(6, 6, 6)),
     # a gradient that hundreds of children share: added child by child it would err by several times the limit
     _norm("shared-bias", batch=1, types=800, pose=(4, 4, 4), bias="11", start=False),

@@ -176,18 +176,28 @@ class Routing:
         results = dict(zip(self.outputs, found, strict=True))
         return results, self.following(given, results, state)
 
-    def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
+    def backward_call(
+        self,
+        case: Case,
+        seed: int = 0,
+        needs: int | None = None,
+        forward: Callable[[Call], Given] | None = None,
+    ) -> BackwardCall:
         """Return ``case.iterations`` iterations of the backward over the same votes, each with other parents.
 
         The first iteration has no state if the case has no ``start``. By default all gradients are computed that
-        iterations can share, and with one iteration those of its state as well.
+        iterations can share, and with one iteration those of its state as well. ``forward`` makes the results that an
+        iteration saves for its backward; by default the reference does.
         """
         given = self.call(case, seed).given
         iterations: list[Given] = []
         for iteration in range(case.iterations):
             state = self.rest(case, seed + 7 * iteration)
             current = {n: None if iteration == 0 and not case.start else state[n] for n in self.state}
-            results, _ = self.iteration(given, 0, current)
+            if forward:
+                results = forward(Call(self, {**given, **current, "iterations": 1}, {}))
+            else:
+                results, _ = self.iteration(given, 0, current)
             iterations.append({**current, **{n: results[kept][0] for n, kept in self.saved.items()}})
         draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
         full: Given = {n: draw(case.iterations, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import Case
 from cuda_target import Target, mixed_order, on_every_target
-from registry import GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 from suite import every_routing, hold_far_from_zero
 
 from fastcaps.rules import Rule
@@ -78,6 +78,34 @@ def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
         again = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.given.items()}
         found = target.backward(BackwardCall(GAUSSIAN, again), option)
     call.bar().hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("seed", [1, 43])
+@pytest.mark.parametrize("pose", [(1, 64, 64), (6, 6, 6), (4, 4, 4)], ids=["1x64", "6x6", "4x4"])
+def test_one_child_in_tf32(pose: tuple[int, int, int], seed: int, target: Target) -> None:
+    """LayerNorm hides how long the only vote is, so its gate has hardly a gradient: the backward must make the votes
+    that the forward has made, to the last bit of tf32."""
+    case = Case("one", Rule.LAYER_NORM, batch=1, types=1, parents=2, pose=pose, gate="some", affine=False)
+    target.check(ATTENTION, case, "tf32", seed)
+
+
+@on_every_target
+@pytest.mark.parametrize("size", [1e3, -1e3, 1e30, torch.nan])
+@pytest.mark.parametrize(
+    ("pose", "parents"),
+    [*(((4, 4, 4), m) for m in (5, 10, 20, 40)), *(((1, 8, 16), m) for m in (10, 13)), ((8, 8, 8), 9)],
+    ids=str,
+)
+def test_logits_out_of_range(pose: tuple[int, int, int], parents: int, size: float, target: Target) -> None:
+    """One sample has logits whose powers of two overflow or vanish; the others keep their bits, whatever kernel."""
+    call = ATTENTION.call(Case("far", Rule.PLAIN, batch=5, types=5, parents=parents, pose=pose))
+    usual = target.forward(call)["parents"]
+    call.given["query"][0] *= size
+    found = target.forward(call)["parents"]
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]
+    assert torch.equal(found[1:], usual[1:])
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 @on_every_target

@@ -31,11 +31,12 @@ PATHS = {
     "attention": {
         "fast": "plain-4x4-5 plain-1x64-5 pose-1x16 primes conv sweeps-any one-position same-2x3 broken stay-float32 "
                 "pose-4x4:f16 primes:bf16 broken-half bias-1x64 largest-pose long-vector tall-pose "
-                "nobody-no-eps-one-5",
+                "nobody-no-eps-one-5 bias-6x6:bf16 bias-6x6:f16 plain-6x6-5:f16 conv:bf16 "
+                "pose-1x16:bf16 plain-1x16-5:f16",
         "ordered": "padded conv sweeps one-position-any same-2x3 plain-1x64-5",
-        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5",
+        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5 bias-6x6 plain-6x6-5 pose-1x16 plain-1x16-5",
         "tf32-ordered": "plain-4x4-33",
-        "tf32x3": "plain-4x4-5 pose-4x4",
+        "tf32x3": "plain-4x4-5 pose-4x4 bias-6x6 plain-6x6-5 pose-1x16 plain-1x16-5",
     },
     "pooling": {
         "fast": "pose-4x4 same-4x4 one-parent pose-1x8 pose-1x16 primes one-position sharp broken stay-float32 "
@@ -72,7 +73,9 @@ def every_run() -> list[Run]:
     from those of the means.
     """
     found = [(one, case, "fast") for one in ROUTINGS for case in gpu_cases(one) if not case.name.startswith("peaked")]
-    rounded = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-1x64-5", "bias-1x64", "sweeps")
+    rounded = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-6x6-5", "bias-6x6", "plain-8x8-5", "bias-8x8",
+               "pose-1x8", "plain-1x8-13", "pose-1x16", "plain-1x16-5",
+               "plain-1x64-5", "bias-1x64", "sweeps")  # fmt: skip
     return found + [(ATTENTION, ATTENTION.case(name), option) for option in ("tf32", "tf32x3") for name in rounded]
 
 
@@ -95,6 +98,36 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
     for found, wanted in zip(target.run(routing, case, option), first, strict=True):
         for name, value in found.items():
             assert torch.equal(value.nan_to_num(), wanted[name].nan_to_num()), name
+
+
+REVERSED = {
+    "fast": "plain-4x4-5 stay-float32 one-parent-squash whole-grid ranges-of-iterations broken-children sweeps "
+            "conv one-position same-2x3 primes primes:bf16 pose-1x16:f16",
+    "ordered": "conv stay-float32 sweeps whole-grid",
+}  # fmt: skip
+"""Cases of every rule: with iterations in one launch and in several, with a first query and without."""
+
+
+@on_every_target
+@pytest.mark.parametrize("detach", [False, True], ids=["all", "detached"])
+@pytest.mark.parametrize(("option", "name"), [(o, n) for o, names in REVERSED.items() for n in names.split()])
+def test_gradients_through_all_iterations(option: str, name: str, detach: bool, target: Target) -> None:
+    name, _, dtype = name.partition(":")
+    case = replace(ATTENTION.case(name), detach=detach)
+    case = replace(case, dtype=HALVES[dtype]) if dtype else case
+    with target.guarded():
+        found = target.reverse(ATTENTION.call(case), option)
+    ATTENTION.bar(case).hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("start", [False, True], ids=["zero", "given"])
+@pytest.mark.parametrize("rule", [Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("types", [3, 200], ids=["fused", "split"])
+def test_four_iterations(types: int, rule: Rule, start: bool, target: Target) -> None:
+    """Backward each gets the gradient of the query from the one behind, or from all of them."""
+    case = Case("four", rule, batch=2, types=types, parents=5, pose=(4, 4, 4), gate="some", iterations=4, start=start)
+    ATTENTION.bar(case).hold(target.reverse(ATTENTION.call(case)))
 
 
 @pytest.mark.slow
@@ -206,10 +239,11 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         ("weight is not for 12 parents", {**given_all, "parents": 12}),
         (f"{state} has shape", {**given_all, state: given_all[state][:1]}),
         ("has no rule 7", {**given_all, "rule": 7}),
-        ("iterations, got 17", routing.call(replace(case, iterations=17)).given),
         ("512", routing.call(replace(case, types=1, parents=1, pose=(27, 2, 19), bias=None)).given),
     ]
-    if routing.competing:
+    if routing is not ATTENTION:
+        wrong.append(("iterations, got 17", routing.call(replace(case, iterations=17)).given))
+    if routing.stem == "gaussian":
         many = replace(case, types=2, parents=1100, pose=(4, 4, 4), bias=None, betas="11", iterations=2)
         wrong.append(("1100 parents take several blocks", routing.call(many).given))
     for message, each in wrong:
@@ -219,19 +253,6 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         target.backward(routing.backward_call(replace(case, iterations=2), needs=16))
     refusal = target.ask("routing_refusal", *question(routing, replace(case, iterations=17)))
     assert refusal == "its 17 iterations are more than 16"
-
-
-@on_every_target
-@pytest.mark.parametrize(("option", "parents"), [("fast", 17), ("tf32", 10), ("tf32", 11), ("tf32x3-ordered", 17)])
-def test_what_is_promised_runs(parents: int, option: str, target: Target) -> None:
-    """The kernel that rounds to tf32 takes fewer parents of 1x64 poses a block: with it the answer is another."""
-    case = Case("promised", Rule.LAYER_NORM, types=3, parents=parents, pose=(1, 64, 64), iterations=2)
-    call = ATTENTION.call(case)
-    if "parents take" in target.ask("routing_refusal", *question(ATTENTION, case, option)):
-        with pytest.raises(RuntimeError, match="parents take several blocks"):
-            target.forward(call, option)
-    else:
-        target.forward(call, option)
 
 
 # ---- what the library says ------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from features import Called
-from registry import ROUTINGS, BackwardCall, Call, Routing
+from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing
 from suite import every_routing
 from torch._subclasses import FakeTensorMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries
+from fastcaps.rules import DETACH
 from fastcaps.votes import SET_WINDOW, VoteInputs
 
 GPU = torch.device("cuda:0")
@@ -98,6 +99,21 @@ def serve(monkeypatch: pytest.MonkeyPatch, refusal: str) -> list[tuple[str, tupl
         names = [argument.name for argument in routing.backward_op._schema.arguments]
         return BackwardCall(routing, dict(zip(names, arguments[:-1], strict=True))).by_reference()
 
+    taken = [argument.name for argument in ATTENTION.border.native_reverse._schema.arguments]
+    order = [argument.name for argument in ATTENTION.op._schema.arguments]
+
+    def reverse(*arguments: Any) -> Any:
+        seen.append(("attention_routing_reverse", arguments))
+        given = dict(zip(taken, arguments, strict=True))
+        given["iterations"] = len(given["sums"])
+        call = Call(
+            ATTENTION, {n: given[n] for n in order if n in given}, {"parents": given["grad"]}, given["needs"] >= DETACH
+        )
+        with torch.enable_grad():
+            made = call.training(Call.by_loop)
+        return [made.get(f"d{name}") for name in ATTENTION.border.tensors]
+
+    monkeypatch.setattr(ATTENTION.border, "native_reverse", reverse)
     for routing in ROUTINGS:
         monkeypatch.setitem(routing.border.native, "cuda", partial(forward, routing))
         monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
@@ -221,14 +237,14 @@ def test_a_forced_backend_is_obeyed_or_raises(gpu: object) -> None:
 
 @every_routing
 def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked once for the forward and once for every backward."""
+    """Asked once for the forward and once for every backward; attention also asks whether one call makes them all."""
     heard: list[backends.Call] = []
     monkeypatch.setattr(backends, "chosen", lambda _, call: heard.append(call) or "reference")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     case = replace(routing.case("padded"), iterations=1)
     routing.call(case).training(Call.by_op)
     wanted = backends.Call(routing.stem, torch.device("cpu"), torch.float32, case.pose, case.parents, True, 0)
-    assert heard == [wanted] * 2
+    assert heard == [wanted] * (3 if routing is ATTENTION else 2)
 
 
 @needs_fake_gpu_tensors
@@ -288,7 +304,8 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 def test_iterations_are_one_call_where_the_library_takes_them(
     routing: Routing, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere an iteration a call; the backward asks every one that has parents for their gradient.
+    """Elsewhere an iteration a call; the backward asks every one that has parents for their gradient. Attention's takes
+    them always, and its backward too.
 
     Kernels get what the ops got but the flags, and the settings of the moment at the end.
     """
@@ -298,6 +315,10 @@ def test_iterations_are_one_call_where_the_library_takes_them(
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
+    if routing is ATTENTION:
+        assert [one for one, _ in seen] == [routing.name, f"{routing.name}_reverse"]
+        assert all(given[-1] == 3 for _, given in seen)
+        return
     forward = 3 if refusal else 1
     assert [one for one, _ in seen] == [routing.name] * forward + [f"{routing.name}_backward"] * 3
     counts = {routing.name: len(call.given), f"{routing.name}_backward": len(routing.backward_op._schema.arguments)}

@@ -61,6 +61,19 @@ FASTCAPS_FORMULA void squash(const Pose& pose) {
   pose.each([&](X& x, int64_t) { x *= factor; });
 }
 
+// Replaces the gradient of the squashed S by that of S, with u = S / |S| and f = |S| / (1 + |S|^2):
+// dS = f (dy + (2 / (1 + |S|^2) - 1) u <u, dy>); 0 at the zero vector. `pose` holds S, and u afterwards.
+template <class Pose, class X = typename Pose::X>
+FASTCAPS_FORMULA void squash_backward(const Pose& grad, const Pose& pose, X tiny) {
+  const X found = pose.largest(), largest = found > tiny ? found : tiny;
+  pose.each([&](X& x, int64_t) { x /= largest; });  // squares neither overflow nor underflow
+  const X ratio = Number<X>::sqrt(pose.sum([](X x, int64_t) { return x * x; })), size = ratio * largest;
+  pose.each([&](X& x, int64_t) { x /= ratio > tiny ? ratio : tiny; });
+  const X inverse = 1 / size, bend = 1 - 2 / (1 + inverse * inverse);
+  const X along = grad.sum([&](X dy, int64_t k) { return dy * pose.at(k); });
+  grad.each([&](X& dy, int64_t k) { dy = (dy + bend * pose.at(k) * along) / (size + inverse); });
+}
+
 // S / |S|; the zero vector stays.
 template <class Pose>
 FASTCAPS_FORMULA void unit(const Pose& pose) {

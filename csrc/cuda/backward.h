@@ -62,16 +62,58 @@ template <class Pose, int R>
 constexpr bool kHolds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && R == 1 &&
                         Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
 
+// The children of a stage, one after another.
+template <bool LEAN, class Pose, int R, class State>
+FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, Stage<Pose> stage, int count,
+                                   StageGradients<Pose, R>& gradients, State& state) {
+  const PassArgs& args = lane.args;
+  constexpr bool kHeld = LEAN && kHolds<Pose, R>;
+  [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][Pose::kPatchColumns];
+  [[maybe_unused]] float rows[Pose::kPatchRows][kHeld ? Pose::kD : 1];
+  const auto read = [&] {
+    if constexpr (kHeld) {
+      load_rows<Pose>(child_row(lane, stage, 0, 0), rows);
+      load_matrices(lane, Weights<Pose, R>(lane, stage, 0).from, matrices);
+    }
+  };
+  read();
+  FASTCAPS_NO_UNROLL
+  for (int k = 0; k < count; ++k) {
+    const Stage<Pose> now = stage;
+    if (!kHeld || k + 1 < count) stage.next(lane);
+    const auto row_of = [&](int r, int i, int d, float (&row)[Pose::kVector]) {
+      if constexpr (kHeld) {
+        FASTCAPS_UNROLL
+        for (int v = 0; v < Pose::kVector; ++v) row[v] = rows[i][d + v];
+      } else {
+        load_vector<Pose::kVector>(child_row(lane, now, r, i) + d, row);
+      }
+    };
+    Patches<Pose, R> votes;
+    if constexpr (kHeld)
+      multiply<Pose>(rows, matrices, votes[0]);
+    else
+      make_votes<LEAN, State::kIdentity>(lane, now, votes);
+    if (state.dvote(now, gradients, votes)) {
+      if (State::kIdentity && !args.weight) {
+        if (args.dchildren) gradients.put_identity(now, votes);
+      } else {
+        gradients.template put<LEAN>(now, votes, row_of, read);
+      }
+      if (!LEAN && args.dbias) differentiate_bias(lane, now, votes);
+    }
+    gradients.next();
+  }
+}
+
 template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   using State = Policy<Pose, R, LEAN>;
-  constexpr int TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
   const Lane<Pose, R> lane(args);
   StageGradients<Pose, R> gradients(lane);
   const ChildRange range(args);
   const bool counts = LEAN || !(args.collect || args.measured);
-  const bool gates = State::kGates && args.dgate;
   for (int tile = range.group; tile < args.tiles; tile += args.groups) {
     make_tile(args, tile, lane.shared);
     barrier();
@@ -92,62 +134,13 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
     walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
       if (args.late_weights) flush_weights();
       before = t, last_count = count;
-      const Stage<Pose> first(args, lane.shared, slot, t);
-      Stage<Pose> stage = first;
+      const Stage<Pose> stage(args, lane.shared, slot, t);
       gradients.begin_stage(range, t);
-      constexpr bool kHeld = LEAN && kHolds<Pose, R>;
-      [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][TE];
-      [[maybe_unused]] float rows[TC][kHeld ? Pose::kD : 1];
-      const auto read = [&] {
-        if constexpr (kHeld) {
-          load_rows<Pose>(child_row(lane, stage, 0, 0), rows);
-          load_matrices(lane, Weights<Pose, R>(lane, stage, 0).from, matrices);
-        }
-      };
-      read();
-      FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k) {
-        const Stage<Pose> now = stage;
-        if (!kHeld || k + 1 < count) stage.next(lane);
-        const auto row_of = [&](int r, int i, int d, float (&row)[Pose::kVector]) {
-          if constexpr (kHeld) {
-            FASTCAPS_UNROLL
-            for (int v = 0; v < Pose::kVector; ++v) row[v] = rows[i][d + v];
-          } else {
-            load_vector<Pose::kVector>(child_row(lane, now, r, i) + d, row);
-          }
-        };
-        Patches<Pose, R> votes;
-        if constexpr (kHeld)
-          multiply<Pose>(rows, matrices, votes[0]);
-        else
-          make_votes<LEAN, State::kIdentity>(lane, now, votes);
-        if (state.dvote(now, gradients, votes)) {
-          if (State::kIdentity && !args.weight) {
-            if (args.dchildren) gradients.put_identity(now, votes);
-          } else {
-            gradients.template put<LEAN>(now, votes, row_of, read);
-          }
-          if (!LEAN && args.dbias) differentiate_bias(lane, now, votes);
-        }
-        gradients.next();
-      }
+      differentiate<LEAN>(lane, stage, count, gradients, state);
       if (!counts) return;
       if (!gradients.alone() || kLargeWeights<Pose> || !args.late_weights) barrier();
       if (!args.late_weights) flush_weights();
-      if (!gradients.alone()) {
-        if (args.dchildren) gradients.flush_children(t, count);
-        if (gates) gradients.flush_gates(first.seen, t, count);
-      }
-      if constexpr (kLargeWeights<Pose>) {
-        const auto outer = [&](auto stored) { gradients.template flush_large_weights<stored()>(first, t, count); };
-        if (args.dweight) {
-          if constexpr (Pose::kStored)
-            with_weights<Pose>(args, outer);
-          else
-            outer(Stored<Storage::kFloat32>());
-        }
-      }
+      gradients.flush(stage, count, State::kGates && args.dgate);
     });
     barrier();  // the ring and the tile are read to the end, and the last dW is there
     if (args.late_weights) flush_weights();

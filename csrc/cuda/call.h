@@ -1,6 +1,10 @@
 // One call of an op on a GPU: its tensors as the kernels want them, its schedule, its launches.
 #pragma once
 
+#include <array>
+#include <initializer_list>
+#include <utility>
+
 #include "../arguments.h"
 #include "launch.h"
 #include "pass.h"
@@ -27,16 +31,13 @@ inline Grid blocks_for(int64_t count) {
   return {blocks < 4096 ? blocks : 4096, 1, 256};
 }
 
-// Summed over a dimension; one part is the sum already.
-inline Tensor over(const Tensor& x, int64_t dim) {
-  if (x.size(dim) == 1) return x;
-  const int64_t dims[] = {dim};
-  Shape shape = shape_of(x);
-  shape.erase(shape.begin() + dim);
-  Tensor out = new_tensor(x, shape, x.scalar_type(), "a sum");
-  if (out.numel() == 0) return out;
-  return torch::stable::sum_out(out, x, torch::headeronly::IntHeaderOnlyArrayRef(dims, 1));
-}
+// How values are made: `parts` of [rows, columns, numbers], which are added up over parts and columns.
+struct Made {
+  int64_t parts, numbers, rows = 1, columns = 1;
+
+  int64_t part() const { return rows * columns * numbers; }
+  int64_t all() const { return parts * part(); }
+};
 
 struct Call : OpCall {
   const Pass& pass;
@@ -51,10 +52,8 @@ struct Call : OpCall {
   Tensor empty(const Shape& shape) const {
     return new_tensor(children, shape, ScalarType::Float, "results and workspace");
   }
-  Tensor zeros(const Shape& shape) const {  // torch takes as long for an empty tensor as for a small one
-    Tensor x = empty(shape);
-    return x.numel() == 0 ? x : torch::stable::zero_(x);
-  }
+  // One piece of memory for several arrays, each at a multiple of 16 bytes: where each begins, and its size.
+  Tensor workspace(std::initializer_list<std::pair<float**, int64_t>> arrays) const;
   Shape poses(int64_t iterations = 0) const { return poses_shape(given_votes, iterations); }
   // A tensor of poses, made dense if the kernels treat them as vectors.
   MaybeTensor posed(const MaybeTensor& x) { return x && flat ? MaybeTensor(as_dense(*x)) : x; }
@@ -68,8 +67,14 @@ struct Call : OpCall {
   Schedule cut(const Task& task, const Bias& bias) const;
   // The schedule of a forward. Several iterations are one launch, whose blocks see all children of their positions.
   Schedule schedule_forward(int64_t iterations) const;
+  // Whether several iterations should be one launch.
+  bool fuses(int64_t iterations) const;
   void take(const Schedule& c);
 
+  // Whether a lean kernel takes the call: without bias or padding, whose parents one block takes, with a query.
+  bool is_lean(const Schedule& c) const {
+    return args.weight && !args.bias && !args.gate.data && !args.padded && args.query.data && c.parent_blocks == 1;
+  }
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
               int colour_y = 0, int colour_x = 0);
@@ -79,53 +84,98 @@ struct Call : OpCall {
   // launches all blocks, or as many at a time as places() allows, then joins their parts.
   Tensor collect(const Schedule& c, int numbers);
 
-  // The shape of the results of all ranges of children: for every parent a pose, or a single value.
-  Shape parts(const Schedule& c, bool poses) const {
+  // What a launch makes for all parents, poses or single values: a part for each range of children.
+  Made parts(const Schedule& c, bool poses = true) const {
     return {c.chunks, votes.positions() * votes.M * (poses ? votes.parent_size() : 1)};
   }
 };
 
-// The gradients that all routings have, of children, weight, bias and gate, and those of betas if every child has its
-// own. They are summed over iterations, and made in parts if the order of sums is fixed.
+// Values that the first launch of a backward sets to 0, by blocks of its own, behind those that do the launch's work.
+// They begin at multiples of 16 bytes.
+struct Zeros {
+  static constexpr int kMost = 8;
+  float* values[kMost];
+  int64_t count[kMost];
+  int pieces;
+  int64_t working;  // blocks in front
+
+  // Adds the blocks: few, each with much to store, since starting thousands takes longer than what they store.
+  void add_blocks(Grid& grid);
+};
+
+// What the last launch of a backward adds up, over parts and columns.
+struct Sum {
+  const float* from;  // [parts, rows, columns, numbers], `stride` from part to part
+  void* to;           // [rows, numbers]
+  int64_t parts, stride, rows, columns, numbers;
+  int64_t limit;  // behind `from`, from where on there is nothing
+  Storage storage;
+  int shares;   // threads that share the parts of four sums
+  bool vector;  // whether these are always read at once
+};
+struct SumArgs {
+  static constexpr int kMost = 9;  // gradients of an op
+  Sum sums[kMost];
+};
+
+// The gradients of a call. Kernels add to them or make them in parts, which one last launch adds up, in a fixed order
+// and in the type that the op returns. First every gradient is announced, then `allocate` finds room for all parts.
 class VoteGradients {
  public:
   Schedule schedule;
 
-  // Cuts the call. `use`, `ignore`: how many betas want a gradient, if every child has its own.
-  VoteGradients(Call& call, int64_t needs, int64_t use = 0, int64_t ignore = 0);
+  // Cuts the call, and announces the gradients that all routings have: of children, weight, bias and gate. They are
+  // summed over iterations, and made in parts if the order of sums is fixed. `launches`: whether there will be
+  // launches; else all gradients are 0. `betas`: how many betas want a gradient, if every child has its own.
+  VoteGradients(Call& call, int64_t needs, bool launches, int64_t betas = 0);
 
-  bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
+  // That of a gradient [rows or 1, M or 1, ..., each], made in parts that have all rows and columns.
+  Made table(int64_t parts, int64_t rows, int64_t each, const Shape& shape) const;
+  // Parts of the gradients of matrices and tables.
+  int64_t parts() const { return parts_; }
+  // Announces a gradient and returns it, empty if it is not wanted; `allocate` sets `place`, where kernels make it.
+  // `starts_at_zero`: they add to it.
+  Tensor add(bool wanted, float*& place, const Made& made, const Shape& shape, ScalarType type,
+             bool starts_at_zero = false);
+  // The same of one that is made somewhere in reserved memory: `stride` from part to part, `offset` behind its
+  // beginning.
+  Tensor add_sum(bool wanted, float*& place, const Made& made, const Shape& shape, ScalarType type, int64_t offset,
+                 int64_t stride);
+  // Memory for other values; `allocate` sets `place`.
+  void reserve(float*& place, int64_t numbers, bool starts_at_zero = false);
+  // Returns what the first launch sets to 0.
+  Zeros allocate();
+
+  bool any() const { return any_; }
 
   // A launch before the others, only for tight positions: corrects `u` and `s` (see gaussian_backward.cu).
   void measure(int statistics, float* u, float* s, const float* tight);
   // Launches the backward. If parents take several blocks, the softmax is first collected, as `statistics` values.
   void run(int statistics);
+  // The last launch, if there is anything to add up.
+  void add_up();
 
-  Tensor children() const { return finished(wanted_.children, over(dchildren_, 0), shape_of(call_.children)); }
-  Tensor gate() const { return finished(wanted_.gate, over(dgate_, 0), call_.given.gate_shape()); }
-  Tensor weight() const { return finished(wanted_.weight, over(dweight_, 0), weight_shape_); }
-  Tensor bias() const {
-    return finished(wanted_.bias, wanted_.bias ? table(dbias_, bias_shape_) : dbias_, bias_shape_);
-  }
-  const Tensor& use() const { return duse_; }  // in parts, [I * M]
-  const Tensor& ignore() const { return dignore_; }
-
-  // A gradient as the op returns it: in the children's type, empty if it is not wanted.
-  Tensor finished(bool wanted, const Tensor& x, const Shape& shape) const;
-  // The gradient of a table [I or 1, M or 1, ...], from parts that have all columns.
-  Tensor table(const Tensor& parts, const Shape& shape) const;
-  Tensor none() const { return call_.empty({0}); }
+  Tensor children, weight, bias, gate;
 
  private:
+  // Values that kernels make: in a gradient's own memory, or, without that, somewhere in the workspace.
+  struct Piece {
+    float** place;
+    float* memory;
+    int64_t offset, numbers;
+    bool starts_at_zero;
+  };
   Call& call_;
-  struct {
-    bool children, weight, bias, gate;
-    int64_t use, ignore;
-  } wanted_;
-  bool ordered_;
-  int places_;  // blocks of parents that add to children's gradients at a time, each to its own
-  Shape weight_shape_, bias_shape_;
-  Tensor dchildren_, dgate_, dweight_, dbias_, duse_, dignore_;
+  bool ordered_, launches_, any_ = false;
+  int places_;     // blocks of parents that add to children's gradients at a time, each to its own
+  int64_t parts_;  // of the gradients of matrices and tables
+  int64_t reserved_ = 0;
+  std::vector<Piece> pieces_;
+  Tensor workspace_;
+  SumArgs sums_{};
+  std::array<float**, SumArgs::kMost> parts_of_sums_{};
+  std::array<int64_t, SumArgs::kMost> offsets_{};
+  int count_ = 0;
 };
 
 }  // namespace fastcaps::gpu

@@ -75,28 +75,38 @@ FASTCAPS_DEVICE void copy_wait() {
 }
 
 // ---- tensor cores: d += a * b, fragments as PTX lays them out -------------------------------------------------------
-// float to tf32, rounded to nearest: 10 bits of mantissa, in the bits of a float.
+// float to tf32, rounded to nearest: 10 bits of mantissa, in the bits of a float. Ties to even are one instruction,
+// ties away from zero three.
 FASTCAPS_DEVICE uint32_t to_tf32(float x) {
   uint32_t bits;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#endif
   return bits;
 }
-FASTCAPS_DEVICE void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
-  asm volatile("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b));
-}
-// The instructions with this register count, by the shape and types of the factors. A word of a half-precision factor
-// is two neighbours along the depth; the products of bfloat16 or float16 are exact.
+// By the shape and types of the factors. A word of a half-precision factor is two neighbours along the depth; the
+// products of bfloat16 or float16 are exact.
+#define FASTCAPS_MMA_SMALL(name, kind)                                                               \
+  FASTCAPS_DEVICE void name(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {                     \
+    asm volatile("mma.sync.aligned." kind ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(b));                                                    \
+  }
 #define FASTCAPS_MMA(name, kind)                                                                                 \
   FASTCAPS_DEVICE void name(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {                     \
     asm volatile("mma.sync.aligned." kind ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                            \
   }
+FASTCAPS_MMA_SMALL(mma_tf32_16x8x4, "m16n8k4.row.col.f32.tf32.tf32")
+FASTCAPS_MMA_SMALL(mma_bf16_16x8x8, "m16n8k8.row.col.f32.bf16.bf16")
+FASTCAPS_MMA_SMALL(mma_f16_16x8x8, "m16n8k8.row.col.f32.f16.f16")
 FASTCAPS_MMA(mma_tf32_16x8x8, "m16n8k8.row.col.f32.tf32.tf32")
 FASTCAPS_MMA(mma_bf16_16x8x16, "m16n8k16.row.col.f32.bf16.bf16")
 FASTCAPS_MMA(mma_f16_16x8x16, "m16n8k16.row.col.f32.f16.f16")
+#undef FASTCAPS_MMA_SMALL
 #undef FASTCAPS_MMA
 
 // ---- sums in global memory, in whatever order the blocks come -------------------------------------------------------

@@ -1,7 +1,9 @@
 // The kernels around those of an iteration that is not a single launch. Forward, `finish` joins the sums of all ranges
-// of children and makes parents of them. Backward, `prepare` turns the parents' gradient into that of the sums. A few
-// lanes hold one parent's pose.
+// of children and makes parents of them. Backward, `prepare` turns the parents' gradient into that of the sums; the
+// first of a call also sets to 0 what the launches behind it add to. A few lanes hold one parent's pose.
 #pragma once
+
+#include <cfloat>
 
 #include "call.h"
 #include "stage.h"
@@ -53,6 +55,13 @@ FASTCAPS_DEVICE void store_four(void* to, int64_t at, int inside, bool vector, c
     if (inside > 0) store4(static_cast<float*>(to) + at, make_float4(x[0], x[1], x[2], x[3]));
     return;
   }
+  if (vector) {
+    const auto pair = [&](int k) {
+      return bits_float(uint32_t(narrowed(x[k], storage)) | uint32_t(narrowed(x[k + 1], storage)) << 16);
+    };
+    if (inside > 0) store2(reinterpret_cast<float*>(static_cast<uint16_t*>(to) + at), make_float2(pair(0), pair(2)));
+    return;
+  }
   FASTCAPS_UNROLL
   for (int v = 0; v < 4; ++v)
     if (v < inside) store_number(to, at + v, x[v], storage);
@@ -94,12 +103,19 @@ struct EndArgs : ParentArgs {
   float* logsumexp;  // pooling: [count]
   void* parents;     // [count, C * E]
 
-  // backward
+  // the queries of further iterations, [count, C * E] in the children's type
+  const void* query;  // the first one's; or null
+  void* queries;      // forward: the next one's; backward: of `steps` iterations, from `earlier_sums`; or null
+  const float* earlier_sums;
+  int steps;
+
+  // backward: the gradient of parents is `grad`, or that of the queries behind, which is in `parts`
   PosesView grad;
-  const float* given_sums;  // [count, C * E] where there was a LayerNorm, or null
+  const float* given_sums;  // [count, C * E] where the parents are not the sums, or null
   float* dsums;             // [count, C * E]
   float* dnorm;             // [blocks, 2, C * E] or null
   float* dconstant;         // pooling: [count], -<dS, S> with S as it is stored; or null
+  Zeros zeros;
 };
 
 inline EndArgs end_args(const Call& call, int chunks = 1) {
@@ -119,6 +135,7 @@ struct HeldPose {
   int numbers;
 
   FASTCAPS_DEVICE HeldPose(const EndArgs& args, float* x_) : by(args.by), x(x_), numbers(args.C * args.E) {}
+  FASTCAPS_DEVICE float at(int k) const { return x[k]; }
   FASTCAPS_DEVICE int index(int k) const { return by.first() + k / 4 * by.lanes * 4 + k % 4; }
   FASTCAPS_DEVICE bool inside(int k) const { return index(k) < numbers; }
   template <class F>
@@ -201,10 +218,44 @@ FASTCAPS_DEVICE float top_of(const EndArgs& args, int64_t parent, bool exists) {
   return top == -INFINITY ? 0.0f : top;
 }
 
+// Sets to 0 what the launches behind this one add to, if this block is one of those that do so.
+FASTCAPS_DEVICE bool set_to_zero(const Zeros& zeros) {
+  const int64_t first = (block_x() - zeros.working) * block_threads() + thread_index();
+  if (block_x() < zeros.working) return false;
+  const int64_t step = (blocks_x() - zeros.working) * block_threads();
+  for (int piece = 0; piece < zeros.pieces; ++piece) {
+    float* values = zeros.values[piece];
+    const int64_t count = zeros.count[piece];
+    for (int64_t k = first; k < count / 4; k += step) store4(values + 4 * k, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    if (first < count % 4) values[count - 1 - first] = 0.0f;
+  }
+  return true;
+}
+
+// From S to what the rule makes of it: the next parents, or what is added to the query.
+template <int PER>
+FASTCAPS_DEVICE void take_step(const EndArgs& args, const HeldPose<PER>& pose) {
+  between(args, pose, true);
+  if (args.rule == Rule::kLayerNorm)
+    pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
+}
+
+// Stores the query that follows `query` behind the step that `pose` holds.
+template <int PER>
+FASTCAPS_DEVICE void store_query(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, const void* query,
+                                 void* next) {
+  if (query && args.rule == Rule::kSquash)
+    pose.each([&](float& number, int k) {
+      const int64_t at = parent * pose.numbers + pose.index(k);
+      number = rounded(number, args.storage) + load_number(query, at, args.storage);
+    });
+  pose.store(next, parent, args.storage);
+}
+
 template <int PER>
 FASTCAPS_KERNEL(256, 2)
 finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
-  each_parent(args.count, args.by.lanes * args.by.shares, [&](int64_t parent, bool exists) {
+  each_parent(args.count, args.by.lanes * args.by.shares, blocks_x(), [&](int64_t parent, bool exists) {
     float x[PER] = {};
     const HeldPose<PER> pose(args, x);
     const bool stores = exists && args.by.share() == 0;
@@ -217,28 +268,52 @@ finish_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       add_parts<false>(args, pose, parent, exists, 0.0f);
     }
     if (stores && args.sums) pose.store(args.sums, parent, Storage::kFloat32);
-    between(args, pose, true);
-    pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
+    take_step(args, pose);
     if (stores) pose.store(args.parents, parent, args.storage);
+    if (stores && args.queries) store_query(args, pose, parent, args.query, args.queries);
   });
+}
+
+// Makes the queries of all iterations but the first again.
+template <int PER>
+FASTCAPS_DEVICE void make_queries(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, bool exists) {
+  const int64_t bytes = args.count * pose.numbers * (args.storage == Storage::kFloat32 ? 4 : 2);
+  const void* query = args.query;
+  char* next = static_cast<char*>(args.queries);
+  for (int step = 0; step < args.steps; ++step, query = next, next += bytes) {
+    pose.load(args.earlier_sums + step * args.count * pose.numbers, parent, exists, pose.x);
+    take_step(args, pose);
+    if (exists && args.by.share() == 0) store_query(args, pose, parent, query, next);
+  }
 }
 
 // dL/dS, and each block's part of the affine's gradients.
 template <int PER>
 FASTCAPS_KERNEL(256, 1)
 prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
+  if (set_to_zero(args.zeros)) return;
   float dweight[PER] = {}, dbias[PER] = {}, ds[PER], s[PER];
   const HeldPose<PER> grad(args, ds), standard(args, s);
-  each_parent(args.count, args.by.lanes, [&](int64_t parent, bool exists) {
-    const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
+  each_parent(args.count, args.by.lanes * args.by.shares, args.zeros.working, [&](int64_t parent, bool exists) {
+    const bool stores = exists && args.by.share() == 0;
+    if (args.steps > 0) make_queries(args, standard, parent, exists);
     FASTCAPS_UNROLL
-    for (int k = 0; k < PER; k += 4)
-      args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
-    if (args.given_sums) {
-      standard.load(args.given_sums, parent, exists, s);
+    for (int k = 0; k < PER; ++k) ds[k] = 0.0f;
+    if (args.parts) {
+      add_parts<false>(args, grad, parent, exists, 0.0f);
+    } else {
+      const int64_t from = offset_of_parent(args.grad, exists ? parent : 0, args.M, args.Ho, args.Wo);
+      FASTCAPS_UNROLL
+      for (int k = 0; k < PER; k += 4)
+        args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
+    }
+    if (args.given_sums) standard.load(args.given_sums, parent, exists, s);
+    if (args.given_sums && args.rule == Rule::kSquash) {
+      squash_backward(grad, standard, FLT_MIN);
+    } else if (args.given_sums) {
       const float inverse = standardise(standard, args.eps);
       grad.each([&](float& number, int k) {
-        if (!exists) return;
+        if (!stores) return;
         dweight[k] += number * s[k];
         dbias[k] += number;
         if (args.norm_weight) number *= load_number(args.norm_weight, grad.index(k), args.storage);
@@ -250,9 +325,9 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
         const int64_t at = parent * grad.numbers + grad.index(k);
         return number == 0.0f ? 0.0f : number * load_number(args.stored, at, args.storage);
       });
-      if (exists && args.by.first() == 0) args.dconstant[parent] = -along;
+      if (stores && args.by.first() == 0) args.dconstant[parent] = -along;
     }
-    if (exists) grad.store(args.dsums, parent, Storage::kFloat32);
+    if (stores) grad.store(args.dsums, parent, Storage::kFloat32);
   });
   if (!args.dnorm) return;
   // Adds up, in shared memory and pairwise, the threads that hold the same values of different parents.
@@ -272,18 +347,17 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
     args.dnorm[block_x() * 2 * grad.numbers + n] = meeting[n];
 }
 
-// Launch both. If `dnorm` is wanted, each of prepare_blocks has a part of it, and room in shared memory.
 inline void finish(const EndArgs& args) {
   launch(args.C * args.E <= 4 * args.by.lanes ? &finish_kernel<4> : &finish_kernel<16>, args.by.grid(args.count), args);
 }
-inline int64_t prepare_blocks(const EndArgs& args) { return args.by.grid(args.count, 1024).x; }
-inline void prepare(const EndArgs& args) {
-  Grid grid = args.by.grid(args.count);
-  if (args.dnorm) {
-    grid.x = prepare_blocks(args);
-    grid.shared_bytes = 256 / args.by.lanes * 2 * args.C * args.E * int64_t(sizeof(float));
-  }
+// Blocks that share the parents: each has a part of `dnorm`, if that is wanted.
+inline Grid prepare_grid(const EndArgs& args) { return args.by.grid(args.count, 4 * multiprocessors()); }
+inline void prepare(EndArgs& args) {
+  Grid grid = prepare_grid(args);
+  if (args.dnorm) grid.shared_bytes = 256 / args.by.lanes * 2 * args.C * args.E * int64_t(sizeof(float));
+  args.zeros.add_blocks(grid);
   launch(args.C * args.E <= 4 * args.by.lanes ? &prepare_kernel<4> : &prepare_kernel<16>, grid, args);
+  args.zeros.pieces = 0;
 }
 
 }  // namespace fastcaps::gpu

@@ -52,6 +52,12 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
         barrier();
       }
     }
+    if constexpr (SILENCES && Pose::kProducts == 0) {
+      if (args.rounds) {
+        round_children(lane, slot, count);
+        barrier();
+      }
+    }
     if constexpr (SILENCES && !LEAN) {
       if (args.gate.data) {
         silence(lane, slot, count);
@@ -245,7 +251,7 @@ struct Built {
     k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.patch_rows = Pose::kPatchRows,
     k.patch_columns = Pose::kPatchColumns;
     k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.products = Pose::kProducts,
-    k.stored = Pose::kStored;
+    k.stored = Pose::kStored, k.rounded = Pose::kRounded;
     k.vector = Pose::kVector, k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
     k.weight_stride = Pose::kWeightStride, k.group_stride = Pose::kGroupStride, k.slot_stride = Pose::kSlotStride,
     k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;

@@ -50,7 +50,7 @@ FASTCAPS_KERNEL(256, 2)
 gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
   const PassArgs& args = join.pass;
   const Sharing& by = join.by;
-  each_parent(join.count, by.lanes * by.shares, [&](int64_t parent, bool exists) {
+  each_parent(join.count, by.lanes * by.shares, blocks_x(), [&](int64_t parent, bool exists) {
     const bool stores = exists && by.share() == 0;
     float evidence = 0.0f, log_sigma = 0.0f;
     double n = 0.0;
@@ -111,15 +111,17 @@ struct PrepareArgs {
   const float* variances;
   float *u, *s, *constant;
   float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
+  Zeros zeros;
 };
 
 FASTCAPS_KERNEL(256, 1)
 gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
+  if (set_to_zero(prepare.zeros)) return;
   const PassArgs& args = prepare.pass;
   const Sharing& by = prepare.by;
   const int numbers = args.C * args.E;
   const bool vector = numbers % 4 == 0;
-  each_parent(prepare.count, by.lanes, [&](int64_t parent, bool exists) {
+  each_parent(prepare.count, by.lanes, prepare.zeros.working, [&](int64_t parent, bool exists) {
     const int64_t from_means = offset_of_parent(prepare.dmeans, exists ? parent : 0, args.M, args.Ho, args.Wo);
     const int64_t from_variances = offset_of_parent(prepare.dvariances, exists ? parent : 0, args.M, args.Ho, args.Wo);
     const float inverse = exists ? inverse_or_zero(args.counts[parent] + args.eps) : 0.0f;
@@ -182,11 +184,12 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
     call.launch(c, 0, c.parent_blocks);
     return results;
   }
-  const Tensor parts = call.empty(call.parts(c, false)), evidences = call.empty(call.parts(c, false));
-  const Tensor offsets = call.empty(call.parts(c, true)), spreads = call.empty(call.parts(c, true));
-  const Tensor bases = call.empty(op.mean ? Shape{0} : call.parts(c, true));
-  args.counts = floats(parts), args.evidence = floats(evidences);
-  args.offsets = floats(offsets), args.spread = floats(spreads), args.base = floats(bases);
+  const int64_t values = call.parts(c, false).all(), poses = call.parts(c).all();
+  const Tensor memory = call.workspace({{&args.counts, values},
+                                        {&args.evidence, values},
+                                        {&args.offsets, poses},
+                                        {&args.spread, poses},
+                                        {&args.base, op.mean ? 0 : poses}});
   call.launch(c, 0, c.parent_blocks);
   const int64_t count = v.positions() * v.M, numbers = v.parent_size();
   const JoinArgs join{args, Sharing(numbers, c.chunks), count, int(numbers), floats(counts), floats(scores)};
@@ -207,28 +210,32 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const bool wants_mean = op.wants_mean(), wants_variance = op.wants_variance(), wants_log = op.wants_log_weight();
   const bool wants_use = listens && op.wants(kBetaUse, op.beta_use);
   const bool wants_ignore = listens && op.wants(kBetaIgnore, op.beta_ignore);
-  const int64_t every = v.I * v.M;  // betas if every child has its own; others are summed by position
+  const bool own_use = args.betas.use_stride_i, own_ignore = args.betas.ignore_stride_i;  // every child has its own
   args.eps = float(op.eps);
-  VoteGradients gradients(call, op.needs, wants_use && args.betas.use_stride_i ? every : 0,
-                          wants_ignore && args.betas.ignore_stride_i ? every : 0);
-  const auto room = [&](bool wanted, bool poses) {
-    Shape shape = call.parts(gradients.schedule, poses);
-    if (!wanted) return call.empty({0});
-    shape[0] *= all.count;
-    return empty ? call.zeros(shape) : call.empty(shape);
+  VoteGradients gradients(call, op.needs, !empty, v.I * v.M * ((wants_use && own_use) + (wants_ignore && own_ignore)));
+  const Made poses_made = call.parts(gradients.schedule), numbers_made = call.parts(gradients.schedule, false);
+  const ScalarType wide = call.compute;
+  const Tensor dmean = gradients.add(wants_mean, args.dquery, poses_made, call.poses(), wide);
+  const Tensor dvariance = gradients.add(wants_variance, args.dvariance, poses_made, call.poses(), wide);
+  const Tensor dlog_weight = gradients.add(wants_log, args.dlog_weight, numbers_made, call.numbers(), wide);
+  float *duse = nullptr, *dignore = nullptr;  // of children, or, where these share a beta, of positions
+  const auto add_betas = [&](bool wanted, const MaybeTensor& beta, bool own, float*& place) {
+    const Shape shape = wanted ? shape_of(*beta) : Shape{0, 0};
+    const int64_t parts = own ? gradients.parts() : all.count * numbers_made.parts * v.positions();
+    return gradients.add(wanted, place, gradients.table(parts, own ? v.I : 1, 1, shape), shape, wide, own);
   };
-  const Tensor dmean = room(wants_mean, true), dvariance = room(wants_variance, true);
-  const Tensor dlog_weight = room(wants_log, false);
-  const Tensor shared_use = room(wants_use && !args.betas.use_stride_i, false);
-  const Tensor shared_ignore = room(wants_ignore && !args.betas.ignore_stride_i, false);
-  const int64_t count = v.positions() * v.M, slots = call.parts(gradients.schedule, false)[0] * count;
-  const Tensor u = call.empty({count * v.parent_size()}), s = call.empty({count * v.parent_size()});
-  const Tensor constant = call.empty({count});
-  args.dsums = floats(u), args.dsquares = floats(s), args.dconstant = floats(constant);
-  args.dquery = floats(dmean), args.dvariance = floats(dvariance), args.dlog_weight = floats(dlog_weight);
+  const Tensor dbeta_use = add_betas(wants_use, op.beta_use, own_use, duse);
+  const Tensor dbeta_ignore = add_betas(wants_ignore, op.beta_ignore, own_ignore, dignore);
+  const int64_t count = v.positions() * v.M, slots = numbers_made.all();
+  float *u = nullptr, *s = nullptr, *constant = nullptr;
+  gradients.reserve(u, count * v.parent_size()), gradients.reserve(s, count * v.parent_size());
+  gradients.reserve(constant, count);
+  Zeros zeros = gradients.allocate();
+  args.dsums = u, args.dsquares = s, args.dconstant = constant;
   const size_t kept = call.kept.size();
   const bool measures = op.grad_means || op.grad_variances;
-  const Tensor tights = call.zeros({measures && !empty ? all.count * v.positions() : 0});
+  Tensor tights = call.empty({measures && !empty ? all.count * v.positions() : 0});
+  if (tights.numel() > 0) torch::stable::zero_(tights);  // before the launches that count in it
   for (int64_t k = 0; k < all.count && !empty; ++k) {
     const auto of = [&](const MaybeTensor& x) { return all.at(x, k); };
     float* tight = measures ? floats(tights) + k * v.positions() : nullptr;
@@ -237,32 +244,22 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     const float *spread = call.table(of(op.variances)), *dcounts = call.table(of(op.grad_counts));
     const auto poses = [&](const MaybeTensor& x) { return PosesView(all.view(x, k), args.C, args.E); };
     const Sharing by(v.parent_size());
-    launch(&gaussian_prepare_kernel, by.grid(count),
-           PrepareArgs{args, by, count, dcounts, poses(op.grad_means), poses(op.grad_variances), spread, floats(u),
-                       floats(s), floats(constant), tight});
+    Grid grid = by.grid(count);
+    zeros.add_blocks(grid);
+    launch(&gaussian_prepare_kernel, grid,
+           PrepareArgs{args, by, count, dcounts, poses(op.grad_means), poses(op.grad_variances), spread, u, s, constant,
+                       tight, zeros});
+    zeros.pieces = 0;
     if (listens) args.devidence = call.table(of(op.grad_evidence));
-    if (wants_use && !args.betas.use_stride_i) args.duse = floats(shared_use) + k * slots;
-    if (wants_ignore && !args.betas.ignore_stride_i) args.dignore = floats(shared_ignore) + k * slots;
-    if (measures) gradients.measure(3, floats(u), floats(s), tight);
+    args.duse = duse && !own_use ? duse + k * slots : duse;
+    args.dignore = dignore && !own_ignore ? dignore + k * slots : dignore;
+    if (measures) gradients.measure(3, u, s, tight);
     gradients.run(3);
     call.kept.resize(kept);
   }
-  const auto summed = [&](bool wanted, const Tensor& x, const Shape& shape) {
-    return wanted ? torch::stable::view(over(x, 0), shape) : gradients.none();
-  };
-  const auto betas = [&](bool wanted, const MaybeTensor& beta, const Tensor& by_child, const Tensor& by_position) {
-    if (!wanted) return gradients.none();
-    return gradients.table(beta->size(0) == 1 ? by_position : by_child, shape_of(*beta));
-  };
-  return {gradients.children(),
-          gradients.weight(),
-          gradients.bias(),
-          gradients.gate(),
-          summed(wants_mean, dmean, call.poses()),
-          summed(wants_variance, dvariance, call.poses()),
-          summed(wants_log, dlog_weight, call.numbers()),
-          betas(wants_use, op.beta_use, gradients.use(), shared_use),
-          betas(wants_ignore, op.beta_ignore, gradients.ignore(), shared_ignore)};
+  gradients.add_up();
+  return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dmean,
+          dvariance,          dlog_weight,      dbeta_use,      dbeta_ignore};
 }
 
 }  // namespace

@@ -90,9 +90,8 @@ struct StageGradients {
   const Lane<Pose, R>& lane;
   const PassArgs& args;
   float* children;  // [stage, warps that share parents, tile_size, C, D], child_stride apart
-  float* weight;  // [2, stage, warps that take other positions, parents of the block, kSlotStride]: the parts of dW of
-                  // two stages; or, where weights are large, dL/dV: [stage, parents of the block, tile_size, E]
-  float* gates;   // [stage, tile_size, warps that share parents]
+  float* weight;    // where weights are large, dL/dV: [stage, parents of the block, tile_size, E]; else see slots
+  float* gates;     // [stage, tile_size, warps that share parents]
   const Sums sums;
   int k = 0, parity = 0;  // the child within the stage; which of two stages
   const Offset* offset;   // of the child
@@ -402,6 +401,20 @@ struct StageGradients {
           for (int y = 0; y < 4; ++y) sum[x][y] = 0.0f;
         }
       }
+    }
+  }
+
+  // All that the warps have put for a stage, except parts of dW.
+  FASTCAPS_DEVICE void flush(const Stage<Pose>& stage, int count, bool with_gates) const {
+    if (!alone() && args.dchildren) flush_children(stage.t, count);
+    if (!alone() && with_gates) flush_gates(stage.seen, stage.t, count);
+    if constexpr (kLargeWeights<Pose>) {
+      const auto outer = [&](auto stored) { flush_large_weights<stored()>(stage, stage.t, count); };
+      if (!args.dweight) return;
+      if constexpr (Pose::kStored)
+        with_weights<Pose>(args, outer);
+      else
+        outer(Stored<Storage::kFloat32>());
     }
   }
 };

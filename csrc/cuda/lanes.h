@@ -13,8 +13,9 @@ namespace fastcaps::gpu {
 template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE, bool SWAPS = false>
 struct FixedPose {
   static constexpr bool kFixed = true;
-  static constexpr int kProducts = 0;     // tensor-core products that make one product: see tensor.h; 0: none
-  static constexpr bool kStored = false;  // children of half precision are read as they are stored, never widened
+  static constexpr int kProducts = 0;      // tensor-core products that make one product: see tensor.h; 0: none
+  static constexpr bool kStored = false;   // half precision is read as it is stored, never widened
+  static constexpr bool kRounded = false;  // weights in float32 are rounded to tf32 before the launch
   static constexpr int kC = C, kD = D, kE = E;
   static constexpr int kPatchRows = C, kPatchColumns = TE;
   static constexpr int kVector = D % 4 == 0 ? 4 : D % 2 == 0 ? 2 : 1;  // of a child's row
@@ -27,6 +28,7 @@ struct FixedPose {
   static constexpr int kGroupStride = PARENTS * STRIDE + (SWAPS && PARENTS * STRIDE % 32 == 0 ? 16 : 0);
   // Backward: from parent to parent in the warps' parts of dW. Vectors of four need no padding: see in_slot.
   static constexpr int kSlotStride = STRIDE > 0 && VECTOR == 4 ? D * E : STRIDE;
+  static constexpr int kWeightRow = E;  // from row to row
   static constexpr int kColumns = COLUMNS, kParents = PARENTS, kEach = EACH;
   static constexpr int kPositions = 32 / (COLUMNS * PARENTS);
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
@@ -40,7 +42,7 @@ struct FixedPose {
 // Any other pose: a lane holds TC x TE of its values, other lanes the rest. Values outside the pose are zero.
 template <int TC, int TE>
 struct FreePose {
-  static constexpr bool kFixed = false, kStored = false, kSwaps = false;
+  static constexpr bool kFixed = false, kStored = false, kRounded = false, kSwaps = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kPatchRows = TC, kPatchColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kGroupStride = 0,

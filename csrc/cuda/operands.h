@@ -45,11 +45,11 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
   load_vector<N>(from, to);
 }
 
-// Calls body(type) with the type of the weights that a lane reads: float in shared memory, else the stored type, in
-// place, for which one branch decides. Three products (tensor.h) take only float.
+// Calls body(type) with the type of the weights that a lane reads: the stored type, for which one branch decides, or
+// float if they are widened in shared memory. Three products (tensor.h) take only float.
 template <class Pose, class Body>
 FASTCAPS_DEVICE void with_weights(const PassArgs& args, Body&& body) {
-  if constexpr (Pose::kWeightStride > 0 || Pose::kProducts == 3)
+  if constexpr ((Pose::kWeightStride > 0 && !Pose::kStored) || Pose::kProducts == 3)
     body(Stored<Storage::kFloat32>());
   else
     with_type(args.storage, body);
@@ -67,7 +67,7 @@ struct Weights {
       : lane(lane_), alive(lane.alive(p)) {
     const PassArgs& args = lane.args;
     if constexpr (Pose::kWeightStride > 0) {
-      from = stage.weight + lane.group(p) * Pose::kGroupStride + lane.parent * Pose::kWeightStride;
+      from = stage.template weight_as<S>() + lane.group(p) * Pose::kGroupStride + lane.parent * Pose::kWeightStride;
     } else {
       const int m = alive ? lane.m(p) : args.M - 1;  // its values are read but not used
       from = static_cast<const Element<S>*>(args.weight) +

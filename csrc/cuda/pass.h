@@ -99,6 +99,7 @@ struct PassArgs : Cut, ParentArgs {
   float* sums;  // attention and pooling, forward: [.., C, E]; attention, all iterations: those instead of chunks
 
   bool normalize;    // pooling: keys are the votes' directions
+  bool rounds;       // backward: votes are of factors that this kernel must round to tf32
   bool detach;       // coefficients are constants: no gradient flows through them
   float* logsumexp;  // pooling, forward: [..]; backward: given
 
@@ -145,7 +146,8 @@ struct PassKernel {
   int columns, parents;  // lanes; 0: chosen at the launch
   int each;              // parents of a lane
   int products;          // tensor-core products that make one product; 0: none
-  bool stored;           // reads children of half precision as they are
+  bool stored;           // reads half precision as it is
+  bool rounded;          // takes weights that are rounded to tf32
   int vector;            // values of a child's row that are copied together
   int child_stride;      // from child to child in shared memory, in floats; 0: any
   int weight_stride;     // from parent to parent; 0: weights are read in place

@@ -27,11 +27,11 @@ std::vector<Tensor> pooling_routing(Stack stack) {
     call.launch(c, 0, c.parent_blocks);
     return results;
   }
-  const Tensor parts = call.empty(call.parts(c, true)), logsumexps = call.empty(call.parts(c, false));
-  args.sums = floats(parts), args.logsumexp = floats(logsumexps);
+  const Tensor memory =
+      call.workspace({{&args.sums, call.parts(c).all()}, {&args.logsumexp, call.parts(c, false).all()}});
   call.launch(c, 0, c.parent_blocks);
   EndArgs end = end_args(call, c.chunks);
-  end.parts = floats(parts), end.logsumexps = floats(logsumexps);
+  end.parts = args.sums, end.logsumexps = args.logsumexp;
   end.stored = data_of(sums), end.logsumexp = floats(logsumexp), end.parents = data_of(result);
   finish(end);
   return results;
@@ -48,13 +48,16 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
 
   PassArgs& args = call.args;
   args.scale = float(op.scale), args.normalize = op.normalize, args.detach = op.needs & kDetach;
-  VoteGradients gradients(call, op.needs);
-  if (args.detach) args.dgate = nullptr;  // and stays 0
+  VoteGradients gradients(call, op.needs, !empty);
   EndArgs end = end_args(call);
-  const Tensor dquery = !wants_query ? gradients.none() : call.empty(call.parts(gradients.schedule, true));
-  const Tensor dsums = call.empty({v.positions() * v.parents_size()}), dconstant = call.empty({end.count});
-  args.dsums = end.dsums = floats(dsums), args.dconstant = end.dconstant = floats(dconstant),
-  args.dquery = floats(dquery);
+  float *dsums = nullptr, *dconstant = nullptr;
+  gradients.reserve(dsums, v.positions() * v.parents_size());
+  gradients.reserve(dconstant, end.count);
+  const Tensor dquery =
+      gradients.add(wants_query, args.dquery, call.parts(gradients.schedule), call.poses(), call.storage);
+  end.zeros = gradients.allocate();
+  if (args.detach) args.dgate = nullptr;  // and stays 0
+  args.dsums = end.dsums = dsums, args.dconstant = end.dconstant = dconstant;
   for (int64_t k = 0; k < iterations.count && !empty; ++k) {
     const Tensor stored = as_dense(*iterations.at(op.sums, k)), shift = as_dense(*iterations.at(op.logsumexp, k));
     args.query = iterations.view(query, k);
@@ -63,8 +66,8 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
     prepare(end);
     gradients.run(0);
   }
-  return {gradients.children(), gradients.weight(), gradients.bias(), gradients.gate(),
-          gradients.finished(wants_query, wants_query ? over(dquery, 0) : dquery, call.poses())};
+  gradients.add_up();
+  return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dquery};
 }
 
 }  // namespace

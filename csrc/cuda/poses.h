@@ -22,7 +22,10 @@ using Pose8x8 = FixedPose   <8,  8,  8,  4, 4,  2, 16, 1,  72>;
 using Pose1x8x12 = FixedPose<1,  8, 16,  8, 4,  2,  4, 3, 136>;  // forward only: see ChildSums
 using Pose1x8 = FixedPose   <1,  8, 16,  8, 4,  2, 16, 1, 136>;
 using Pose1x16 = FixedPose  <1, 16, 16,  8, 4,  2, 16, 1, 264>;
-using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1,   0>;
+using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1, 4096>;
+using Pose1x64Back = FixedPose<1, 64, 64, 4, 4, 16, 2, 1,   0>;
+using Pose16x64 = FixedPose <1, 16, 64,  4, 4, 16,  2, 1, 1024>;
+using Pose16x64Back = FixedPose<1, 16, 64, 4, 4, 16, 2, 1,  0>;
 // clang-format on
 
 // A single parent: every lane has its own position, and no lane waits for another.
@@ -33,11 +36,23 @@ struct SinglePose1x16 : FixedPose<1, 16, 16, 16, VECTOR, 1, 1, 1, 256> {
 
 // PRODUCTS: tf32 products that make one product.
 template <int PRODUCTS>
-using Tensor4x4x32 = TensorPose4x4<4, PRODUCTS>;
+using Tensor4x4x32 = TensorPose<4, 4, PRODUCTS>;
 template <int PRODUCTS>
-using Tensor4x4x16 = TensorPose4x4<2, PRODUCTS>;
+using Tensor4x4x16 = TensorPose<4, 2, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor4x4x16Back = TensorPose<4, 2, PRODUCTS, false>;
+template <int PRODUCTS>
+using Tensor6x6 = TensorPose<6, 1, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor8x8 = TensorPose<8, 1, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x8 = TensorPose1x16<8, 5, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x16 = TensorPose1x16<16, 5, PRODUCTS>;
 template <int PRODUCTS>
 using Tensor1x64 = TensorPose1x64<PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x64Back = TensorPose1x64<PRODUCTS, false>;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 

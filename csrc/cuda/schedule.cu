@@ -277,9 +277,9 @@ Schedule compute(const Task& task, const Votes& v, const Bias& bias, const Machi
   const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
   const int most_warps = kernel.threads / 32;
-  // Large weights are read from memory for every tile: better many positions than many parents, though the softmax then
+  // Large weights are read for every tile: better many positions than many parents, though the softmax then
   // takes separate launches.
-  const bool large = kernel.C && kernel.weight_stride == 0 && v.positions() > 32;
+  const bool large = kernel.C && kernel.D * kernel.E >= 16 * 64 && v.positions() > 32;
   // If the order of sums is fixed, only one warp may add to memory by itself.
   const bool ordered = task.backward && task.ordered, single = ordered && (!kernel.C || bias.numbers > 0);
   if (ordered && (choice.chunks || choice.groups))
@@ -342,6 +342,12 @@ std::string name_of_instance(const PassKernel& kernel) {
 bool takes(const PassKernel& kernel, const Votes& v, const Task& task) {
   return lanes_of(kernel, v.C, v.D, v.E, v.M).columns &&
          (!kernel.products || (kernel.products == task.products && !task.identity));
+}
+
+bool forward_rounds(Task task, const Votes& v) {
+  task.backward = false;
+  const PassKernel* kernel = choose(task.pass->kernels(false), v, task);
+  return v.storage == Storage::kFloat32 && kernel && kernel->products == 1;
 }
 
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine,

@@ -66,6 +66,9 @@ std::string name_of_instance(const PassKernel& kernel);
 // Whether a kernel can take a call, with whatever schedule.
 bool takes(const PassKernel& kernel, const Votes& v, const Task& task);
 
+// Whether the kernel of a call's forward rounds float32 to tf32. The backward must make the same votes.
+bool forward_rounds(Task task, const Votes& v);
+
 // Without a kernel if the poses do not fit (see refusal), or if `fits_30_bits` is false; or, in builds for experiments,
 // if it cannot be as the environment wants it, of which `why_not` then tells. `bias`: the bias gradient; empty if it is
 // not wanted. A thread keeps its latest schedules.

@@ -43,8 +43,18 @@ FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, SoftmaxPart<N> 
   barrier_part(1 + lane.warp_position, args.warps_parents * kWarp);
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    part[r] = all[r * lane.positions + lane.position];
-    for (int w = 1; w < args.warps_parents; ++w) part[r].join(all[w * in_tile + r * lane.positions + lane.position]);
+    const SoftmaxPart<N>* of_warps = all + r * lane.positions + lane.position;
+    bool alike = true;
+    part[r] = *of_warps;
+    for (int w = 1; w < args.warps_parents; ++w) {
+      const SoftmaxPart<N> other = of_warps[w * in_tile];
+      alike = alike && other.top == part[r].top;
+      FASTCAPS_UNROLL
+      for (int k = 0; k <= N; ++k) part[r].total[k] += other.total[k];
+    }
+    if (alike) continue;  // mostly all are relative to 0: see add_up
+    part[r] = *of_warps;
+    for (int w = 1; w < args.warps_parents; ++w) part[r].join(of_warps[w * in_tile]);
   }
 }
 
@@ -109,6 +119,7 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
                              const Numbers<Pose, R>& gain, Numbers<Pose, R>& coefficient, float (&average)[R]) {
   const PassArgs& args = lane.args;
   SoftmaxPart<N> part[R];
+  float relative[R];                                             // what coefficients are relative to so far
   const bool known = !LEAN && args.statistics && !args.collect;  // the softmax over all parents is known
   const auto kept = [&](int r) {
     const Position& at = lane.at(r);
@@ -116,9 +127,11 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
   };
   if (known) {
     FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) part[r] = *kept(r);
+    for (int r = 0; r < R; ++r) part[r] = *kept(r), relative[r] = NAN;
   } else {
     add_up<N>(lane, logit, gain, coefficient, part);
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) relative[r] = part[r].shift();
     if (args.warps_parents > 1) meet(lane, stage.t & 1, part);
   }
   if (!LEAN && args.collect) {
@@ -131,11 +144,13 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
     }
     return false;
   }
-  if (known || args.warps_parents > 1)  // relative to the top of all parents, not of the lanes'
-    each_patch<Pose, R>(
-        [&](int r, int p) { coefficient[r][p] = lane.alive(p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f; });
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
+    if (part[r].shift() != relative[r]) {
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p)
+        coefficient[r][p] = lane.alive(p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
+    }
     const float one = reciprocal(part[r].total[0]);
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) coefficient[r][p] *= one;

@@ -74,12 +74,12 @@ FASTCAPS_DEVICE float affine(const ParentArgs& args, float x, int k) {
   return x;
 }
 
-// body(parent, exists) for the block's share of `count` parents, with `lanes` lanes for each. Lanes exchange values, so
-// all of a warp loop equally often; `exists` says which have a parent.
+// body(parent, exists) for the block's share of `count` parents, with `lanes` lanes for each; the first `blocks` share
+// them. Lanes exchange values, so all of a warp loop equally often; `exists` says which have a parent.
 template <class Body>
-FASTCAPS_DEVICE void each_parent(int64_t count, int lanes, Body&& body) {
+FASTCAPS_DEVICE void each_parent(int64_t count, int lanes, int64_t blocks, Body&& body) {
   const int64_t together = block_threads() / lanes, mine = block_x() * together + thread_index() / lanes;
-  for (int64_t first = 0; first < count; first += blocks_x() * together) body(first + mine, first + mine < count);
+  for (int64_t first = 0; first < count; first += blocks * together) body(first + mine, first + mine < count);
 }
 
 // Where the pose of a parent begins; `parent` is its index in [B, Ho, Wo, M].
@@ -140,7 +140,7 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
     const bool exists = lane.first_parent + m < args.M;
     const T* from =
         static_cast<const T*>(args.weight) + (exists ? int64_t(lane.first_parent + m) * kNumbers + number : 0);
-    T* target = to + m * Pose::kWeightStride + number;
+    T* target = to + m * Pose::kWeightStride + number / Pose::kE * Pose::kWeightRow + number % Pose::kE;
     if constexpr (Pose::kSwaps)
       target += m / Pose::kParents * (Pose::kGroupStride - Pose::kParents * Pose::kWeightStride);
     for (int k = 0; k < count; ++k) {
@@ -176,35 +176,43 @@ FASTCAPS_DEVICE void stage_seen(const Lane<Pose, R>& lane, int count, const Offs
 // One child after another of a stage in shared memory.
 template <class Pose>
 struct Stage {
-  const float* children;   // [tile_size, C, D], child_stride apart
-  const uint16_t* stored;  // the same as stored, in half precision
-  const float* weight;     // [parents of the block / kParents, kParents], kGroupStride and kWeightStride apart
-  const Seen* seen;        // [tile_size]
-  int t;                   // which child it is, in the order of the kernels
+  const float *children, *weight;  // [tile_size, C, D], child_stride apart; [parents / kParents, kParents]
+  const uint16_t *stored_children, *stored_weight;  // the same as stored, in half precision
+  const Seen* seen;                                 // [tile_size]
+  int t;                                            // which child it is, in the order of the kernels
 
   FASTCAPS_DEVICE Stage(const PassArgs& args, char* shared, int slot, int first) : t(first) {
     const char* floats = shared + args.shared_float + slot * args.float_stage;
     children = reinterpret_cast<const float*>(floats);
-    stored = reinterpret_cast<const uint16_t*>(shared + slot * args.shared_stage);
     weight = reinterpret_cast<const float*>(floats + args.shared_weight);
+    stored_children = reinterpret_cast<const uint16_t*>(shared + slot * args.shared_stage);
+    stored_weight = stored_children + args.shared_weight / int(sizeof(float));
     seen = reinterpret_cast<const Seen*>(shared + slot * args.shared_stage + args.shared_seen);
   }
   template <int R>
   FASTCAPS_DEVICE void next(const Lane<Pose, R>& lane) {
     children += lane.args.tile_size * lane.child_stride();
-    stored += lane.args.tile_size * lane.child_stride();
     weight += lane.matrices();
+    stored_children += lane.args.tile_size * lane.child_stride();
+    stored_weight += lane.matrices();
     seen += lane.args.tile_size;
     ++t;
   }
 
-  // The children in their type, which the caller knows.
+  // Children and weights in their type, which the caller knows.
   template <Storage S>
   FASTCAPS_DEVICE const Element<S>* children_as() const {
     if constexpr (S == Storage::kFloat32)
       return children;
     else
-      return stored;
+      return stored_children;
+  }
+  template <Storage S>
+  FASTCAPS_DEVICE const Element<S>* weight_as() const {
+    if constexpr (S == Storage::kFloat32)
+      return weight;
+    else
+      return stored_weight;
   }
 };
 
@@ -250,6 +258,15 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int slot, int count) {
     all(Stored<Storage::kBFloat16>());
   else
     all(Stored<Storage::kFloat16>());
+}
+
+// Rounds a stage's children to tf32. Needs a barrier before it and another after it.
+template <class Pose, int R>
+FASTCAPS_DEVICE void round_children(const Lane<Pose, R>& lane, int slot, int count) {
+  const PassArgs& args = lane.args;
+  float* children = reinterpret_cast<float*>(lane.shared + slot * args.shared_stage);
+  for (int k = thread_index(); k < count * args.tile_size * lane.child_stride(); k += block_threads())
+    children[k] = bits_float(to_tf32(children[k]));
 }
 
 // Sets children with a gate of exactly 0 that are NaN or infinite to zero and makes them absent: 0 times them would be

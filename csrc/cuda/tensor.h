@@ -23,14 +23,20 @@ struct Factor {
     number[k] = to_tf32(x);
     if constexpr (PRODUCTS == 3) remainder[k] = float_bits(x - bits_float(number[k]));
   }
-  // For a single product, weights are already rounded (round_kernel).
+  // ROUNDED: it is a tf32 value already (round_kernel).
+  template <bool ROUNDED>
   FASTCAPS_DEVICE void take_weight(int k, float x) {
-    if constexpr (PRODUCTS == 3)
-      take(k, x);
-    else
+    if constexpr (ROUNDED)
       number[k] = float_bits(x);
+    else
+      take(k, x);
   }
 };
+
+// Two neighbours along the depth, in half precision: the lower or upper halves of words of two rows.
+FASTCAPS_DEVICE uint32_t pair_of(uint32_t row, uint32_t next, bool upper) {
+  return upper ? row >> 16 | (next & 0xffff0000) : (row & 0xffff) | next << 16;
+}
 
 // d += a * b; small products first.
 template <int PRODUCTS>
@@ -42,82 +48,186 @@ FASTCAPS_DEVICE void multiply_add(float (&d)[4], const Factor<PRODUCTS, 4>& a, c
   mma_tf32_16x8x8(d, a.number, b.number);
 }
 
-// 4 x 4 poses. One instruction takes 8 parents with two columns each (rows) and 4 positions with two rows each of the
-// child's pose (columns): a[(e, m), d] = W[m, d, e], b[d, (position, row)] = P[position, row, d].
-template <int EACH, int PRODUCTS>
-struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
+// The same of half precision, for a depth of 8.
+template <Storage S>
+FASTCAPS_DEVICE void multiply_add_halves(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  if constexpr (S == Storage::kBFloat16)
+    mma_bf16_16x8x8(d, a, b);
+  else
+    mma_f16_16x8x8(d, a, b);
+}
+
+// N x N poses. One instruction takes 8 parents with two columns each (rows) and 4 positions with two rows each of the
+// child's pose (columns): a[(e, m), d] = W[m, d, e], b[d, (position, row)] = P[position, row, d]. A lane reads weights
+// at depth t, its position, and t + 4; or 2 t and 2 t + 1 in half precision. Beyond the pose both factors are 0.
+// STORED: half precision is read as it is stored.
+template <int N, int EACH, int PRODUCTS, bool STORED = true>
+struct TensorPose : FixedPose<N, N, N, N, N % 4 == 0 ? 4 : 2, 1, 8, EACH,
+                              N == 4   ? 16
+                              : N == 6 ? 40
+                                       : 68> {
   static constexpr int kProducts = PRODUCTS;
-  static constexpr int kChildPad = 8;  // 4 positions x 8 values of a fragment use 32 banks
-  static constexpr int kChildStride = 16 + kChildPad;
+  static constexpr bool kStored = STORED, kRounded = N % 4 == 0 && PRODUCTS == 1;
+  // Between the two rows that one instruction takes. With it and the strides, a fragment uses (almost) all banks.
+  static constexpr int kApart = N == 4 ? 1 : N == 6 ? 3 : 2;
+  static constexpr int kChildPad = N == 4 ? 8 : N == 6 ? 0 : 4;
+  static constexpr int kChildStride = N * N + kChildPad;
 };
 
 // 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
 // columns, or 16 of half precision; a lane ends with two positions and two columns. Column n of the e-th instruction is
 // column 32 (e / 4) + 4 (n / 2) + 16 (n % 2) + e % 4 of the pose: a lane reads four neighbours of a weight's row for
-// four instructions, and ends with four times four neighbours.
-template <int PRODUCTS>
-struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, 0> {
+// four instructions, and ends with four times four neighbours. STAGED: weights lie in shared memory, not in place.
+template <int PRODUCTS, bool STAGED = true>
+struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, STAGED ? 64 * 68 : 0> {
   static constexpr int kProducts = PRODUCTS;
-  static constexpr bool kStored = true;
+  static constexpr bool kStored = true, kRounded = PRODUCTS == 1;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment use 32 banks
+  static constexpr int kWeightRow = STAGED ? 68 : 64;
 };
 
-template <Storage, int EACH, int PRODUCTS, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>, R>& lane,
-                                              const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
-                                              Patch<TensorPose4x4<EACH, PRODUCTS>> (&votes)[R][EACH]) {
-  using Pose = TensorPose4x4<EACH, PRODUCTS>;
+// 1 x D children and 1 x 16 parents. One instruction takes 16 positions (rows) and 8 columns of one parent's pose.
+// Column n of the k-th instruction is column 2 n + k of the pose: a lane reads two neighbours of a weight's row for two
+// instructions, and ends with four neighbours at two positions.
+template <int D, int EACH, int PRODUCTS>
+struct TensorPose1x16 : FixedPose<1, D, 16, 4, 4, 4, 1, EACH, D * 16> {
+  static constexpr int kProducts = PRODUCTS;
+  static constexpr bool kStored = true;
+  static constexpr int kChildPad = 4;  // 8 positions x 4 columns of a fragment use 32 banks
+};
+
+// A lane's part of a row of a child's pose, at `row`.
+template <Storage S, int N, int PRODUCTS>
+FASTCAPS_DEVICE void take_child(const Element<S>* row, int t, Factor<PRODUCTS, 2>& child) {
+  if constexpr (N == 4) {
+    child.take(0, load_number(row, t, S));
+  } else if constexpr (S == Storage::kFloat32) {
+    child.take(0, row[t]);
+    child.take(1, t + 4 < N ? row[t + 4] : 0.0f);
+  } else {
+    child.number[0] = 2 * t < N ? *reinterpret_cast<const uint32_t*>(row + 2 * t) : 0;
+  }
+}
+
+// A lane's part of a parent's matrix, at `from`: a factor for each column.
+template <Storage S, int N, int PRODUCTS>
+FASTCAPS_DEVICE void take_matrix(const Element<S>* from, int t, Factor<PRODUCTS, 2> (&columns)[N]) {
+  constexpr int V = N % 4 == 0 ? 4 : 2;
+  const auto take_row = [&](int k, int d) {
+    FASTCAPS_UNROLL
+    for (int e = 0; e < N; e += V) {
+      float part[V] = {};
+      if (d < N) load_vector<S>(from + d * N + e, part);
+      FASTCAPS_UNROLL
+      for (int v = 0; v < V; ++v) columns[e + v].template take_weight<N % 4 == 0 && PRODUCTS == 1>(k, part[v]);
+    }
+  };
+  if constexpr (N == 4 || S == Storage::kFloat32) {
+    take_row(0, t);
+    if constexpr (N > 4) take_row(1, t + 4);
+  } else {
+    uint32_t rows[2][N / 2] = {};
+    if (2 * t < N) {
+      FASTCAPS_UNROLL
+      for (int word = 0; word < N; word += 2) {
+        const float2 pair = load2(reinterpret_cast<const float*>(from + 2 * t * N) + word);
+        rows[word / (N / 2)][word % (N / 2)] = float_bits(pair.x);
+        rows[(word + 1) / (N / 2)][(word + 1) % (N / 2)] = float_bits(pair.y);
+      }
+    }
+    FASTCAPS_UNROLL
+    for (int e = 0; e < N; ++e) columns[e].number[0] = pair_of(rows[0][e / 2], rows[1][e / 2], e % 2);
+  }
+}
+
+// d += (column one of W, column two) * a pair of rows, in two steps: small products, which three products alone have,
+// and large ones. The other step's instructions lie between those that continue each other's sums.
+template <Storage S, int N>
+FASTCAPS_DEVICE void multiply_small(float (&d)[4], const Factor<3, 2>& one, const Factor<3, 2>& two,
+                                    const Factor<3, 2>& child) {
+  if constexpr (N == 4) {  // both small products at once: the depth of 4 fills half of an instruction
+    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.remainder[0], two.remainder[0]},
+                    {child.remainder[0], child.number[0]});
+  } else {
+    mma_tf32_16x8x8(d, {one.remainder[0], two.remainder[0], one.remainder[1], two.remainder[1]}, child.number);
+    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.remainder);
+  }
+}
+template <Storage S, int N, int PRODUCTS>
+FASTCAPS_DEVICE void multiply_large(float (&d)[4], const Factor<PRODUCTS, 2>& one, const Factor<PRODUCTS, 2>& two,
+                                    const Factor<PRODUCTS, 2>& child) {
+  if constexpr (N > 4 && S != Storage::kFloat32) {
+    multiply_add_halves<S>(d, {one.number[0], two.number[0]}, child.number[0]);
+  } else if constexpr (N == 6 || (N > 4 && PRODUCTS == 3)) {
+    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.number);
+  } else {  // as weights are read: for a depth of 8, the compiler moves them
+    FASTCAPS_UNROLL
+    for (int k = 0; k < N / 4; ++k) mma_tf32_16x8x4(d, {one.number[k], two.number[k]}, child.number[k]);
+  }
+}
+
+template <Storage S, int N, int EACH, int PRODUCTS, bool STORED, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose<N, EACH, PRODUCTS, STORED>, R>& lane,
+                                              const Stage<TensorPose<N, EACH, PRODUCTS, STORED>>& stage,
+                                              Patch<TensorPose<N, EACH, PRODUCTS, STORED>> (&votes)[R][EACH]) {
+  using Pose = TensorPose<N, EACH, PRODUCTS, STORED>;
   static_assert(R == 1, "the four positions of an instruction are four lanes'");
-  const int t = lane.position, in_tile = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
-  Factor<PRODUCTS, 2> children;
+  constexpr int kApart = Pose::kApart, kPairs = N / 2;
+  const auto upper = [](int pair) { return pair / kApart * 2 * kApart + pair % kApart; };  // the first row of a pair
+  const int t = lane.position, in_tile = lane.warp_position * 4 + lane.parent / 2;
+  const auto* rows =
+      stage.template children_as<S>() + in_tile * Pose::kChildStride + lane.parent % 2 * kApart * Pose::kRowStride;
+  Factor<PRODUCTS, 2> children[kPairs];
   FASTCAPS_UNROLL
-  for (int half = 0; half < 2; ++half)
-    children.take(half, stage.children[in_tile * Pose::kChildStride + (2 * half + row) * 4 + t]);
+  for (int pair = 0; pair < kPairs; ++pair) take_child<S, N>(rows + upper(pair) * Pose::kRowStride, t, children[pair]);
   FASTCAPS_UNROLL
   for (int p = 0; p < EACH; ++p) {
-    float numbers[4];
-    load_vector<4>(Weights(lane, stage, p).from + t * 4, numbers);
-    Factor<PRODUCTS, 4> weights;
-    FASTCAPS_UNROLL
-    for (int e = 0; e < 4; ++e) weights.take_weight(e, numbers[e]);
-    FASTCAPS_UNROLL
-    for (int e = 0; e < 4; e += 2) {
+    Factor<PRODUCTS, 2> columns[N];
+    take_matrix<S>(Weights<Pose, R, S>(lane, stage, p).from, t, columns);
+    float d[kPairs][kPairs][4] = {};
+    const auto each_tile = [&](auto multiply) {
       FASTCAPS_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float d[4] = {};
-        if constexpr (PRODUCTS == 3)  // both small products at once: the depth of 4 fills half of an instruction
-          mma_tf32_16x8x8(d, {weights.number[e], weights.number[e + 1], weights.remainder[e], weights.remainder[e + 1]},
-                          {children.remainder[half], children.number[half]});
-        mma_tf32_16x8x4(d, {weights.number[e], weights.number[e + 1]}, children.number[half]);
+      for (int e = 0; e < N; e += 2) {
         FASTCAPS_UNROLL
-        for (int x = 0; x < 4; ++x) votes[0][p][2 * half + x % 2][e + x / 2] = d[x];
+        for (int pair = 0; pair < kPairs; ++pair) multiply(d[e / 2][pair], columns[e], columns[e + 1], children[pair]);
+      }
+    };
+    if constexpr (PRODUCTS == 3)
+      each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_small<S, N>(d, one, two, child); });
+    each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_large<S, N>(d, one, two, child); });
+    FASTCAPS_UNROLL
+    for (int e = 0; e < N; e += 2) {
+      FASTCAPS_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) {
+        FASTCAPS_UNROLL
+        for (int x = 0; x < 4; ++x) votes[0][p][upper(pair) + x % 2 * kApart][e + x / 2] = d[e / 2][pair][x];
       }
     }
   }
 }
 
 // Factors of 1 x 64 poses for four columns: from two rows of weights, which lie four apart; in half precision from four
-// rows, as pairs of neighbours.
-template <int PRODUCTS>
+// rows, as pairs of neighbours. ROW: from row to row.
+template <int ROW, int PRODUCTS>
 FASTCAPS_DEVICE void take_rows(const float* at, Factor<PRODUCTS, 2> (&columns)[4]) {
   FASTCAPS_UNROLL
   for (int k = 0; k < 2; ++k) {
     float row[4];
-    load_vector<4>(at + k * 4 * 64, row);
+    load_vector<4>(at + k * 4 * ROW, row);
     FASTCAPS_UNROLL
-    for (int e = 0; e < 4; ++e) columns[e].take_weight(k, row[e]);
+    for (int e = 0; e < 4; ++e) columns[e].template take_weight<PRODUCTS == 1>(k, row[e]);
   }
 }
-template <int PRODUCTS>
+template <int ROW, int PRODUCTS>
 FASTCAPS_DEVICE void take_rows(const uint16_t* at, Factor<PRODUCTS, 2> (&columns)[4]) {
   FASTCAPS_UNROLL
   for (int k = 0; k < 2; ++k) {
-    const float* rows = reinterpret_cast<const float*>(at + k * 4 * 64);
-    const float2 one = load2(rows), next = load2(rows + 32);
+    const float* rows = reinterpret_cast<const float*>(at + k * 4 * ROW);
+    const float2 one = load2(rows), next = load2(rows + ROW / 2);
     FASTCAPS_UNROLL
     for (int e = 0; e < 4; ++e) {
       const uint32_t low = float_bits(e < 2 ? one.x : one.y), high = float_bits(e < 2 ? next.x : next.y);
-      columns[e].number[k] = e % 2 ? low >> 16 | (high & 0xffff0000) : (low & 0xffff) | high << 16;
+      columns[e].number[k] = pair_of(low, high, e % 2);
     }
   }
 }
@@ -132,26 +242,29 @@ FASTCAPS_DEVICE void multiply_add_as(float (&d)[4], const Factor<PRODUCTS, 4>& a
     mma_f16_16x8x16(d, a.number, b.number);
 }
 
-template <Storage S, int PRODUCTS, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS>, R>& lane,
-                                              const Stage<TensorPose1x64<PRODUCTS>>& stage,
-                                              Patch<TensorPose1x64<PRODUCTS>> (&votes)[R][1]) {
-  using Pose = TensorPose1x64<PRODUCTS>;
+template <Storage S, int PRODUCTS, bool STAGED, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS, STAGED>, R>& lane,
+                                              const Stage<TensorPose1x64<PRODUCTS, STAGED>>& stage,
+                                              Patch<TensorPose1x64<PRODUCTS, STAGED>> (&votes)[R][1]) {
+  using Pose = TensorPose1x64<PRODUCTS, STAGED>;
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
+  constexpr bool kFloat = S == Storage::kFloat32;
+  constexpr int kRow = Pose::kWeightRow;
   const int t = lane.column;
   // Where the lane begins along the depth, whose order is free. Half-precision words, which are pairs, use all banks if
-  // lanes 2 and 3 begin half a row later.
-  const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
+  // lanes 2 and 3 begin half a row later: in the children; or 8 values later: in staged weights.
+  constexpr int kLater = STAGED ? 8 : 32, kStep = kFloat || !STAGED ? 8 : 16, kEnd = kFloat || STAGED ? 64 : 32;
+  const int begin = kFloat ? t : t % 2 * 2 + t / 2 * kLater;
   const auto* weight =
-      Weights<Pose, R, S>(lane, stage, 0).from + begin * 64 + lane.position / 2 * 4 + lane.position % 2 * 16;
+      Weights<Pose, R, S>(lane, stage, 0).from + begin * kRow + lane.position / 2 * 4 + lane.position % 2 * 16;
   const auto* rows = stage.template children_as<S>() + begin;
   float d[8][4] = {};
-  _Pragma("unroll PRODUCTS == 3 ? 1 : 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
+  _Pragma("unroll PRODUCTS == 3 ? 1 : 2") for (int first = 0; first < kEnd; first += kStep) {
     Factor<PRODUCTS, 4> children;
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) {
       const auto* from = rows + lane.in_tile(x % 2) * Pose::kRowStride + first + x / 2 * 4;
-      if constexpr (S == Storage::kFloat32)
+      if constexpr (kFloat)
         children.take(x, *from);
       else
         children.number[x] = *reinterpret_cast<const uint32_t*>(from);
@@ -159,7 +272,7 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
     FASTCAPS_UNROLL
     for (int four = 0; four < 8; four += 4) {
       Factor<PRODUCTS, 2> weights[4];
-      take_rows(weight + first * 64 + four * 8, weights);
+      take_rows<kRow>(weight + first * kRow + four * 8, weights);
       FASTCAPS_UNROLL
       for (int e = 0; e < 4; ++e) multiply_add_as<S>(d[four + e], children, weights[e]);
     }
@@ -171,14 +284,69 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
   }
 }
 
+template <Storage S, int D, int EACH, int PRODUCTS, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x16<D, EACH, PRODUCTS>, R>& lane,
+                                              const Stage<TensorPose1x16<D, EACH, PRODUCTS>>& stage,
+                                              Patch<TensorPose1x16<D, EACH, PRODUCTS>> (&votes)[R][EACH]) {
+  using Pose = TensorPose1x16<D, EACH, PRODUCTS>;
+  static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
+  constexpr bool kFloat = S == Storage::kFloat32;
+  constexpr int kSteps = kFloat ? D / 8 : 1;  // instructions along the depth
+  const int t = lane.column;
+  Factor<PRODUCTS, 4> children[kSteps] = {};
+  FASTCAPS_UNROLL
+  for (int x = 0; x < (kFloat ? 4 : D / 4); ++x) {
+    const auto* row = stage.template children_as<S>() + lane.in_tile(x % 2) * (D + Pose::kChildPad);
+    if constexpr (kFloat) {
+      FASTCAPS_UNROLL
+      for (int step = 0; step < kSteps; ++step) children[step].take(x, row[step * 8 + x / 2 * 4 + t]);
+    } else {
+      children[0].number[x] = *reinterpret_cast<const uint32_t*>(row + x / 2 * 8 + 2 * t);
+    }
+  }
+  FASTCAPS_UNROLL
+  for (int p = 0; p < EACH; ++p) {
+    const auto* from = Weights<Pose, R, S>(lane, stage, p).from + 2 * lane.position;
+    float d[2][4] = {};
+    FASTCAPS_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      Factor<PRODUCTS, 2> columns[2] = {};
+      FASTCAPS_UNROLL
+      for (int k = 0; k < (kFloat ? 2 : D / 8); ++k) {
+        if constexpr (kFloat) {
+          const float2 pair = load2(from + (step * 8 + k * 4 + t) * 16);
+          columns[0].take(k, pair.x), columns[1].take(k, pair.y);
+        } else {
+          const auto word = [&](int row) { return *reinterpret_cast<const uint32_t*>(from + (k * 8 + row) * 16); };
+          const uint32_t row = word(2 * t), next = word(2 * t + 1);
+          columns[0].number[k] = pair_of(row, next, false), columns[1].number[k] = pair_of(row, next, true);
+        }
+      }
+      FASTCAPS_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        if constexpr (kFloat || D == 16)
+          multiply_add_as<S>(d[k], children[step], columns[k]);
+        else
+          multiply_add_halves<S>(d[k], {children[0].number[0], children[0].number[1]}, columns[k].number[0]);
+      }
+    }
+    FASTCAPS_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      FASTCAPS_UNROLL
+      for (int x = 0; x < 4; ++x) votes[x / 2][p][0][x % 2 * 2 + k] = d[k][x];
+    }
+  }
+}
+
 // dW of one of the lane's parents, summed over the warp's four positions: a[(e, m), (position, row)] = dV[m, position,
 // row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d repeat others and are dropped; the
 // lanes of the first two positions end with rows d = 2 position + {0, 1}.
-template <int EACH, int PRODUCTS>
-FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>, 1>& lane,
-                                           const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
-                                           const Patch<TensorPose4x4<EACH, PRODUCTS>>& dvotes, float (&rows)[2][4]) {
-  using Pose = TensorPose4x4<EACH, PRODUCTS>;
+template <int EACH, int PRODUCTS, bool STORED>
+FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose<4, EACH, PRODUCTS, STORED>, 1>& lane,
+                                           const Stage<TensorPose<4, EACH, PRODUCTS, STORED>>& stage,
+                                           const Patch<TensorPose<4, EACH, PRODUCTS, STORED>>& dvotes,
+                                           float (&rows)[2][4]) {
+  using Pose = TensorPose<4, EACH, PRODUCTS, STORED>;
   const float* rows_of = stage.children + lane.in_tile(0) * Pose::kChildStride;
   Factor<PRODUCTS, 2> children[2];
   FASTCAPS_UNROLL

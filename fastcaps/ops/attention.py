@@ -11,6 +11,7 @@ from torch import Tensor
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import products, uniform
+from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.shared import EVEN, LIBRARY
@@ -52,6 +53,15 @@ class AttentionRouting(QueryRouting):
     Own, Rest = Attention, Backward
     history = ("sums",)
     constant = frozenset(("query",))
+    iterates = frozenset(("cuda",))
+
+    def __init__(self) -> None:
+        """Define both ops, and the CUDA library's backward through all iterations."""
+        super().__init__()
+        tensors = "Tensor? query, Tensor? norm_weight, Tensor? norm_bias, Tensor sums"
+        taken = f"Tensor grad, {written(VoteInputs.__annotations__)}, {tensors}, float scale, float eps, int rule"
+        schema = f"{taken}, int needs, int options", self.native_backward_schema[1]
+        self.native_reverse = declare("cuda", f"{self.name}_reverse", schema)
 
     def __call__(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
         """Run the op, except a first iteration that torch's convolution or matmul computes."""
@@ -95,6 +105,23 @@ class AttentionRouting(QueryRouting):
         if eager and self.library(votes, backward=True) is not None:
             return products.Reverse(self, self.run_backward, votes, count, needs, False)
         return super().reverse(votes, count, needs, eager)
+
+    def backward(
+        self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results, eps: float = 0.0
+    ) -> None:
+        """Compute the gradients of a call: on a GPU all iterations by one call of the native library."""
+        chosen, options = backends.choose(self.stem, votes) if reverse.run == self.run_backward else ("", 0)
+        if chosen != "cuda" or eps:
+            return super().backward(reverse, grads, votes, own, history, eps)
+        (grad,), (sums,), needs = grads, history, reverse.needs - (self.constant if own.detach else set())
+        assert grad is not None
+        affine = own.norm_weight, own.norm_bias
+        bits = self.bits(needs) | (DETACH if own.detach else 0)
+        found = self.native_reverse(
+            grad.to(sums.dtype), *votes, own.query, *affine, sums, own.scale, own.eps, own.rule, bits, options
+        )
+        found = self.with_weight_strides(found, votes, bits)
+        reverse.gradients = {name: one for name, one in zip(self.tensors, found, strict=True) if name in needs}
 
     def check(self, votes: VoteInputs, own: Attention) -> None:
         rows, _, columns = votes.pose

@@ -104,12 +104,15 @@ def define(
     torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
     packet = getattr(torch.ops.fastcaps, name)
     _count_flops_of(packet, flops)
-    below = {}
-    for backend, library in NATIVE.items():
-        library.define("{}({}) -> {}".format(name, *native).replace("SymInt", "int"))
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the op above has the derivative
-        below[backend] = getattr(getattr(torch.ops, f"fastcaps_{backend}"), name).default
-    return packet.default, below
+    return packet.default, {backend: declare(backend, name, native) for backend in NATIVE}
+
+
+def declare(backend: str, name: str, schema: tuple[str, str]) -> Any:
+    """Declare an op of a native library, and return it."""
+    library = NATIVE[backend]
+    library.define("{}({}) -> {}".format(name, *schema).replace("SymInt", "int"))
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # the op above has the derivative
+    return getattr(getattr(torch.ops, f"fastcaps_{backend}"), name).default
 
 
 def make_differentiable(

@@ -156,7 +156,9 @@ class Routing(Signature, ABC):
                 return self.native[chosen](*votes, *own[: self.native_count], options)
 
             begins = getattr(own, self.state[0]) is not None
-            whole = backends.takes_iterations(self.stem, votes, self.iterations(own), begins, options)
+            whole = chosen in self.iterates or backends.takes_iterations(
+                self.stem, votes, self.iterations(own), begins, options
+            )
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
             return (*results, self._coefficients(votes, own, results))
         if chosen == "triton":
@@ -177,13 +179,18 @@ class Routing(Signature, ABC):
         else:
             kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
             found = kernel(heads, votes, rest, needs, options)
+        return tuple(found if chosen == "cpu" else self.with_weight_strides(found, votes, needs))
+
+    def with_weight_strides(self, found: Sequence[Tensor], votes: VoteInputs, needs: int) -> Sequence[Tensor]:
+        """Return gradients, that of the weight with the strides that its op promises; the CPU's kernels write it so."""
         weight, place = votes.weight, self.tensors.index("weight")
-        if chosen != "cpu" and weight is not None and needs & self.bit["weight"]:  # the CPU's kernels write it so
-            strides = gradient_strides(weight)
-            if found[place].stride() != strides:
-                found = [*found]
-                found[place] = weight.new_empty_strided(weight.shape, strides).copy_(found[place])
-        return tuple(found)
+        if weight is None or not needs & self.bit["weight"]:
+            return found
+        made = found[place]
+        if not (weight.is_contiguous() and made.is_contiguous()) and made.stride() != gradient_strides(weight):
+            found = [*found]
+            found[place] = weight.new_empty_strided(weight.shape, gradient_strides(weight)).copy_(found[place])
+        return found
 
     def _reference(self, votes: VoteInputs, own: Any) -> Results:
         formula: Callable[..., Results] = getattr(reference, self.name)

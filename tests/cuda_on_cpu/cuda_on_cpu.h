@@ -71,6 +71,8 @@ inline void copy_wait() {
 // ---- tensor cores ---------------------------------------------------------------------------------------------------
 uint32_t to_tf32(float x);
 void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint32_t b);
+void mma_bf16_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b);
+void mma_f16_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b);
 void mma_tf32_16x8x8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 void mma_f16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);

@@ -109,6 +109,8 @@ double bf16(uint32_t bits) { return bfloat16_to_float(uint16_t(bits)); }
 double f16(uint32_t bits) { return float16_to_float(uint16_t(bits)); }
 constexpr Collective kTf32x4{"mma_tf32_16x8x4", finish_mma<4, 1, tf32>};
 constexpr Collective kTf32x8{"mma_tf32_16x8x8", finish_mma<8, 1, tf32>};
+constexpr Collective kBf16x8{"mma_bf16_16x8x8", finish_mma<8, 2, bf16>};
+constexpr Collective kF16x8{"mma_f16_16x8x8", finish_mma<8, 2, f16>};
 constexpr Collective kBf16x16{"mma_bf16_16x8x16", finish_mma<16, 2, bf16>};
 constexpr Collective kF16x16{"mma_f16_16x8x16", finish_mma<16, 2, f16>};
 
@@ -207,6 +209,14 @@ uint32_t to_tf32(float x) {
 void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
   Fragments own{d, a, &b};
   meet_warp(kTf32x4, &own);
+}
+void mma_bf16_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  Fragments own{d, a, &b};
+  meet_warp(kBf16x8, &own);
+}
+void mma_f16_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  Fragments own{d, a, &b};
+  meet_warp(kF16x8, &own);
 }
 void mma_tf32_16x8x8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   Fragments own{d, a, b};

@@ -37,6 +37,11 @@ class Launch:
     captured: bool
 
     @property
+    def name(self) -> str:
+        """The kernel without its namespace, template arguments and parameters; torch's begin with "torch"."""
+        return re.sub(r"<.*|void |\w+::", "", re.sub(r"\(anonymous namespace\)::", "", self.kernel)).partition("(")[0]
+
+    @property
     def bounds(self) -> int:
         """The threads of a block that the kernel is compiled for."""
         found = re.search(r", (\d+), \d+>\(", self.kernel)

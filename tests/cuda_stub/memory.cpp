@@ -7,6 +7,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
+void launched_by_torch(const char* kernel, int device);  // runtime.cpp
+void allocated();
+
 namespace {
 
 using at::Tensor;
@@ -15,6 +18,7 @@ Tensor made(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType typ
   int64_t numbers = 1;
   for (size_t k = 0; k < sizes.size(); ++k) numbers = sizes[k] ? numbers + (sizes[k] - 1) * strides[k] : 0;
   const size_t bytes = size_t(std::max<int64_t>(numbers, 0)) * c10::elementSize(type);
+  allocated();
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(bytes);
   const auto deleter = memory.get_deleter();
   void* data = memory.get();
@@ -40,13 +44,18 @@ Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> type, std::op
   for (size_t k = sizes.size(); k-- > 1;) strides[k - 1] = strides[k] * std::max<int64_t>(sizes[k], 1);
   return made(sizes, strides, type.value_or(at::kFloat), device_of(device));
 }
-Tensor& copy_(Tensor& to, const Tensor&, bool) { return to; }
-Tensor& zero_(Tensor& x) { return x; }
-Tensor& fill_(Tensor& x, const at::Scalar&) { return x; }
+void launched(const char* kernel, const Tensor& x) {
+  if (x.numel() > 0) launched_by_torch(kernel, x.device().index());
+}
+Tensor& copy_(Tensor& to, const Tensor&, bool) { return launched("copy_", to), to; }
+Tensor& zero_(Tensor& x) { return launched("zero_", x), x; }
+Tensor& fill_(Tensor& x, const at::Scalar&) { return launched("fill_", x), x; }
 Tensor on_gpu(const Tensor& host, int64_t index) {
   return made(host.sizes(), host.strides(), host.scalar_type(), {c10::kCUDA, c10::DeviceIndex(index)});
 }
-Tensor& sum(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>, Tensor& to) { return to; }
+Tensor& sum(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>, Tensor& to) {
+  return launched("sum", to), to;
+}
 
 }  // namespace
 

@@ -66,6 +66,12 @@ cudaError_t refused(const cudaLaunchConfig_t& c, const void* kernel, void** argu
 
 }  // namespace
 
+// Kernels of torch, and its pieces of memory, which the other file makes.
+void launched_by_torch(const char* kernel, int device) {
+  launches.push_back({std::string("torch ") + kernel, {device, 1, 1, 1, 1, 0, streams[device], capturing}});
+}
+void allocated() { ++calls["allocation"]; }
+
 // ---- the runtime, as CUDA documents it ------------------------------------------------------------------------------
 VISIBLE cudaError_t cudaSetDevice(int device) {
   if (const cudaError_t error = called("cudaSetDevice")) return error;
