@@ -17,10 +17,10 @@
 #
 #   PYTHON                  interpreter (python3)
 #   FASTCAPS_GPU_SECONDS    for everything (580): a stage gets the remaining time, at most its own limit
-#   YARDSTICK               pack: folder of yardstick.cu and folded.cu, bare kernels that are no part of the repository
+#   YARDSTICK               pack: folder of bare kernels, programs that are no part of the repository (*.cu)
 set -uo pipefail
 
-NEXT=(yardstick counters compare map alternatives) # as docs/performance/gpu.md says
+NEXT=(test compare map yardstick counters alternatives) # as docs/performance/gpu.md says
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0
@@ -98,8 +98,9 @@ stage_pack() {
   FASTCAPS_EXPERIMENTS=1 build_ext && cp fastcaps/lib/libfastcaps_cuda.so "$DEVICE/experiments.so" || return 1
   build_ext && cp fastcaps/lib/*.so "$DEVICE/lib/" || return 1
   [ -n "${YARDSTICK:-}" ] || echo "YARDSTICK is not set: no bare kernels"
-  for name in ${YARDSTICK:+yardstick folded}; do # shellcheck disable=SC2046
-    cp "$YARDSTICK/$name.cu" "$DEVICE/" && (cd "$DEVICE" && nvcc $(bare "$name")) || return 1
+  for name in ${YARDSTICK:+"$YARDSTICK"/*.cu}; do
+    cp "$name" "$DEVICE/" && name=$(basename "$name" .cu) || return 1
+    (cd "$DEVICE" && nvcc $(bare "$name")) || return 1 # shellcheck disable=SC2046
   done
   travels
 }
@@ -192,7 +193,7 @@ stage_compare() {
   local build builds=()
   for build in "$DEVICE"/builds/*.so; do [ ! -f "$build" ] || builds+=(--library "$(basename "$build" .so)=$build"); done
   measured 110 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
-    --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c10-fc --workload hinton-conv --workload tsai-c10-conv2
+    --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c100-conv1 --workload hinton-conv --workload tsai-dmm-vector-conv
 }
 
 # As ncu shows demangled names with casts that no other demangler writes, kernels are named as the linker knows them.
@@ -203,13 +204,15 @@ profiled() {
     --launch-count 24 --metrics "$counters" --csv --page raw "$@"
 }
 
-# Names of the fastest bare kernels: forwards by multiply-adds, TF32, three TF32 products, bfloat16; backwards alike.
+# Names of the bare kernels that are expected to be the fastest: forwards by multiply-adds, TF32, three TF32 products,
+# bfloat16; backwards alike.
 stage_counters() {
-  local worst=0 what
-  local forward='FwdFILi2ELi2ELi8ELi1ELb1E|FwdFILi2ELi1ELi12ELi1ELb0E|FwdFILi1ELi1ELi8ELi3E|FwdTILi[013]ELi4ELi2ELb1E'
-  local backward='BwdFILi4ELi2ELi4ELi2ELb1E|BwdFILi8ELi1ELi4ELi3ELb1ELb1ELb1E|BwdTILi0ELi8ELi1ELi4E|BwdHILi8ELi1ELi4E'
+  local worst=0 what program
+  local forward='BodyFILi2ELi2ELin1ELi8E|BodyFILi2ELi1ELi2E|BodyTILi[013]ELi1E' backward='BwdSI|BwdNI'
   for what in forward backward; do
-    profiled 40 "yardstick-$what.csv" "${!what}" "$DEVICE/yardstick" 128 "${what:0:1}wd" 0 || worst=1
+    for program in "$DEVICE"/yardstick*.cu; do
+      profiled 40 "$(basename "$program" .cu)-$what.csv" "${!what}" "${program%.cu}" 128 "${what:0:1}wd" 0 || worst=1
+    done
   done
   return "$worst"
 }
@@ -217,7 +220,7 @@ stage_counters() {
 # One step of each workload, warmed up: its forward's kernels and its backward's.
 stage_profile() {
   local worst=0 workload
-  for workload in tsai-c10-conv1 hinton-conv tsai-dmm-vector-conv sabour-mnist li-capnet-dynamic; do
+  for workload in tsai-c10-conv1 tsai-c100-fc1 tsai-dr-c100 tsai-dmm-vector-conv hinton-conv; do
     profiled 30 "profile-$workload.csv" fastcaps --profile-from-start off "$PYTHON" -m bench.gpu profile "$workload" || worst=1
   done
   [ "$DRY_RUN" = 1 ] || "$PYTHON" -m bench.counters "$RESULTS" >"$RESULTS/counters.md" || worst=1
@@ -228,15 +231,20 @@ stage_profile() {
 stage_yardstick() (
   local worst=0 program batch what
   cd "$DEVICE" 2>/dev/null || [ "$DRY_RUN" = 1 ] || { echo "no $DEVICE: bench/gpu.sh pack" && return 1; }
-  for program in "yardstick 1 micro 1" "folded slot 1"; do # shellcheck disable=SC2046,SC2086
-    run 20 yardstick-start.txt ./$program || ! command -v nvidia-smi || # without a GPU nothing would start
-      run 100 yardstick-start.txt nvcc $(bare "${program%% *}") || return 1
+  for program in yardstick*.cu folded.cu; do
+    program=${program%.cu}
+    [ -f "$program.cu" ] || continue
+    what="1 none 1" && [ "$program" != folded ] || what="slot 1" # shellcheck disable=SC2046,SC2086
+    run 20 yardstick-start.txt "./$program" $what || ! command -v nvidia-smi || # without a GPU nothing would start
+      run 100 yardstick-start.txt nvcc $(bare "$program") || return 1
   done
-  run 25 yardstick-micro.txt ./yardstick 128 micro 15 || worst=1
-  for batch in 128 32 1; do
-    for what in fwd bwd; do run 40 "yardstick-$batch-$what.txt" ./yardstick "$batch" "$what" 15 || worst=1; done
+  for program in yardstick*.cu; do
+    [ ! -f "$program" ] || for what in fwd bwd; do
+      run 30 "${program%.cu}-$what.txt" "./${program%.cu}" 128 "$what" 15 || worst=1
+    done
   done
-  for what in dynamic none bwd vocabulary slot; do run 25 "folded-$what.txt" ./folded "$what" 15 || worst=1; done
+  [ ! -f folded.cu ] ||
+    for what in dynamic none bwd vocabulary slot; do run 25 "folded-$what.txt" ./folded "$what" 15 || worst=1; done
   return "$worst"
 )
 

@@ -168,7 +168,8 @@ def test_launches_of_a_call(host: Host, name: str) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_an_empty_batch_only_makes_zeros(host: Host, routing: Routing, option: str) -> None:
     case = replace(routing.case("pose-4x4-20"), batch=0)
-    for op in ops_of(host, routing, case, option):
+    reverse = [reverse_of(host, routing.call(case))] if routing is ATTENTION else []
+    for op in (*ops_of(host, routing, case, option), *reverse):
         host.begin()
         op()
         assert {launch.name for launch in host.launches()} <= {"torch zero_"}

@@ -2,7 +2,6 @@
 #include "../algebra/attention.h"
 #include "backward.h"
 #include "poses.h"
-#include "softmax.h"
 
 namespace fastcaps::gpu {
 

@@ -2,7 +2,6 @@
 #include "forward.h"
 #include "iterations.h"
 #include "poses.h"
-#include "softmax.h"
 
 namespace fastcaps::gpu {
 
@@ -96,20 +95,20 @@ PassKernels attention_forward_kernels() {
   return forward_kernels<
       AttentionForward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-      Named<Tensor6x6<1>>, Named<Tensor8x8<1>, 1, 128, 2>, Named<TensorPose1x16<8, 3, 1>, 2, 256, 2>, Named<Pose4x4x32>,
-      Named<Pose4x4x32Back, 2, 128, 2>, Named<Tensor4x4x32<1>, 1, 128, 2>, Named<Tensor4x4x32<3>, 1, 128, 2>,
-      Named<Pose4x4x32Back, 1, 384>, Named<Pose4x4x32Back, 1, 512>, Named<Pose4x4x32Back, 1, 256, 2>,
-      Named<Pose4x4x32One, 2, 384>, Named<Pose4x4x32One, 2, 256, 2>, Named<Pose4x4x32One, 1, 256, 2>,
-      Named<Pose4x4x32One, 1, 384, 2>, Named<Pose4x4x16, 2>, Named<Pose4x4x16, 1, 384>, Named<Pose4x4x16, 1, 256, 2>,
-      Named<Pose4x4x16One, 1, 256, 2>, Named<Tensor4x4x16<1>, 1, 384>, Named<Tensor4x4x16<1>, 1, 256, 2>,
-      Named<Tensor4x4x16<3>, 1, 384>, Named<Tensor4x4x16<3>, 1, 256, 2>,
+      Named<Tensor6x6<1>>, Named<Tensor8x8<1>, 1, 128, 2>, Named<Pose4x4x32>, Named<Pose4x4x32Back, 2, 128, 2>,
+      Named<Tensor4x4x32<1>, 1, 128, 2>, Named<Tensor4x4x32<3>, 1, 128, 2>, Named<Pose4x4x32Back, 1, 384>,
+      Named<Pose4x4x32Back, 1, 512>, Named<Pose4x4x32Back, 1, 256, 2>, Named<Pose4x4x32One, 2, 384>,
+      Named<Pose4x4x32One, 2, 256, 2>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x32One, 1, 384, 2>,
+      Named<Pose4x4x16, 2>, Named<Pose4x4x16, 1, 384>, Named<Pose4x4x16, 1, 256, 2>, Named<Pose4x4x16One, 1, 256, 2>,
+      Named<Tensor4x4x16<1>, 1, 384>, Named<Tensor4x4x16<1>, 1, 256, 2>, Named<Tensor4x4x16<3>, 1, 384>,
+      Named<Tensor4x4x16<3>, 1, 256, 2>,
 #endif
       Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32Back, 2>, Built<Pose6x6>, Built<Pose8x8>,
       Built<Pose1x8x12, 2>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Pose16x64, 8>,
       Built<Tensor4x4x16<1>>, Built<Tensor4x4x32<1>>, Built<Tensor6x6<1>, 1, 384>, Built<Tensor8x8<1>>,
       Built<Tensor1x8<1>, 2>, Built<Tensor1x16<1>, 2>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>,
       Built<Tensor4x4x32<3>>, Built<Tensor6x6<3>, 1, 384>, Built<Tensor8x8<3>>, Built<Tensor1x8<3>, 2>,
-      Built<Tensor1x16<3>, 2>, Built<Tensor1x64<3>, 2>, Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
+      Built<Tensor1x64<3>, 2>, Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "make_votes.h"
+#include "softmax.h"
 
 namespace fastcaps::gpu {
 
@@ -169,6 +170,7 @@ FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& 
       for (int r = 0; r < R; ++r) state.score(r, votes[r], weight[r]);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) total[r] = total_of(lane, weight[r]);
+      if (lane.args.warps_parents > 1) meet(lane, stage.t & 1, total);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) state.add(r, votes[r], weight[r], total[r]);
       stage.next(lane);
@@ -191,11 +193,12 @@ FASTCAPS_DEVICE bool any_thread(const PassArgs& args, char* shared, bool x) {
 template <bool LEAN, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
   if constexpr (LEAN) {
-    if (lane.args.warps_parents == 1) {
+    if (!kRounds<Pose, R> || lane.args.warps_parents == 1) {
       if constexpr (kRounds<Pose, R>)
         walk_in_rounds(lane, range, state);
       else
         walk_by_child(lane, range, state);
+      if (lane.args.warps_parents > 1) barrier();  // what warps exchange is read to the end
       if (!any_thread(lane.args, lane.shared, state.lost())) return;
       state.clear();
       begin_walk<LEAN>(lane, range);

@@ -9,7 +9,6 @@
 #include "backward.h"
 #include "gaussian.h"
 #include "poses.h"
-#include "softmax.h"
 
 namespace fastcaps::gpu {
 

@@ -5,7 +5,6 @@
 #include "forward.h"
 #include "gaussian.h"
 #include "poses.h"
-#include "softmax.h"
 
 namespace fastcaps::gpu {
 

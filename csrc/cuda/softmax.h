@@ -27,23 +27,42 @@ struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at o
   }
 };
 
-// Joins the parts of all warps of a position. Two places alternate, so that no warp overwrites what another still
-// reads: before it returns to a place, it has passed the other one's barrier. The places of a position's warps are
-// neighbours.
+// Exchanges parts between all warps of a position, and returns where those of the lane's first position lie: positions
+// are lane.positions apart, warps R times as far. Two places alternate, so that no warp overwrites what another still
+// reads: before it returns to a place, it has passed the other one's barrier.
+template <class T, class Pose, int R>
+FASTCAPS_DEVICE const T* exchange(const Lane<Pose, R>& lane, int parity, const T (&part)[R]) {
+  const PassArgs& args = lane.args;
+  T* all = reinterpret_cast<T*>(lane.shared + args.shared_exchange) +
+           (lane.warp_position * 2 + parity) * args.warps_parents * lane.positions * R + lane.position;
+  if (lane.speaks_for_position()) {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) all[(lane.warp_parent * R + r) * lane.positions] = part[r];
+  }
+  barrier_part(1 + lane.warp_position, args.warps_parents * kWarp);
+  return all;
+}
+
+// Totals over the parents of all warps, where none is relative to a logit of its own.
+template <class Pose, int R>
+FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, float (&total)[R]) {
+  const float* all = exchange(lane, parity, total);
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    total[r] = all[r * lane.positions];
+    for (int w = 1; w < lane.args.warps_parents; ++w) total[r] += all[(w * R + r) * lane.positions];
+  }
+}
+
+// Joins the parts of all warps of a position.
 template <class Pose, int R, int N>
 FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, SoftmaxPart<N> (&part)[R]) {
   const PassArgs& args = lane.args;
   const int in_tile = lane.positions * R;
-  SoftmaxPart<N>* all = reinterpret_cast<SoftmaxPart<N>*>(lane.shared + args.shared_exchange) +
-                        (lane.warp_position * 2 + parity) * args.warps_parents * in_tile;
-  if (lane.speaks_for_position()) {
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) all[lane.warp_parent * in_tile + r * lane.positions + lane.position] = part[r];
-  }
-  barrier_part(1 + lane.warp_position, args.warps_parents * kWarp);
+  const SoftmaxPart<N>* all = exchange(lane, parity, part);
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    const SoftmaxPart<N>* of_warps = all + r * lane.positions + lane.position;
+    const SoftmaxPart<N>* of_warps = all + r * lane.positions;
     bool alike = true;
     part[r] = *of_warps;
     for (int w = 1; w < args.warps_parents; ++w) {
