@@ -15,7 +15,7 @@
 
 namespace fastcaps::gpu {
 
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Begins a walk over the children of a tile of positions: makes their offsets, and starts copying the first stages. The
 // tile must be there, after a barrier, and nobody may still read the ring.
@@ -112,7 +112,9 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
   const auto round = [&](int now, int r, const float* child, auto&& meanwhile) {
     const int before = 1 - now;
     float total = total_of(lane, weight[before]);
-    multiply<Pose>(child, matrices, votes[now]);
+    Rows<Pose> rows;
+    load_rows<Pose>(child, rows);
+    multiply<Pose>(rows, matrices, votes[now]);
     meanwhile();
     state.score(r, votes[now], weight[now]);
     FASTCAPS_UNROLL
@@ -254,7 +256,8 @@ struct Built {
     k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.products = Pose::kProducts,
     k.stored = Pose::kStored, k.rounded = Pose::kRounded;
     k.vector = Pose::kVector, k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
-    k.weight_stride = Pose::kWeightStride, k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
+    k.weight_stride = Pose::kWeightStride, k.group_stride = Pose::kGroupStride, k.slot_stride = Pose::kSlotStride,
+    k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
     k.run = run, k.run_lean = run_lean;
     return k;
   }

@@ -86,15 +86,17 @@ struct GaussianBackward {
         dlog_weight[r][p] += da;
         duse[r][p] += w * devidence[r][p];
         dignore[r][p] += exists ? (w - seen.gate) * devidence[r][p] : 0.0f;
-        each_number<Pose>([&](int i, int j) {
-          float& vote = votes[r][p][i][j];
-          const float from_mean = vote - mean[r][p][i][j], d = vote - means[r][p][i][j];
-          if (counts) first[r][p][i][j] += da * from_mean, second[r][p][i][j] += da * from_mean * from_mean;
-          vote = !counts ? 0.0f
-                         : gaussian::dvote(w, u[r][p][i][j], s[r][p][i][j], d, da, precision[r][p][i][j], from_mean);
-        });
+        if (counts)  // one branch, not one for each number
+          each_number<Pose>([&](int i, int j) {
+            float& vote = votes[r][p][i][j];
+            const float from_mean = vote - mean[r][p][i][j], d = vote - means[r][p][i][j];
+            first[r][p][i][j] += da * from_mean, second[r][p][i][j] += da * from_mean * from_mean;
+            vote = gaussian::dvote(w, u[r][p][i][j], s[r][p][i][j], d, da, precision[r][p][i][j], from_mean);
+          });
+        else
+          each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; });
       }
-      if (args.dgate) gradients.put_gate(r, dgate);
+      if (args.dgate) gradients.put_gate(stage, r, dgate);
     }
     differentiate_betas(stage, weight);
     return true;

@@ -8,8 +8,9 @@ namespace fastcaps::gpu {
 // A pose known when compiled: C x D children, C x E parents. COLUMNS lanes share a parent's pose; each holds all C rows
 // of TE columns, in runs of VECTOR neighbours that are read at once, for EACH parents; PARENTS lanes take other
 // parents. Weights lie in shared memory, STRIDE floats from parent to parent, so that a warp's reads have no bank
-// conflicts. STRIDE 0: they are too large for shared memory and are read in place.
-template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE>
+// conflicts. STRIDE 0: they are too large for shared memory and are read in place. SWAPS: half of the lanes' positions
+// take their two parents the other way round, so that sums over positions are exchanged without choosing between them.
+template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE, bool SWAPS = false>
 struct FixedPose {
   static constexpr bool kFixed = true;
   static constexpr int kProducts = 0;      // tensor-core products that make one product: see tensor.h; 0: none
@@ -21,6 +22,12 @@ struct FixedPose {
   static constexpr int kWeightVector = VECTOR;
   static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
   static constexpr int kWeightStride = STRIDE;
+  static constexpr bool kSwaps = SWAPS;
+  // From a lane's parent to its next one. Lanes that read their first parents and lanes that read their second ones, at
+  // the same time, use different banks.
+  static constexpr int kGroupStride = PARENTS * STRIDE + (SWAPS && PARENTS * STRIDE % 32 == 0 ? 16 : 0);
+  // Backward: from parent to parent in the warps' parts of dW. Vectors of four need no padding: see in_slot.
+  static constexpr int kSlotStride = STRIDE > 0 && VECTOR == 4 ? D * E : STRIDE;
   static constexpr int kWeightRow = E;  // from row to row
   static constexpr int kColumns = COLUMNS, kParents = PARENTS, kEach = EACH;
   static constexpr int kPositions = 32 / (COLUMNS * PARENTS);
@@ -29,15 +36,17 @@ struct FixedPose {
   static constexpr int kRowStride = D;  // of a child's rows in shared memory
   // Padding after a child in shared memory: the rows of 8 positions then use all banks. Those of two need none.
   static constexpr int kChildPad = C == 4 && D == 4 && kPositions >= 4 ? 4 : 0;
+  static_assert(!SWAPS || (EACH == 2 && kPositions > 1));
 };
 
 // Any other pose: a lane holds TC x TE of its values, other lanes the rest. Values outside the pose are zero.
 template <int TC, int TE>
 struct FreePose {
-  static constexpr bool kFixed = false, kStored = false, kRounded = false;
+  static constexpr bool kFixed = false, kStored = false, kRounded = false, kSwaps = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kPatchRows = TC, kPatchColumns = TE;
-  static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
+  static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kGroupStride = 0,
+                       kSlotStride = 0, kDepthUnroll = 1;
   static constexpr int kColumns = 0, kParents = 0, kPositions = 0, kEach = 1, kRowStride = 0, kChildPad = 0,
                        kProducts = 0;
 };
@@ -155,13 +164,18 @@ struct Lane : LaneCut<Pose> {
   FASTCAPS_DEVICE int child_stride() const { return padded_rows() * row_stride() + Pose::kChildPad; }
   // Parents of the block, and its warps that take other positions.
   FASTCAPS_DEVICE int block_parents() const { return args.warps_parents * parents * Pose::kEach; }
+  // Floats of a child's matrices towards them.
+  FASTCAPS_DEVICE int matrices() const { return args.warps_parents * Pose::kEach * Pose::kGroupStride; }
   FASTCAPS_DEVICE int warps_positions() const { return int(unsigned(args.tile_size) / unsigned(R * positions)); }
 
   // The r-th of the lane's positions: its place within the block's tile, and what the tile has there.
   FASTCAPS_DEVICE int in_tile(int r) const { return (warp_position * R + r) * positions + position; }
   FASTCAPS_DEVICE const Position& at(int r) const { return tile[in_tile(r)]; }
   // The p-th of the lane's parents, within the block and of all; whether there is such a one.
-  FASTCAPS_DEVICE int in_block(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
+  FASTCAPS_DEVICE int group(int p) const {
+    return warp_parent * Pose::kEach + (Pose::kSwaps && position >= Pose::kPositions / 2 ? p ^ 1 : p);
+  }
+  FASTCAPS_DEVICE int in_block(int p) const { return group(p) * parents + parent; }
   FASTCAPS_DEVICE int m(int p) const { return first_parent + in_block(p); }
   FASTCAPS_DEVICE bool alive(int p) const { return m(p) < args.M; }
   FASTCAPS_DEVICE bool alive(int r, int p) const { return at(r).exists() && alive(p); }
@@ -228,33 +242,37 @@ FASTCAPS_DEVICE constexpr int lanes_with_the_same(int N, int span) {
   return span;
 }
 
-// N sums over SPAN lanes that lie FIRST apart, at half the cost: with every exchange a lane keeps half of the values.
-// It ends with the sums x[0 .. count), which are the N from `begin` on; several lanes may end with the same ones.
-template <int N, int FIRST, int SPAN>
-FASTCAPS_DEVICE void scatter_sums(float (&x)[N], int lane, int& begin, int& count) {
-  begin = 0;
-  count = N;
+// N sums over SPAN lanes that lie FIRST apart, at half the cost: with every exchange a lane keeps half of the values,
+// the lower or the upper one. It ends with those that `scattered` finds, in x[0 .. count); several lanes may end with
+// the same ones. In the first ORDERED exchanges every lane keeps the lower half: the caller has ordered its values so.
+template <int N, int FIRST, int SPAN, int ORDERED = 0>
+FASTCAPS_DEVICE void scatter_sums(float* x, int lane) {
+  static_assert(ORDERED == 0 || N % 2 == 0);
   if constexpr (SPAN > 1) {
-    constexpr int kMask = FIRST * SPAN / 2;
-    if constexpr (N > 1) {
-      constexpr int kHalf = (N + 1) / 2;
-      const bool upper = (lane & kMask) != 0;
-      float kept[kHalf];
+    constexpr int kMask = FIRST * SPAN / 2, kHalf = (N + 1) / 2, kLess = ORDERED > 0 ? ORDERED - 1 : 0;
+    if constexpr (N == 1) {
+      x[0] += shuffle_xor(x[0], kMask);
+    } else {
+      const bool upper = ORDERED == 0 && (lane & kMask) != 0;
       FASTCAPS_UNROLL
       for (int k = 0; k < kHalf; ++k) {
         const float low = x[k], high = k + kHalf < N ? x[k + kHalf] : 0.0f;
-        kept[k] = (upper ? high : low) + shuffle_xor(upper ? low : high, kMask);
+        x[k] = (upper ? high : low) + shuffle_xor(upper ? low : high, kMask);
       }
-      int inner;
-      scatter_sums<kHalf, FIRST, SPAN / 2>(kept, lane, inner, count);
-      begin = (upper ? kHalf : 0) + inner;
-      FASTCAPS_UNROLL
-      for (int k = 0; k < kHalf; ++k) x[k] = kept[k];
-      count = begin + count > N ? N - begin : count;  // values past the end were zero
-    } else {
-      x[0] += shuffle_xor(x[0], kMask);
-      scatter_sums<N, FIRST, SPAN / 2>(x, lane, begin, count);
     }
+    scatter_sums<kHalf, FIRST, SPAN / 2, kLess>(x, lane);
+  }
+}
+
+// Which of the N sums a lane ends with: `count` of them from `begin` on.
+template <int N, int FIRST, int SPAN, int ORDERED = 0>
+FASTCAPS_DEVICE void scattered(int lane, int& begin, int& count) {
+  begin = 0, count = N;
+  if constexpr (SPAN > 1) {
+    constexpr int kHalf = (N + 1) / 2, kLess = ORDERED > 0 ? ORDERED - 1 : 0;
+    scattered<kHalf, FIRST, SPAN / 2, kLess>(lane, begin, count);
+    if (N > 1 && ORDERED == 0 && (lane & FIRST * SPAN / 2)) begin += kHalf;
+    if (begin + count > N) count = N - begin;  // values past the end were zero
   }
 }
 

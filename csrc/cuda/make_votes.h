@@ -51,9 +51,12 @@ FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stag
     });
 }
 
-// A child's matrices for the lane's parents, in registers. from: where the first one's lies in shared memory.
+// A child in registers: its matrices for the lane's parents, and its pose at a position. from: where the first parent's
+// matrix lies in shared memory, and the pose.
 template <class Pose>
 using Matrices = float[Pose::kEach][Pose::kD][Pose::kPatchColumns];
+template <class Pose>
+using Rows = float[Pose::kPatchRows][Pose::kD];
 
 template <class Pose, int R>
 FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const float* from, Matrices<Pose>& to) {
@@ -64,30 +67,36 @@ FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const float* from,
     for (int d = 0; d < Pose::kD; ++d) {
       FASTCAPS_UNROLL
       for (int j = 0; j < Pose::kPatchColumns; j += WV)
-        load_vector<WV>(from + p * Pose::kParents * Pose::kWeightStride + d * Pose::kE + lane.e(j),
+        load_vector<WV>(from + (lane.group(p) - lane.group(0)) * Pose::kGroupStride + d * Pose::kE + lane.e(j),
                         reinterpret_cast<float (&)[WV]>(to[p][d][j]));
     }
   }
 }
 
-// Votes of one child. from: where its pose lies in shared memory.
 template <class Pose>
-FASTCAPS_DEVICE void multiply(const float* from, const Matrices<Pose>& matrices, Patch<Pose> (&votes)[Pose::kEach]) {
-  constexpr int V = Pose::kVector, D = Pose::kD, TE = Pose::kPatchColumns;
+FASTCAPS_DEVICE void load_rows(const float* from, Rows<Pose>& to) {
+  constexpr int V = Pose::kVector;
   FASTCAPS_UNROLL
   for (int i = 0; i < Pose::kPatchRows; ++i) {
-    float row[D];
     FASTCAPS_UNROLL
-    for (int d = 0; d < D; d += V)
-      load_vector<V>(from + i * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(row[d]));
+    for (int d = 0; d < Pose::kD; d += V)
+      load_vector<V>(from + i * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(to[i][d]));
+  }
+}
+
+template <class Pose>
+FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
+                              Patch<Pose> (&votes)[Pose::kEach]) {
+  FASTCAPS_UNROLL
+  for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
-    for (int d = 0; d < D; ++d) {
+    for (int d = 0; d < Pose::kD; ++d) {
       FASTCAPS_UNROLL
       for (int p = 0; p < Pose::kEach; ++p) {
         FASTCAPS_UNROLL
-        for (int j = 0; j < TE; ++j) {
+        for (int j = 0; j < Pose::kPatchColumns; ++j) {
           float& vote = votes[p][i][j];
-          vote = d == 0 ? row[0] * matrices[p][0][j] : vote + row[d] * matrices[p][d][j];
+          vote = d == 0 ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
         }
       }
     }

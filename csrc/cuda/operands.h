@@ -67,7 +67,7 @@ struct Weights {
       : lane(lane_), alive(lane.alive(p)) {
     const PassArgs& args = lane.args;
     if constexpr (Pose::kWeightStride > 0) {
-      from = stage.template weight_as<S>() + lane.in_block(p) * Pose::kWeightStride;
+      from = stage.template weight_as<S>() + lane.group(p) * Pose::kGroupStride + lane.parent * Pose::kWeightStride;
     } else {
       const int m = alive ? lane.m(p) : args.M - 1;  // its values are read but not used
       from = static_cast<const Element<S>*>(args.weight) +
@@ -75,25 +75,26 @@ struct Weights {
     }
   }
 
-  // Rows d .. d + V of the lane's columns.
+  // Rows d .. d + V of the lane's columns; or one row.
   FASTCAPS_DEVICE void rows(int d, float (&w)[V][TE]) const {
-    const PassArgs& args = lane.args;
     FASTCAPS_UNROLL
-    for (int v = 0; v < V; ++v) {
-      if constexpr (Pose::kFixed) {
+    for (int v = 0; v < V; ++v) row(d + v, w[v]);
+  }
+  FASTCAPS_DEVICE void row(int d, float (&w)[TE]) const {
+    const PassArgs& args = lane.args;
+    if constexpr (Pose::kFixed) {
+      FASTCAPS_UNROLL
+      for (int j = 0; j < TE; j += WV) {
+        float part[WV];
+        load_vector<S>(from + d * Pose::kE + lane.e(j), part);
         FASTCAPS_UNROLL
-        for (int j = 0; j < TE; j += WV) {
-          float part[WV];
-          load_vector<S>(from + (d + v) * Pose::kE + lane.e(j), part);
-          FASTCAPS_UNROLL
-          for (int x = 0; x < WV; ++x) w[v][j + x] = Pose::kWeightStride > 0 || alive ? part[x] : 0.0f;
-        }
-      } else {
-        FASTCAPS_UNROLL
-        for (int j = 0; j < TE; ++j) {
-          const int e = lane.e(j);
-          w[v][j] = alive && d + v < args.D && e < args.E ? load_number(from, int64_t(d + v) * args.E + e, S) : 0.0f;
-        }
+        for (int x = 0; x < WV; ++x) w[j + x] = Pose::kWeightStride > 0 || alive ? part[x] : 0.0f;
+      }
+    } else {
+      FASTCAPS_UNROLL
+      for (int j = 0; j < TE; ++j) {
+        const int e = lane.e(j);
+        w[j] = alive && d < args.D && e < args.E ? load_number(from, int64_t(d) * args.E + e, S) : 0.0f;
       }
     }
   }

@@ -45,6 +45,7 @@ struct Cut {
   int tile_size;               // positions of a block at a time: its tile
   int stage, stages;           // children of a stage, and stages in shared memory
   int chunks, chunk_children;  // ranges of children, and the children of one
+  bool late_weights;           // dW of a stage is added up during the next one: shared memory has the parts of both
   bool parts_by_chunk;         // parts of dW: one for each group and chunk, not for each group
   // Byte offsets in shared memory. shared_stage: from one stage to the next; shared_seen: within a stage. shared_float,
   // float_stage: the first stage's values in float, and from there to the next one's: the stages themselves, or one
@@ -150,6 +151,8 @@ struct PassKernel {
   int vector;            // values of a child's row that are copied together
   int child_stride;      // from child to child in shared memory, in floats; 0: any
   int weight_stride;     // from parent to parent; 0: weights are read in place
+  int group_stride;      // from a lane's parent to its next one
+  int slot_stride;       // backward: from parent to parent in the warps' parts of dW
   int positions;         // R
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   bool by_name;          // only where an experiment names it

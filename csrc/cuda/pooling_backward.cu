@@ -40,21 +40,23 @@ struct PoolingBackward : QueryGradients<Pose, R> {
         if (exists) dgate += free * t;
         const float c = counts && asks && !args.detach ? args.scale * coefficient * t * key.lift * key.inverse : 0.0f;
         const float d = args.normalize ? c * key.along * key.inverse : 0.0f;
-        each_number<Pose>([&](int i, int j) {
-          float& vote = votes[r][p][i][j];
-          if (counts) dquery[r][p][i][j] += c * vote;
-          vote =
-              counts ? pooling::dvote(coefficient, dsums[r][p][i][j], c, query[r][p][i][j], d, vote * key.lift) : 0.0f;
-        });
+        if (counts)  // one branch, not one for each number
+          each_number<Pose>([&](int i, int j) {
+            float& vote = votes[r][p][i][j];
+            dquery[r][p][i][j] += c * vote;
+            vote = pooling::dvote(coefficient, dsums[r][p][i][j], c, query[r][p][i][j], d, vote * key.lift);
+          });
+        else
+          each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; });
       }
-      if (args.dgate) gradients.put_gate(r, dgate);
+      if (args.dgate) gradients.put_gate(stage, r, dgate);
     }
     return true;
   }
 };
 
 PassKernels pooling_backward_kernels() {
-  return backward_kernels<PoolingBackward, false, Built<Pose4x4x8>, Built<Pose4x4x32Back>, Built<Pose1x8, 2>,
+  return backward_kernels<PoolingBackward, false, Built<Pose4x4Back<4>>, Built<Pose4x4Back<16>>, Built<Pose1x8, 2>,
                           Built<SinglePose1x16<2>>, Built<Pose1x16, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 

@@ -8,8 +8,6 @@
 
 namespace fastcaps::gpu {
 
-constexpr float kLn2 = 0.6931471805599453f;
-
 // Sums are rescaled only if a logit exceeds `top`, to which they are relative, by this much (in units of log2): rarely
 // more than once.
 constexpr float kSlack = 8.0f;

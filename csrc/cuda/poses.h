@@ -7,6 +7,8 @@ namespace fastcaps::gpu {
 
 // clang-format off
 //                    C   D   E  TE  V  columns, parents, each, stride
+template <int PARENTS>
+using Pose4x4Back = FixedPose<4, 4, 4, 4, 4, 1, PARENTS, 2, 20, true>;
 using Pose4x4x32 = FixedPose<4,  4,  4,  4, 4,  1,  8, 4,  20>;  // 32 parents a warp, four positions
 using Pose4x4x32Back = FixedPose<4, 4, 4, 4, 4, 1, 16, 2,  20>;  // 32 parents a warp, two positions
 using Pose4x4x16 = FixedPose<4,  4,  4,  4, 4,  1,  8, 2,  20>;
@@ -17,7 +19,7 @@ using Pose4x4x16One = FixedPose<4, 4, 4,  4, 4,  1, 16, 1,  20>;
 using Pose4x4x32One = FixedPose<4, 4, 4,  4, 4,  1, 32, 1,  20>;
 using Pose6x6 = FixedPose   <6,  6,  6,  3, 1,  2, 16, 2,  38>;
 using Pose8x8 = FixedPose   <8,  8,  8,  4, 4,  2, 16, 1,  72>;
-using Pose1x8x12 = FixedPose<1,  8, 16,  8, 4,  2,  4, 3, 136>;  // forward only: see put_children
+using Pose1x8x12 = FixedPose<1,  8, 16,  8, 4,  2,  4, 3, 136>;  // forward only: see ChildSums
 using Pose1x8 = FixedPose   <1,  8, 16,  8, 4,  2, 16, 1, 136>;
 using Pose1x16 = FixedPose  <1, 16, 16,  8, 4,  2, 16, 1, 264>;
 using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1, 4096>;

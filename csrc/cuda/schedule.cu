@@ -58,8 +58,8 @@ const PassKernel* named(const PassKernels& kernels, std::string_view name, const
   return nullptr;
 }
 
-// A kernel for just this pose beats a free one; then few parents should take few lanes, and a free kernel's tile should
-// have little padding.
+// A kernel for just this pose beats a free one; then few parents should take few lanes, few positions few of a lane's,
+// and a free kernel's tile should have little padding.
 const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
@@ -67,22 +67,26 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
     const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
     if (kernel.by_name || !takes(kernel, v, task)) continue;
-    const bool better = !best || kernel.products > best->products ||
-                        (kernel.products == best->products &&
-                         (kernel.C ? best_lanes.parents < v.M : !best->C && lanes.padded < best_lanes.padded));
+    const auto fits_better = [&] {
+      if (!kernel.C) return !best->C && lanes.padded < best_lanes.padded;
+      return best_lanes.parents < std::min<int64_t>(v.M, lanes.parents) ||
+             (best_lanes.parents == lanes.parents && best->positions > v.positions());
+    };
+    const bool better =
+        !best || kernel.products > best->products || (kernel.products == best->products && fits_better());
     if (better) best = &kernel, best_lanes = lanes;
   }
   return best;
 }
 
 constexpr int64_t kReserved = 1024;          // bytes of every block's shared memory that the system reserves
-constexpr int kOffsetBytes = kOffsets * 24;  // see Offset in window.h
+constexpr int kOffsetBytes = kOffsets * 32;  // see Offset in window.h
 
 // Bytes of shared memory: a part for each child of a stage, and a fixed part. In half precision a stage has the values
 // as they are stored; if the kernel needs float, one place for both stages has them widened.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
-  bool narrow, widens;
+  bool narrow, widens, slots;
 
   Shared(const Schedule& c, const Votes& v, const Task& task) {
     const bool backward = task.backward;
@@ -90,14 +94,18 @@ struct Shared {
     narrow = v.storage != Storage::kFloat32, widens = narrow && !kernel.stored;
     const int64_t any = int64_t(c.rows) * kernel.patch_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
     child_rows = c.tile_size * (kernel.C ? kernel.child_stride : any) * 4;
-    weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
+    weight = task.identity ? 0 : int64_t(c.warps_parents) * kernel.each * kernel.group_stride * 4;
     seen = c.tile_size * 8;
-    dchildren = backward ? child_rows * c.warps_parents : 0;
-    const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV instead of dW
-    dweight = !backward ? 0
-              : large   ? int64_t(c.warps_parents) * c.parents * c.tile_size * v.C * v.E * 4
-                        : weight * c.warps_positions;
-    dgate = backward && task.pass->collects_gates ? int64_t(c.tile_size) * c.warps_parents * 4 : 0;
+    const int64_t block_parents = int64_t(c.warps_parents) * c.parents;
+    const bool meets_gradients =
+        backward && (c.warps_parents > 1 || kernel.weight_stride == 0);  // else lanes add to memory themselves
+    dchildren = meets_gradients ? child_rows * c.warps_parents : 0;
+    dgate = meets_gradients && task.pass->collects_gates ? int64_t(c.tile_size) * c.warps_parents * 4 : 0;
+    const bool weighs = backward && kernel.C && !task.identity;
+    slots = weighs && kernel.slot_stride > 0;  // parts of dW; else dL/dV
+    dweight = slots    ? c.warps_positions * block_parents * kernel.slot_stride * 4
+              : weighs ? block_parents * c.tile_size * v.E * 4
+                       : 0;
     const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
     const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size * (backward ? 12 : 8)
                                    : 4 * kernel.threads / kWarp;  // a word for each warp: see any_thread
@@ -106,9 +114,10 @@ struct Shared {
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
   int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
   int64_t stored(int64_t stage) const { return floats(stage) / (narrow ? 2 : 1); }
-  int64_t bytes(int64_t stage, int64_t stages) const {
+  int64_t bytes(int64_t stage, int64_t stages, bool late_weights) const {
     return stages * (stored(stage) + aligned(stage * seen)) + (widens ? floats(stage) : 0) +
-           aligned(stage * dchildren) + aligned(stage * dweight) + aligned(stage * dgate) + fixed;
+           aligned(stage * dchildren) + (late_weights ? 2 : 1) * aligned(stage * dweight) + aligned(stage * dgate) +
+           fixed;
   }
 };
 
@@ -121,11 +130,11 @@ void place(Schedule& c, const Shared& shared) {
   c.float_stage = shared.widens ? 0 : c.shared_stage;
   c.shared_dchildren = c.stages * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
-  c.shared_dgate = c.shared_dweight + int(aligned(c.stage * shared.dweight));
+  c.shared_dgate = c.shared_dweight + (c.late_weights ? 2 : 1) * int(aligned(c.stage * shared.dweight));
   c.shared_tile = c.shared_dgate + int(aligned(c.stage * shared.dgate));
   c.shared_offset = c.shared_tile + int(aligned(int64_t(c.tile_size) * 48));
   c.shared_exchange = c.shared_offset + kOffsetBytes;
-  c.shared_bytes = shared.bytes(c.stage, c.stages);
+  c.shared_bytes = shared.bytes(c.stage, c.stages, c.late_weights);
 }
 
 constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
@@ -193,19 +202,25 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
       continue;
     }
     const Shared shared(trial, v, task);
-    const int64_t least = shared.bytes(std::max(1, choice.stage), 2);
+    const int64_t least = shared.bytes(std::max(1, choice.stage), 2, false);
     if (least > machine.shared_limit) {
       why_not = "it takes " + n(least) + " bytes of shared memory";
       continue;
     }
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
     int64_t stage = choice.stage ? choice.stage : kMostChildren, stages = kMostStages;
-    const auto bytes = [&] { return shared.bytes(stage, stages) + kReserved; };
-    const auto fits = [&] { return bytes() * resident <= machine.shared_limit * 3 / 4; };  // the rest is a cache
-    while (!choice.stage && stage > 1 && !fits()) stage /= 2;
-    if (!fits()) stages = 2;
+    bool late = false;
+    const auto bytes = [&] { return shared.bytes(stage, stages, late) + kReserved; };
+    const auto fits = [&] {
+      for (int way = shared.slots ? 0 : 2; way < 4; ++way) {
+        stages = kMostStages - way % 2, late = way < 2;
+        if (bytes() * resident <= machine.shared_limit * 3 / 4) return true;  // the rest is a cache
+      }
+      return false;
+    };
+    while (!fits() && stage > 1 && !choice.stage) stage /= 2;
     const int64_t fitting = std::min(resident, std::max<int64_t>(1, (machine.shared_limit + kReserved) / bytes()));
-    trial.stage = int(stage), trial.stages = int(stages);
+    trial.stage = int(stage), trial.stages = int(stages), trial.late_weights = late;
     trial.carveout = int(ceil_div(100 * fitting * bytes(), machine.shared_limit + kReserved));
     trial.groups = choice.groups ? choice.groups : trial.tiles;
     if (trial.groups > trial.tiles) {

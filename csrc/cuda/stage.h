@@ -129,7 +129,7 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
   }
 }
 
-// Copies weights [count, parents of the block, stride] in the same way; zero for parents that do not exist.
+// Copies weights [count, parents of the block] in the same way; zero for parents that do not exist.
 template <class Pose, int R, class T>
 FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int count, T* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
@@ -141,10 +141,12 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
     const T* from =
         static_cast<const T*>(args.weight) + (exists ? int64_t(lane.first_parent + m) * kNumbers + number : 0);
     T* target = to + m * Pose::kWeightStride + number / Pose::kE * Pose::kWeightRow + number % Pose::kE;
+    if constexpr (Pose::kSwaps)
+      target += m / Pose::kParents * (Pose::kGroupStride - Pose::kParents * Pose::kWeightStride);
     for (int k = 0; k < count; ++k) {
       const int64_t group = exists ? args.by_group.quotient(first + k) : 0;
       copy_async<V * sizeof(T)>(target, from + group * args.M * kNumbers, exists);
-      target += block_parents * Pose::kWeightStride;
+      target += lane.matrices();
     }
   }
 }
@@ -174,7 +176,7 @@ FASTCAPS_DEVICE void stage_seen(const Lane<Pose, R>& lane, int count, const Offs
 // One child after another of a stage in shared memory.
 template <class Pose>
 struct Stage {
-  const float *children, *weight;  // [tile_size, C, D], child_stride apart; [parents of the block, stride]
+  const float *children, *weight;  // [tile_size, C, D], child_stride apart; [parents / kParents, kParents]
   const uint16_t *stored_children, *stored_weight;  // the same as stored, in half precision
   const Seen* seen;                                 // [tile_size]
   int t;                                            // which child it is, in the order of the kernels
@@ -190,9 +192,9 @@ struct Stage {
   template <int R>
   FASTCAPS_DEVICE void next(const Lane<Pose, R>& lane) {
     children += lane.args.tile_size * lane.child_stride();
-    weight += lane.block_parents() * Pose::kWeightStride;
+    weight += lane.matrices();
     stored_children += lane.args.tile_size * lane.child_stride();
-    stored_weight += lane.block_parents() * Pose::kWeightStride;
+    stored_weight += lane.matrices();
     seen += lane.args.tile_size;
     ++t;
   }
@@ -243,9 +245,8 @@ FASTCAPS_DEVICE void widen(const Lane<Pose, R>& lane, int slot, int count) {
   const float* from = reinterpret_cast<const float*>(lane.shared + slot * args.shared_stage);  // two values each
   float* to = reinterpret_cast<float*>(lane.shared + args.shared_float);
   const bool staged = Pose::kWeightStride > 0 && args.weight;
-  const int numbers = staged
-                          ? args.shared_weight / int(sizeof(float)) + count * lane.block_parents() * Pose::kWeightStride
-                          : count * args.tile_size * lane.child_stride();
+  const int numbers = staged ? args.shared_weight / int(sizeof(float)) + count * lane.matrices()
+                             : count * args.tile_size * lane.child_stride();
   const auto all = [&](auto stored) {
     for (int k = thread_index() * 4; k < numbers; k += block_threads() * 4) {
       float x[4];

@@ -11,8 +11,9 @@ namespace fastcaps::gpu {
 // Windows overlap, and so two positions may add to one child's gradient. If that must happen in a fixed order, a launch
 // takes only positions of one colour: those far enough from each other to share no child.
 struct Position {
-  int64_t index;                        // (b * Ho + y) * Wo + x; -1: none
-  int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child, in the block's part
+  int64_t index;  // (b * Ho + y) * Wo + x; -1: none
+  int64_t children, gate, query;
+  int64_t cell;  // ((b * H + y) * W + x) * N of the window's first child, in the block's part
   int y, x;
 
   FASTCAPS_DEVICE bool exists() const { return index >= 0; }
@@ -37,7 +38,7 @@ FASTCAPS_DEVICE Position position_of(const PassArgs& args, int64_t number) {
   at.children = b * children[0] + at.y * children[1] + at.x * children[2];
   at.gate = b * gate[0] + at.y * gate[1] + at.x * gate[2];
   at.query = b * query[0] + y * query[1] + x * query[2];
-  at.cell = block_y() * args.cells_part + (b * args.H + at.y) * args.W + at.x;
+  at.cell = (block_y() * args.cells_part + (b * args.H + at.y) * args.W + at.x) * args.N;
   return at;
 }
 
@@ -62,15 +63,15 @@ struct Child {
     dx = args.by_kernel_width.remainder(q, ky) * int(args.window.dw);
   }
   FASTCAPS_DEVICE bool exists(const PassArgs& args, const Position& at) const { return at.sees(args, dy, dx); }
-  FASTCAPS_DEVICE int64_t cell(const PassArgs& args, const Position& at) const {  // (.., y, x, n) of a dense grid
-    return (at.cell + int64_t(dy) * args.W + dx) * args.N + n;
+  FASTCAPS_DEVICE int64_t cell(const PassArgs& args) const {  // from the window's first child, in a dense grid
+    return (int64_t(dy) * args.W + dx) * args.N + n;
   }
 };
 
 // Where a child lies, seen from the first child of a window. Computed by one thread per child, a stage before it is
 // brought. A block keeps those of the stages that are being computed, brought, or about to be.
 struct Offset {
-  int64_t children, gate;
+  int64_t children, gate, cell;  // cell: as of Position, in children
   int dy, dx;
 
   FASTCAPS_DEVICE bool exists(const PassArgs& args, const Position& at) const { return at.sees(args, dy, dx); }
@@ -99,7 +100,8 @@ FASTCAPS_DEVICE void make_offsets(const PassArgs& args, char* shared, const Chil
   const Child child(args, t);
   const int64_t *p = args.children.stride, *g = args.gate.stride;
   *offsets_of(args, shared, range, t) = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
-                                         child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
+                                         child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.cell(args), child.dy,
+                                         child.dx};
 }
 
 }  // namespace fastcaps::gpu

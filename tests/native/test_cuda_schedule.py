@@ -129,7 +129,7 @@ def test_every_part_of_shared_memory_holds_its_values(native: ModuleType, op: st
     c, kernel = schedule(native, op, call, backward)
     if c is None:
         return
-    rows, depth, columns = call.pose
+    _, depth, columns = call.pose
     width = 2 if call.storage else 4
     if kernel["C"]:
         child, weight = kernel["child_stride"], kernel["weight_stride"]
@@ -138,7 +138,8 @@ def test_every_part_of_shared_memory_holds_its_values(native: ModuleType, op: st
         weight = kernel["weight_stride"]
     weight = weight if call.groups else 0
     block = c["warps_parents"] * c["parents"]
-    children, weights = c["stage"] * c["tile_size"] * child, c["stage"] * block * weight
+    groups = c["warps_parents"] * kernel["each"] * kernel["group_stride"] if call.groups else 0
+    children, weights = c["stage"] * c["tile_size"] * child, c["stage"] * max(block * weight, groups)
     assert c["shared_weight"] >= children * 4 and c["shared_seen"] >= (children + weights) * width
     assert c["shared_stage"] - c["shared_seen"] >= c["stage"] * c["tile_size"] * 8
     widens = call.storage and not kernel["stored"]
@@ -153,13 +154,15 @@ def test_every_part_of_shared_memory_holds_its_values(native: ModuleType, op: st
     if not backward:
         assert sizes == [0, 0, 0]
     else:
-        large = kernel["C"] and kernel["weight_stride"] == 0
-        dweight = block * c["tile_size"] * rows * columns * c["stage"] if large else weights * c["warps_positions"]
-        dgate = c["stage"] * c["tile_size"] * c["warps_parents"] * (op != "attention")
-        for size, wanted in zip(sizes, (children * c["warps_parents"], dweight, dgate), strict=True):
+        slots = (1 + c["late_weights"]) * c["warps_positions"] * kernel["slot_stride"]
+        dweight = c["stage"] * block * (slots or c["tile_size"] * columns) if kernel["C"] and call.groups else 0
+        meets = c["warps_parents"] > 1 or not kernel["weight_stride"]
+        dchildren = children * c["warps_parents"] * meets
+        dgate = c["stage"] * c["tile_size"] * c["warps_parents"] * (meets and op != "attention")
+        for size, wanted in zip(sizes, (dchildren, dweight, dgate), strict=True):
             assert 4 * wanted <= size < 4 * wanted + 16
     assert c["shared_offset"] - c["shared_tile"] >= c["tile_size"] * 48
-    assert c["shared_exchange"] - c["shared_offset"] >= (3 + 1) * 8 * 24
+    assert c["shared_exchange"] - c["shared_offset"] >= (3 + 1) * 8 * 32
     meets = c["warps_parents"] > 1 and op != "pooling"
     exchange = 2 * c["warps_parents"] * c["tile_size"] * (12 if backward else 8) if meets else 0
     assert c["shared_bytes"] - c["shared_exchange"] >= exchange
@@ -232,6 +235,8 @@ def test_every_kernel_of_a_table_can_run(native: ModuleType, op: str, backward: 
         assert k["columns"] * k["patch_columns"] == k["E"] and k["patch_rows"] == k["C"]
         assert k["D"] % k["vector"] == 0 and k["child_stride"] >= k["C"] * k["D"]
         assert k["weight_stride"] == 0 or k["weight_stride"] >= k["D"] * k["E"]
+        assert k["slot_stride"] == 0 or k["slot_stride"] >= k["D"] * k["E"]
+        assert k["group_stride"] >= k["parents"] * k["weight_stride"]
     assert {(k["patch_rows"] > 1) for k in table if not k["C"]} == {True, False}, "any matrix, any vector"
     # a lane's registers hold its sums or its query: FreePose has 16 values, or 8 of one row
     assert all(k["patch_rows"] * k["patch_columns"] * k["each"] * k["positions"] <= 128 for k in table)

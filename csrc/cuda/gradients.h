@@ -1,0 +1,422 @@
+// From gradients of votes to those of children and weights: sums over the lanes of a warp, over the warps of a block by
+// way of shared memory, and over all blocks in global memory.
+#pragma once
+
+#include "make_votes.h"
+
+namespace fastcaps::gpu {
+
+FASTCAPS_DEVICE void add(float* at, float x, bool alone) {
+  if (alone)
+    *at += x;
+  else
+    atomic_add(at, x);
+}
+
+template <int N>
+FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
+  if constexpr (N == 4) {
+    if (alone) {
+      const float4 old = load4(at);
+      store4(at, make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]));
+    } else {
+      atomic_add4(at, make_float4(x[0], x[1], x[2], x[3]));
+    }
+  } else {
+    FASTCAPS_UNROLL
+    for (int k = 0; k < N; ++k) add(at + k, x[k], alone);
+  }
+}
+
+// The block's own part of a gradient that is made in parts.
+FASTCAPS_DEVICE float* part_of(const PassArgs& args, float* parts, int64_t numbers) {
+  return parts + (args.parts_by_chunk ? block_x() : int64_t(args.by_chunk.quotient(int(block_x())))) * numbers;
+}
+
+// Where the weights' gradient of the t-th child towards parent m is added up, [D, E].
+template <class Pose, int R>
+FASTCAPS_DEVICE float* gradient_of_weights(const Lane<Pose, R>& lane, int t, int m) {
+  const PassArgs& args = lane.args;
+  const int64_t pair = int64_t(args.by_group.quotient(t)) * args.M + m;
+  return part_of(args, args.dweight, args.dweight_part) + pair * lane.D() * lane.E();
+}
+
+// How a warp's lanes share the columns of dP (rows of the weights): kRows of them are summed together, and every lane
+// ends with a few of the sums. In the first kOrdered exchanges, lanes differ by their number / 8: those with another
+// one take blocks of rows in another order, so that all keep their first sums. The lanes of a quarter warp, which a
+// vector load serves together, agree.
+template <class Pose, int R>
+struct ChildSums {
+  static_assert(Pose::kColumns <= 1 || Pose::kParents == 1 || Pose::kPositions == 1,
+                "the lanes of a sum over columns and parents must be neighbours");
+  static constexpr int kTogether = Pose::kFixed && Pose::kPatchRows == 1 ? R : 1;  // positions
+  static constexpr int kCells = kTogether * Pose::kPatchRows;                      // of a column
+  static constexpr int kRows = Pose::kWeightStride > 0 ? Pose::kD : Pose::kVector, kSums = kRows * kCells;
+  static constexpr int kFirst = Pose::kColumns == 1 ? Pose::kPositions : 1;
+  static constexpr int kLanes = Pose::kFixed ? Pose::kColumns * Pose::kParents : 1;
+  static constexpr int kMost = (kSums - 1) / kLanes + 1;  // sums of a lane
+  static constexpr int kOrdered = kLanes >= 4 && kFirst * kLanes == kWarp && Pose::kWeightVector == 4 ? 2 : 0;
+  static constexpr int kBlock = kRows >> kOrdered;
+  int begin, count;  // the lane's sums, of [kRows, kTogether, rows of the pose]
+  int order;
+  bool speaks;  // for other lanes with the same sums
+
+  FASTCAPS_DEVICE explicit ChildSums(const Lane<Pose, R>& lane) : order(lane.lane / (kWarp >> kOrdered)) {
+    scattered<kSums, kFirst, kLanes, kOrdered>(lane.lane, begin, count);
+    speaks = Pose::kFixed ? lane.lane / kFirst % lanes_with_the_same(kSums, kLanes) == 0
+                          : lane.column == 0 && lane.parent == 0;
+  }
+  FASTCAPS_DEVICE void add_up(float (&x)[kSums], const Lane<Pose, R>& lane) const {
+    if constexpr (Pose::kFixed) {
+      scatter_sums<kSums, kFirst, kLanes, kOrdered>(x, lane.lane);
+    } else {
+      FASTCAPS_UNROLL
+      for (int n = 0; n < kSums; ++n) x[n] = lane.sum_parents(lane.sum_columns(x[n]));
+    }
+  }
+  FASTCAPS_DEVICE int row(int v) const { return (v / kBlock ^ order) * kBlock + v % kBlock; }  // taken as the v-th
+  // Of the n-th of the lane's sums.
+  FASTCAPS_DEVICE int d(int n) const { return row((begin + n) / kCells); }
+  FASTCAPS_DEVICE int r(int n) const { return (begin + n) / Pose::kPatchRows % kTogether; }
+  FASTCAPS_DEVICE int i(int n) const { return (begin + n) % Pose::kPatchRows; }
+};
+
+// Where a block adds up the gradients that it makes for the children of a stage, one child after another. Where a
+// single warp has all parents, its lanes add dP and the gates' gradient to memory themselves; else they put them here.
+template <class Pose, int R>
+struct StageGradients {
+  static constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns, WV = Pose::kWeightVector;
+  using Sums = ChildSums<Pose, R>;
+  const Lane<Pose, R>& lane;
+  const PassArgs& args;
+  float* children;  // [stage, warps that share parents, tile_size, C, D], child_stride apart
+  float* weight;    // where weights are large, dL/dV: [stage, parents of the block, tile_size, E]; else see slots
+  float* gates;     // [stage, tile_size, warps that share parents]
+  const Sums sums;
+  int k = 0, parity = 0;  // the child within the stage; which of two stages
+  const Offset* offset;   // of the child
+  char* own_slots;        // its parts of dW that the warp makes
+  float* own[R];          // where the lane's sums belong that begin at its r-th position: see gradient
+
+  FASTCAPS_DEVICE explicit StageGradients(const Lane<Pose, R>& lane_)
+      : lane(lane_),
+        args(lane.args),
+        children(reinterpret_cast<float*>(lane.shared + args.shared_dchildren)),
+        weight(reinterpret_cast<float*>(lane.shared + args.shared_dweight)),
+        gates(reinterpret_cast<float*>(lane.shared + args.shared_dgate)),
+        sums(lane) {}
+  FASTCAPS_DEVICE void begin_tile() {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; r += Sums::kTogether) own[r] = sums.speaks ? gradient(lane.in_tile(r + sums.r(0))) : nullptr;
+  }
+  FASTCAPS_DEVICE void begin_stage(const ChildRange& range, int t) {
+    k = 0, parity ^= args.late_weights;
+    offset = offsets_of(args, lane.shared, range, t);
+    own_slots = slots(parity, 0, lane.warp_position);
+  }
+  FASTCAPS_DEVICE void next() {
+    ++k, ++offset;
+    own_slots += lane.warps_positions() * lane.block_parents() * Pose::kSlotStride * 4;
+  }
+
+  // Whether lanes add to memory themselves.
+  FASTCAPS_DEVICE bool alone() const { return Pose::kWeightStride > 0 && args.warps_parents == 1; }
+  FASTCAPS_DEVICE float* child(int in_tile, int of, int warp_parent) const {
+    return children + ((of * args.warps_parents + warp_parent) * args.tile_size + in_tile) * lane.child_stride();
+  }
+  // Where the gradient of the window's first child is added up, at a position; null if there is none.
+  FASTCAPS_DEVICE float* gradient(int in_tile) const {
+    const Position& at = lane.tile[in_tile];
+    return at.exists() ? args.dchildren + at.cell * lane.C() * lane.D() : nullptr;
+  }
+  // From there to the child.
+  FASTCAPS_DEVICE int64_t distance() const { return offset->cell * lane.C() * lane.D(); }
+
+  // Rows d .. d + kRows of dP, summed over the parents and columns of the warp, for the lane's positions from r on.
+  template <bool LEAN, Storage S>
+  FASTCAPS_DEVICE void put_children(const Stage<Pose>& stage, int d, int r, const Patches<Pose, R>& dvotes) const {
+    float x[Sums::kSums] = {};
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      const Weights<Pose, R, S> weights(lane, stage, p);
+      FASTCAPS_UNROLL
+      for (int v = 0; v < Sums::kRows; ++v) {
+        float w[TE];
+        weights.row(d + sums.row(v), w);
+        FASTCAPS_UNROLL
+        for (int b = 0; b < Sums::kTogether; ++b)
+          each_number<Pose>(
+              [&](int i, int j) { x[(v * Sums::kTogether + b) * TC + i] += dvotes[r + b][p][i][j] * w[j]; });
+      }
+    }
+    sums.add_up(x, lane);
+    FASTCAPS_UNROLL
+    for (int n = 0; n < Sums::kMost; ++n) {
+      if (n >= sums.count || !own[r]) continue;
+      const int in_tile = lane.in_tile(r + sums.r(n)), c = lane.c(sums.i(n)), row = d + sums.d(n);
+      if (!alone())
+        child(in_tile, k, lane.warp_parent)[c * lane.row_stride() + row] = x[n];
+      else if (LEAN || stage.seen[in_tile].exists != 0.0f)
+        add(own[r] + distance() + c * Pose::kD + row, x[n], args.alone_with_children);
+    }
+  }
+
+  // dP where votes are the children themselves.
+  FASTCAPS_DEVICE void put_identity(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes) const {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      each_vector<Pose>([&](int i, int j) {
+        float x[WV];
+        FASTCAPS_UNROLL
+        for (int v = 0; v < WV; ++v) {
+          float sum = dvotes[r][0][i][j + v];
+          FASTCAPS_UNROLL
+          for (int p = 1; p < Pose::kEach; ++p) sum += dvotes[r][p][i][j + v];
+          x[v] = lane.sum_parents(sum);
+        }
+        if (lane.parent != 0 || !lane.inside(i, j)) return;
+        if (!alone())
+          store_vector<WV>(child(lane.in_tile(r), k, lane.warp_parent) + lane.c(i) * lane.row_stride() + lane.e(j), x);
+        else if (stage.seen[lane.in_tile(r)].exists != 0.0f)
+          add_vector<WV>(gradient(lane.in_tile(r)) + distance() + lane.number(i, j), x, args.alone_with_children);
+      });
+    }
+  }
+
+  // The gradient of a gate, summed over the block's parents. Behind a gate of 0 it may be NaN or infinite, and is then
+  // 0.
+  FASTCAPS_DEVICE void add_gate(const Seen& seen, int64_t cell, float gain) const {
+    if (seen.exists != 0.0f && (seen.gate != 0.0f || fabsf(gain) < INFINITY))
+      add(args.dgate + cell, gain, args.alone_with_children);
+  }
+  // The part of the lane's parents, at its r-th position.
+  FASTCAPS_DEVICE void put_gate(const Stage<Pose>& stage, int r, float gain) const {
+    gain = lane.sum_parents(gain);
+    if (!lane.speaks_for_position()) return;
+    const int at = lane.in_tile(r);
+    if (alone())
+      add_gate(stage.seen[at], lane.tile[at].cell + offset->cell, gain);
+    else
+      gates[(k * args.tile_size + at) * args.warps_parents + lane.warp_parent] = gain;
+  }
+
+  // The parts of dW that a warp makes for a child, of one of two stages; and where there, in bytes, a parent's
+  // number-th value lies. Vectors of four are in an order by which the lanes of a quarter warp, when they store theirs,
+  // use different banks.
+  FASTCAPS_DEVICE char* slots(int of, int child, int warp_position) const {
+    const int warp = (of * args.stage + child) * lane.warps_positions() + warp_position;
+    return lane.shared + args.shared_dweight + warp * lane.block_parents() * Pose::kSlotStride * 4;
+  }
+  static FASTCAPS_DEVICE unsigned in_slot(int parent, int number) {
+    constexpr unsigned kMask = WV < 4 ? 0 : Pose::kSlotStride == 16 ? 48 : 96;  // of bytes within a matrix
+    const int shift = Pose::kSlotStride == 16 ? (parent >> 1) ^ parent / Pose::kParents % 2 * 3 : parent * 2;
+    const unsigned at = unsigned(number) * 4;
+    return unsigned(parent * Pose::kSlotStride * 4) + (at & ~kMask) + ((at ^ unsigned(shift) * 16) & kMask);
+  }
+  // Of the lane's p-th parent; `number` is the first column's, the lane's own lies next to it.
+  FASTCAPS_DEVICE float* slot(int p, int number) const {
+    return reinterpret_cast<float*>(own_slots + in_slot(lane.in_block(p), number) + lane.column * WV * 4);
+  }
+
+  // Rows d .. d + V of dW, summed over the rows and positions of the warp.
+  template <class Row, class Then>
+  FASTCAPS_DEVICE void put_weights(const Stage<Pose>& stage, int d, const Patches<Pose, R>& dvotes, Row&& row_of,
+                                   Then&& then) const {
+    constexpr int N = Pose::kEach * V * TE;
+    float x[N] = {};
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      FASTCAPS_UNROLL
+      for (int i = 0; i < TC; ++i) {
+        float row[V];
+        row_of(r, i, d, row);
+        FASTCAPS_UNROLL
+        for (int n = 0; n < N; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
+      }
+    }
+    then();
+    if constexpr (Pose::kFixed) {
+      constexpr int kLanes = Pose::kPositions, kLeft = N / kLanes;
+      static_assert(kLeft % WV == 0, "lanes part their sums between vectors");
+      int begin, count;
+      scattered<N, Pose::kColumns, kLanes, Pose::kSwaps>(lane.lane, begin, count);
+      scatter_sums<N, Pose::kColumns, kLanes, Pose::kSwaps>(x, lane.lane);
+      FASTCAPS_UNROLL
+      for (int n = 0; n < kLeft; n += WV) {
+        const int at = begin + n, p = at / (TE * V),
+                  number = (d + at / TE % V) * Pose::kE + lane.e(at % TE) - lane.column * WV;
+        store_vector<WV>(slot(p, number), x + n);
+      }
+    } else {
+      FASTCAPS_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const float sum = lane.sum_rows(lane.sum_positions(x[n]));
+        const int v = n / TE, e = lane.e(n % TE);
+        if (lane.row == 0 && lane.position == 0 && lane.alive(0) && d + v < args.D && e < args.E)
+          add(gradient_of_weights(lane, stage.t, lane.m(0)) + (d + v) * args.E + e, sum, args.alone_with_weights);
+      }
+    }
+  }
+
+  FASTCAPS_DEVICE void put_weights_of_tensor_cores(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes) const {
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      float rows[2][4];
+      outer_on_tensor_cores(lane, stage, dvotes[0][p], rows);
+      if (lane.position >= 2) continue;
+      FASTCAPS_UNROLL
+      for (int row = 0; row < 2; ++row) store_vector<4>(slot(p, (2 * lane.position + row) * 4), rows[row]);
+    }
+  }
+
+  // If weights are large: stores dL/dV itself, from which the block makes dW (flush_large_weights).
+  FASTCAPS_DEVICE void put_votes(const Patches<Pose, R>& dvotes) const {
+    static_assert(TC == 1, "large weights belong to vectors");
+    each_patch<Pose, R>([&](int r, int p) {
+      float* to =
+          weight + ((k * lane.block_parents() + lane.in_block(p)) * args.tile_size + lane.in_tile(r)) * Pose::kE;
+      FASTCAPS_UNROLL
+      for (int j = 0; j < TE; j += WV) store_vector<WV>(to + lane.e(j), &dvotes[r][p][0][j]);
+    });
+  }
+
+  // From dL/dV to dP and dW.
+  template <bool LEAN, class Row, class Then>
+  FASTCAPS_DEVICE void put(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes, Row&& row_of, Then&& then) const {
+    const int depth = lane.padded_depth();
+    if (args.dchildren)
+      with_weights<Pose>(args, [&](auto stored) {
+        _Pragma("unroll Sums::kRows == Pose::kD ? 1 : Pose::kDepthUnroll") for (int d = 0; d < depth;
+                                                                                d += Sums::kRows) {
+          FASTCAPS_UNROLL
+          for (int r = 0; r < R; r += Sums::kTogether) put_children<LEAN, stored()>(stage, d, r, dvotes);
+        }
+      });
+    if (!args.dweight) return then();
+    if constexpr (kLargeWeights<Pose>) {
+      put_votes(dvotes);
+      then();
+    } else if constexpr (Pose::kProducts > 0) {
+      put_weights_of_tensor_cores(stage, dvotes);
+      then();
+    } else {
+      _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V)
+          put_weights(stage, d, dvotes, row_of, [&] {
+            if (d + V >= depth) then();
+          });
+    }
+  }
+
+  // Adds all warps' dP of a stage to the gradients of the children.
+  FASTCAPS_DEVICE void flush_children(int first, int count) const {
+    const int units = count * args.tile_size * lane.padded_rows() * (lane.padded_depth() / V);
+    for (int unit = thread_index(); unit < units; unit += block_threads()) {
+      const auto [child_of_stage, c, d] = lane.vector_of_child(unit);
+      const int of = args.by_tile.quotient(child_of_stage), at = args.by_tile.remainder(child_of_stage, of);
+      const Child one(args, first + of);
+      if (!one.exists(args, lane.tile[at]) || c >= lane.C()) continue;
+      const float* from = child(at, of, 0) + c * lane.row_stride() + d;
+      float sum[V] = {};
+      for (int w = 0; w < args.warps_parents; ++w) {
+        float x[V];
+        load_vector<V>(from + w * args.tile_size * lane.child_stride(), x);
+        FASTCAPS_UNROLL
+        for (int v = 0; v < V; ++v) sum[v] += x[v];
+      }
+      float* to = args.dchildren + ((lane.tile[at].cell + one.cell(args)) * lane.C() + c) * lane.D() + d;
+      if constexpr (Pose::kFixed) {
+        add_vector<V>(to, sum, args.alone_with_children);
+      } else {
+        FASTCAPS_UNROLL
+        for (int v = 0; v < V; ++v)
+          if (d + v < args.D) add(to + v, sum[v], args.alone_with_children);
+      }
+    }
+  }
+
+  // All warps' part of the gates' gradient.
+  FASTCAPS_DEVICE void flush_gates(const Seen* seen, int first, int count) const {
+    for (int unit = thread_index(); unit < count * args.tile_size; unit += block_threads()) {
+      const int of = args.by_tile.quotient(unit), at = args.by_tile.remainder(unit, of);
+      float sum = 0.0f;
+      for (int w = 0; w < args.warps_parents; ++w) sum += gates[unit * args.warps_parents + w];
+      add_gate(seen[unit], lane.tile[at].cell + Child(args, first + of).cell(args), sum);
+    }
+  }
+
+  // All warps' dW of the stage `of`; children that share their weights are added up first.
+  FASTCAPS_DEVICE void flush_weights(int of, int first, int count) const {
+    constexpr int W = Pose::kWeightCopy, kVectors = Pose::kD * Pose::kE / W;
+    const int units = lane.block_parents() * kVectors, warps = lane.warps_positions();
+    for (int unit = thread_index(), child = 0;; unit += block_threads()) {
+      while (unit >= units) unit -= units, ++child;
+      if (child >= count) break;
+      const int m = unit / kVectors, number = unit % kVectors * W, g = args.by_group.quotient(first + child);
+      if (lane.first_parent + m >= args.M) continue;
+      if (child > 0 && args.by_group.quotient(first + child - 1) == g) continue;
+      float sum[W] = {};
+      for (int same = child; same < count && args.by_group.quotient(first + same) == g; ++same) {
+        for (int w = 0; w < warps; ++w) {
+          float x[W];
+          load_vector<W>(reinterpret_cast<const float*>(slots(of, same, w) + in_slot(m, number)), x);
+          FASTCAPS_UNROLL
+          for (int v = 0; v < W; ++v) sum[v] += x[v];
+        }
+      }
+      add_vector<W>(gradient_of_weights(lane, first + child, lane.first_parent + m) + number, sum,
+                    args.alone_with_weights);
+    }
+  }
+
+  // dW = sum over the tile's positions of P^T dV, four by four values a thread; children that share their weights are
+  // added up first.
+  template <Storage S>
+  FASTCAPS_DEVICE void flush_large_weights(const Stage<Pose>& stage, int first, int count) const {
+    constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
+    const int block_parents = lane.block_parents();
+    const auto* children = stage.template children_as<S>();
+    for (int unit = thread_index(); unit < block_parents * kSquares; unit += block_threads()) {
+      const int parent = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
+      if (lane.first_parent + parent >= args.M) continue;
+      float sum[4][4] = {};
+      for (int k = 0; k < count; ++k) {
+        const auto* rows = children + k * args.tile_size * Pose::kRowStride + d;
+        const float* columns = weight + (k * block_parents + parent) * args.tile_size * Pose::kE + e;
+        for (int at = 0; at < args.tile_size; ++at) {
+          float p[4], v[4];
+          load_vector<S>(rows + at * Pose::kRowStride, p);
+          load_vector<4>(columns + at * Pose::kE, v);
+          FASTCAPS_UNROLL
+          for (int x = 0; x < 4; ++x) {
+            FASTCAPS_UNROLL
+            for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
+          }
+        }
+        if (k + 1 < count && args.by_group.quotient(first + k + 1) == args.by_group.quotient(first + k)) continue;
+        float* to = gradient_of_weights(lane, first + k, lane.first_parent + parent) + d * Pose::kE + e;
+        FASTCAPS_UNROLL
+        for (int x = 0; x < 4; ++x) {
+          add_vector<4>(to + x * Pose::kE, sum[x], args.alone_with_weights);
+          FASTCAPS_UNROLL
+          for (int y = 0; y < 4; ++y) sum[x][y] = 0.0f;
+        }
+      }
+    }
+  }
+
+  // All that the warps have put for a stage, except parts of dW.
+  FASTCAPS_DEVICE void flush(const Stage<Pose>& stage, int count, bool with_gates) const {
+    if (!alone() && args.dchildren) flush_children(stage.t, count);
+    if (!alone() && with_gates) flush_gates(stage.seen, stage.t, count);
+    if constexpr (kLargeWeights<Pose>) {
+      const auto outer = [&](auto stored) { flush_large_weights<stored()>(stage, stage.t, count); };
+      if (!args.dweight) return;
+      if constexpr (Pose::kStored)
+        with_weights<Pose>(args, outer);
+      else
+        outer(Stored<Storage::kFloat32>());
+    }
+  }
+};
+
+}  // namespace fastcaps::gpu
