@@ -155,8 +155,8 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
   state.add(R - 1, votes[1], weight[1], total_of(lane, weight[1]));
 }
 
-// Without rounds: the votes of a child at all positions, then their competition.
-template <class Pose, int R, class State>
+// Without rounds: the votes of a child at all positions, then their competition. MEETS: between several warps.
+template <bool MEETS, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
   walk<false, true>(lane, range, [&](int slot, int t, int count) {
     Stage<Pose> stage(lane.args, lane.shared, slot, t);
@@ -170,7 +170,7 @@ FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& 
       for (int r = 0; r < R; ++r) state.score(r, votes[r], weight[r]);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) total[r] = total_of(lane, weight[r]);
-      if (lane.args.warps_parents > 1) meet(lane, stage.t & 1, total);
+      if constexpr (MEETS) meet(lane, stage.t & 1, total);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) state.add(r, votes[r], weight[r], total[r]);
       stage.next(lane);
@@ -193,16 +193,17 @@ FASTCAPS_DEVICE bool any_thread(const PassArgs& args, char* shared, bool x) {
 template <bool LEAN, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
   if constexpr (LEAN) {
-    if (!kRounds<Pose, R> || lane.args.warps_parents == 1) {
-      if constexpr (kRounds<Pose, R>)
-        walk_in_rounds(lane, range, state);
-      else
-        walk_by_child(lane, range, state);
-      if (lane.args.warps_parents > 1) barrier();  // what warps exchange is read to the end
-      if (!any_thread(lane.args, lane.shared, state.lost())) return;
-      state.clear();
-      begin_walk<LEAN>(lane, range);
+    if (lane.args.warps_parents > 1) {
+      walk_by_child<true>(lane, range, state);
+      barrier();  // what warps exchange is read to the end
+    } else if constexpr (kRounds<Pose, R>) {
+      walk_in_rounds(lane, range, state);
+    } else {
+      walk_by_child<false>(lane, range, state);
     }
+    if (!any_thread(lane.args, lane.shared, state.lost())) return;
+    state.clear();
+    begin_walk<LEAN>(lane, range);
   }
   walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
     Stage<Pose> stage(lane.args, lane.shared, slot, t);

@@ -54,7 +54,8 @@ struct ChildSums {
   static constexpr int kRows = Pose::kWeightStride > 0 ? Pose::kD : Pose::kVector, kSums = kRows * kCells;
   static constexpr int kFirst = Pose::kColumns == 1 ? Pose::kPositions : 1;
   static constexpr int kLanes = Pose::kFixed ? Pose::kColumns * Pose::kParents : 1;
-  static constexpr int kMost = (kSums - 1) / kLanes + 1;  // sums of a lane
+  static constexpr int kMost = (kSums - 1) / kLanes + 1;     // sums of a lane
+  static constexpr int kPlaces = kTogether > 1 ? kMost : 1;  // their positions
   static constexpr int kOrdered = kLanes >= 4 && kFirst * kLanes == kWarp && Pose::kWeightVector == 4 ? 2 : 0;
   static constexpr int kBlock = kRows >> kOrdered;
   int begin, count;  // the lane's sums, of [kRows, kTogether, rows of the pose]
@@ -93,10 +94,10 @@ struct StageGradients {
   float* weight;    // where weights are large, dL/dV: [stage, parents of the block, tile_size, E]; else see slots
   float* gates;     // [stage, tile_size, warps that share parents]
   const Sums sums;
-  int k = 0, parity = 0;  // the child within the stage; which of two stages
-  const Offset* offset;   // of the child
-  char* own_slots;        // its parts of dW that the warp makes
-  float* own[R];          // where the lane's sums belong that begin at its r-th position: see gradient
+  int k = 0, parity = 0;         // the child within the stage; which of two stages
+  const Offset* offset;          // of the child
+  char* own_slots;               // its parts of dW that the warp makes
+  float* own[R][Sums::kPlaces];  // where the lane's sums from its r-th position on belong: see gradient
 
   FASTCAPS_DEVICE explicit StageGradients(const Lane<Pose, R>& lane_)
       : lane(lane_),
@@ -107,7 +108,10 @@ struct StageGradients {
         sums(lane) {}
   FASTCAPS_DEVICE void begin_tile() {
     FASTCAPS_UNROLL
-    for (int r = 0; r < R; r += Sums::kTogether) own[r] = sums.speaks ? gradient(lane.in_tile(r + sums.r(0))) : nullptr;
+    for (int r = 0; r < R; r += Sums::kTogether) {
+      FASTCAPS_UNROLL
+      for (int n = 0; n < Sums::kPlaces; ++n) own[r][n] = sums.speaks ? gradient(lane.in_tile(r + sums.r(n))) : nullptr;
+    }
   }
   FASTCAPS_DEVICE void begin_stage(const ChildRange& range, int t) {
     k = 0, parity ^= args.late_weights;
@@ -152,12 +156,13 @@ struct StageGradients {
     sums.add_up(x, lane);
     FASTCAPS_UNROLL
     for (int n = 0; n < Sums::kMost; ++n) {
-      if (n >= sums.count || !own[r]) continue;
+      float* const to = own[r][n % Sums::kPlaces];
+      if (n >= sums.count || !to) continue;
       const int in_tile = lane.in_tile(r + sums.r(n)), c = lane.c(sums.i(n)), row = d + sums.d(n);
       if (!alone())
         child(in_tile, k, lane.warp_parent)[c * lane.row_stride() + row] = x[n];
       else if (LEAN || stage.seen[in_tile].exists != 0.0f)
-        add(own[r] + distance() + c * Pose::kD + row, x[n], args.alone_with_children);
+        add(to + distance() + c * Pose::kD + row, x[n], args.alone_with_children);
     }
   }
 
