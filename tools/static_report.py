@@ -27,7 +27,7 @@ import torch
 from fastcaps import libraries, ops
 
 KNOWN_SPILLS = {
-    "forward<AttentionForward, FixedPose<4, 4, 4, 4, 4, 1, 16, 2, 20>, 2, true,": 8,
+    "forward<AttentionForward, FixedPose<4, 4, 4, 4, 4, 1, 16, 2, 20, false>, 2, true,": 8,
 }
 """Bytes by how a lean kernel's name begins: kept once a stage. Kernels with all options may keep more then."""
 WITH_OPTIONS = 256

@@ -152,7 +152,7 @@ struct StageGradients {
     sums.add_up(x, lane);
     FASTCAPS_UNROLL
     for (int n = 0; n < Sums::kMost; ++n) {
-      if (n >= sums.count || !own[r]) continue;
+      if (n >= sums.count || !(Pose::kWeightStride > 0 ? own[r] != nullptr : sums.speaks)) continue;
       const int in_tile = lane.in_tile(r + sums.r(n)), c = lane.c(sums.i(n)), row = d + sums.d(n);
       if (!alone())
         child(in_tile, k, lane.warp_parent)[c * lane.row_stride() + row] = x[n];
