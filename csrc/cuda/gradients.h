@@ -157,7 +157,7 @@ struct StageGradients {
     FASTCAPS_UNROLL
     for (int n = 0; n < Sums::kMost; ++n) {
       float* const to = own[r][n % Sums::kPlaces];
-      if (n >= sums.count || !to) continue;
+      if (n >= sums.count || !(Pose::kWeightStride > 0 ? to != nullptr : sums.speaks)) continue;
       const int in_tile = lane.in_tile(r + sums.r(n)), c = lane.c(sums.i(n)), row = d + sums.d(n);
       if (!alone())
         child(in_tile, k, lane.warp_parent)[c * lane.row_stride() + row] = x[n];
