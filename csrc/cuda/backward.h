@@ -153,7 +153,8 @@ template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>
 PassKernels backward_kernels() {
   static const PassKernel all[] = {
       B::kernel(&backward_kernel<Policy, typename B::Pose, B::kPositions, false, B::kThreads, B::kBlocks>,
-                &backward_kernel<Policy, typename B::Pose, B::kPositions, HAS_LEAN, B::kThreads, B::kBlocks>)...};
+                &backward_kernel<Policy, typename B::Pose, B::kPositions, (HAS_LEAN && B::Pose::kFixed), B::kThreads,
+                                 B::kBlocks>)...};
   return {all, sizeof...(B)};
 }
 

@@ -274,12 +274,13 @@ struct Named : Built<Pose, R, THREADS, BLOCKS> {
   }
 };
 
-// HAS_LEAN: there are lean kernels.
+// HAS_LEAN: poses of known size have lean kernels, too.
 template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>
 PassKernels forward_kernels() {
   static const PassKernel all[] = {
       B::kernel(&forward_kernel<Policy, typename B::Pose, B::kPositions, false, B::kThreads, B::kBlocks>,
-                &forward_kernel<Policy, typename B::Pose, B::kPositions, HAS_LEAN, B::kThreads, B::kBlocks>)...};
+                &forward_kernel<Policy, typename B::Pose, B::kPositions, (HAS_LEAN && B::Pose::kFixed), B::kThreads,
+                                B::kBlocks>)...};
   return {all, sizeof...(B)};
 }
 

@@ -15,7 +15,7 @@ void no_kernel(const PassArgs) {}
 
 template <template <class, int, bool> class, bool HAS_LEAN, class... B>
 PassKernels only_listed() {
-  static const PassKernel all[] = {B::kernel(&no_kernel<false>, &no_kernel<HAS_LEAN>)...};
+  static const PassKernel all[] = {B::kernel(&no_kernel<false>, &no_kernel<(HAS_LEAN && B::Pose::kFixed)>)...};
   return {all, sizeof...(B)};
 }
 
