@@ -78,9 +78,8 @@ struct AttentionReverse {
   }
 };
 
-// The gradients of some iterations, `launched` of them, made one after the other. at(n, end) says what the n-th has:
-// its query, the gradient of its parents or sums, and its sums where the parents are others. In a `chain` all but the
-// first get the gradient of the query from the one before; where a step adds to the query, from all before.
+// Differentiates iterations, a launch of the pass for each; at(n, end) sets the n-th's query, gradient and sums. In a
+// `chain` the gradient of the n-th's parents is dQ of the one before, or, where steps add up, of all before.
 template <class Op, class At>
 std::vector<Tensor> differentiate(const Op& op, Call& call, EndArgs& end, VoteGradients& gradients, int64_t launched,
                                   bool chain, At&& at) {
@@ -99,7 +98,7 @@ std::vector<Tensor> differentiate(const Op& op, Call& call, EndArgs& end, VoteGr
   gradients.reserve(dsums, made.numbers);
   if (wants_norm) gradients.reserve(dnorm, blocks * part);
   if (chain && launched > 1) gradients.reserve(dqueries, launched * made.all());
-  const int64_t others = adds ? 0 : launched - 1;  // those before the last, whose parts are not in the gradient
+  const int64_t others = adds ? 0 : launched - 1;  // all but the last, whose parts are not in the gradient
   const Tensor dquery = launched == 1
                             ? gradients.add(wants_query, dqueries, made, call.poses(), call.storage)
                             : gradients.add_sum(wants_query, dqueries, {(launched - others) * made.parts, made.numbers},
@@ -114,10 +113,10 @@ std::vector<Tensor> differentiate(const Op& op, Call& call, EndArgs& end, VoteGr
   for (int64_t n = 0; n < launched && call.votes.positions() > 0; ++n) {
     at(n, end);
     end.dnorm = dnorm;
-    if (dnorm) dnorm += share(n) * part;
+    const int64_t parts = share(n);
+    if (dnorm) dnorm += parts * part;
     end.parts = chain && n > 0 ? dqueries + (adds ? 0 : n - 1) * made.all() : nullptr;
     args.dquery = wants_query || (chain && n + 1 < launched) ? dqueries + n * made.all() : nullptr;
-    share(n);
     prepare(end);
     if (gradients.any() || args.dquery) gradients.run(3);  // else the LayerNorm is all there is to differentiate
   }

@@ -61,18 +61,18 @@ struct AttentionBackward : QueryGradients<Pose, R> {
 };
 
 PassKernels attention_backward_kernels() {
-  return backward_kernels<AttentionBackward, true,
+  return backward_kernels<
+      AttentionBackward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-                          Named<Pose4x4Back<16>, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
-                          Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4Back<8>, 1, 384>,
-                          Named<Pose4x4x16One, 2>, Named<Pose4x4x16One, 1, 384>, Named<Pose4x4x16One, 1, 256, 2>,
-                          Named<Tensor4x4x16Back<1>, 1, 384>, Named<Tensor4x4x16Back<3>, 1, 384>,
+      Named<Pose4x4Swapped<16>, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
+      Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4Swapped<8>, 1, 384>,
+      Named<Pose4x4x16One, 2>, Named<Pose4x4x16One, 1, 384>, Named<Pose4x4x16One, 1, 256, 2>,
+      Named<Tensor4x4x16Widened<1>, 1, 384>, Named<Tensor4x4x16Widened<3>, 1, 384>,
 #endif
-                          Built<Pose4x4Back<4>>, Built<Pose4x4Back<8>>, Built<Pose4x4Back<16>>, Built<Pose6x6>,
-                          Built<Pose8x8>, Built<Pose1x8, 4>, Built<Pose1x8, 2>, Built<Pose1x16, 4>, Built<Pose1x16, 2>,
-                          Built<Pose1x64Back, 4>, Built<Pose16x64Back, 4>, Built<Tensor4x4x16Back<1>>,
-                          Built<Tensor1x64Back<1>, 2>, Built<Tensor4x4x16Back<3>>, Built<Tensor1x64Back<3>, 2>,
-                          Built<PoseMatrix>, Built<PoseVector>>();
+      Built<Pose4x4Swapped<4>>, Built<Pose4x4Swapped<8>>, Built<Pose4x4Swapped<16>>, Built<Pose6x6>, Built<Pose8x8>,
+      Built<Pose1x8, 4>, Built<Pose1x8, 2>, Built<Pose1x16, 4>, Built<Pose1x16, 2>, Built<Pose1x64InPlace, 4>,
+      Built<Pose1x16x64InPlace, 4>, Built<Tensor4x4x16Widened<1>>, Built<Tensor1x64InPlace<1>, 2>,
+      Built<Tensor4x4x16Widened<3>>, Built<Tensor1x64InPlace<3>, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -1,4 +1,6 @@
 // The attention pass, forward: S_m = sum_i g_i r_im V_im with r_im = softmax over m of scale <Q_m, V_im>.
+#include <bit>
+
 #include "forward.h"
 #include "iterations.h"
 #include "poses.h"
@@ -12,8 +14,8 @@ struct AttentionForward {
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
   bool asks = LEAN || args.query.data;  // there is a query; else all coefficients are 1 / M
-  float first[Pose::kEach];             // what logits in rounds begin with: -inf for parents that do not exist
-  uint32_t worst = 0;                   // of all totals in rounds: above kRange if one was lost
+  float first[Pose::kEach];             // lean: what logits begin with, -inf for parents that do not exist
+  uint32_t worst = 0;                   // lean: of all totals; above kRange if one was lost
 
   FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
     each_patch<Pose, R>([&](int r, int p) {  // the lean kernel scales the query here, the other its logits
@@ -28,8 +30,9 @@ struct AttentionForward {
     each_patch<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; }); });
   }
 
-  // ---- in rounds: totals between 2^-80 and 2^80, as unsigned numbers from the first one on ----
-  static constexpr uint32_t kLeast = 0x17800000u, kRange = 0x67800000u - kLeast;
+  // ---- lean: totals as unsigned numbers, from 1 / kMostTotal on ----
+  static constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
+                            kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
 
   FASTCAPS_DEVICE void score(int r, const Patch<Pose> (&votes)[Pose::kEach], float (&weight)[Pose::kEach]) const {
     FASTCAPS_UNROLL
@@ -52,7 +55,7 @@ struct AttentionForward {
   }
   FASTCAPS_DEVICE bool lost() const { return worst > kRange; }
 
-  // ---- child by child ----
+  // ---- all options, and tiles where a total was lost ----
 
   FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
                              Numbers<Pose, R>& coefficient) const {
@@ -95,16 +98,12 @@ PassKernels attention_forward_kernels() {
   return forward_kernels<
       AttentionForward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-      Named<Tensor6x6<1>>, Named<Tensor8x8<1>, 1, 128, 2>, Named<Pose4x4x32>, Named<Pose4x4x32Back, 2, 128, 2>,
-      Named<Tensor4x4x32<1>, 1, 128, 2>, Named<Tensor4x4x32<3>, 1, 128, 2>, Named<Pose4x4x32Back, 1, 384>,
-      Named<Pose4x4x32Back, 1, 512>, Named<Pose4x4x32Back, 1, 256, 2>, Named<Pose4x4x32One, 2, 384>,
-      Named<Pose4x4x32One, 2, 256, 2>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x32One, 1, 384, 2>,
-      Named<Pose4x4x16, 2>, Named<Pose4x4x16, 1, 384>, Named<Pose4x4x16, 1, 256, 2>, Named<Pose4x4x16One, 1, 256, 2>,
-      Named<Tensor4x4x16<1>, 1, 384>, Named<Tensor4x4x16<1>, 1, 256, 2>, Named<Tensor4x4x16<3>, 1, 384>,
-      Named<Tensor4x4x16<3>, 1, 256, 2>,
+      Named<Pose4x4x32>, Named<Pose4x4x32Two, 2, 128, 2>, Named<Pose4x4x32Two, 1, 384>, Named<Pose4x4x32One, 2, 384>,
+      Named<Pose4x4x16, 2>, Named<Pose4x4x16One, 1, 256, 2>, Named<Tensor4x4x32<1>, 1, 128, 2>,
+      Named<Tensor4x4x32<3>, 1, 128, 2>, Named<Tensor6x6<1>>, Named<Tensor8x8<1>, 1, 128, 2>,
 #endif
-      Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32Back, 2>, Built<Pose6x6>, Built<Pose8x8>,
-      Built<Pose1x8x12, 2>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Pose16x64, 8>,
+      Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32Two, 2>, Built<Pose6x6>, Built<Pose8x8>,
+      Built<Pose1x8x12, 2>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Pose1x16x64, 8>,
       Built<Tensor4x4x16<1>>, Built<Tensor4x4x32<1>>, Built<Tensor6x6<1>, 1, 384>, Built<Tensor8x8<1>>,
       Built<Tensor1x8<1>, 2>, Built<Tensor1x16<1>, 2>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>,
       Built<Tensor4x4x32<3>>, Built<Tensor6x6<3>, 1, 384>, Built<Tensor8x8<3>>, Built<Tensor1x8<3>, 2>,

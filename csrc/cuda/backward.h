@@ -138,7 +138,7 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
       gradients.begin_stage(range, t);
       differentiate<LEAN>(lane, stage, count, gradients, state);
       if (!counts) return;
-      if (!gradients.alone() || kLargeWeights<Pose> || !args.late_weights) barrier();
+      if (!gradients.adds_directly() || kLargeWeights<Pose> || !args.late_weights) barrier();
       if (!args.late_weights) flush_weights();
       gradients.flush(stage, count, State::kGates && args.dgate);
     });

@@ -71,7 +71,7 @@ struct Call : OpCall {
   bool fuses(int64_t iterations) const;
   void take(const Schedule& c);
 
-  // Whether a lean kernel takes the call: without bias, gates or padding, whose parents one block takes, with a query.
+  // Whether a lean kernel takes the call (see PassKernel), if a launch makes one iteration.
   bool is_lean(const Schedule& c) const {
     return args.weight && !args.bias && !args.gate.data && !args.padded && args.query.data && c.parent_blocks == 1;
   }

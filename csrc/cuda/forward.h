@@ -72,8 +72,8 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
 }
 
 // A lean walk has no branch in its loop: totals that are out of range are only noted, and then the tile is walked over
-// again. Instead of score and add for a child, a policy has score(r, votes, weight), an exponential, and add(r, votes,
-// weight, total), for one of the lane's positions; lost(); and clear() to begin again.
+// again, by the policy's score and add for a child. Besides these, a lean policy has score(r, votes, weight), an
+// exponential, and add(r, votes, weight, total), for one of the lane's positions; lost(); and clear() to begin again.
 //
 // Rounds: a lane goes through its positions, child after child, and while the parents compete for one position's votes,
 // it makes the next one's. So it always has something to do, though a competition is one long chain of an exponential,
@@ -118,14 +118,13 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
     meanwhile();
     state.score(r, votes[now], weight[now]);
     FASTCAPS_UNROLL
-    for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], lane.args.iterations);
+    for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], lane.args.iterations);  // lean: 0
     state.add((r + R - 1) % R, votes[before], weight[before], total);
   };
   nothing();
   walk<false, true>(lane, range, [&](int slot, int t, int count) {
     const Stage<Pose> stage(lane.args, lane.shared, slot, t);
-    const float* child =
-        child_row(lane, stage, 0, 0);  // counts and addresses go on: others would be computed each time
+    const float* child = child_row(lane, stage, 0, 0);  // these advance: anew, they would take instructions
     const float* matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
     const auto advance = [&](bool more) {
       child += lane.args.tile_size * lane.child_stride();

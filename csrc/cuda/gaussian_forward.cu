@@ -154,7 +154,7 @@ PassKernels gaussian_forward_kernels() {
 #ifdef FASTCAPS_EXPERIMENTS
                          Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x16One, 1, 384>,
 #endif
-                         Built<Pose4x4x8One, 1, 256, 2>, Built<Pose4x4x16One, 1, 256, 2>, Built<Pose4x4x32Back>,
+                         Built<Pose4x4x8One, 1, 256, 2>, Built<Pose4x4x16One, 1, 256, 2>, Built<Pose4x4x32Two>,
                          Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 

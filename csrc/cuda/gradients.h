@@ -42,9 +42,9 @@ FASTCAPS_DEVICE float* gradient_of_weights(const Lane<Pose, R>& lane, int t, int
 }
 
 // How a warp's lanes share the columns of dP (rows of the weights): kRows of them are summed together, and every lane
-// ends with a few of the sums. In the first kOrdered exchanges, lanes differ by their number / 8: those with another
-// one take blocks of rows in another order, so that all keep their first sums. The lanes of a quarter warp, which a
-// vector load serves together, agree.
+// ends with a few of the sums. In the first kOrdered exchanges a lane always keeps the lower half; so lanes take blocks
+// of rows in different orders, by their number / 8: the lanes of a quarter warp, which a vector load serves together,
+// agree.
 template <class Pose, int R>
 struct ChildSums {
   static_assert(Pose::kColumns <= 1 || Pose::kParents == 1 || Pose::kPositions == 1,
@@ -83,7 +83,8 @@ struct ChildSums {
 };
 
 // Where a block adds up the gradients that it makes for the children of a stage, one child after another. Where a
-// single warp has all parents, its lanes add dP and the gates' gradient to memory themselves; else they put them here.
+// single warp has all parents, its lanes add dP, and Gaussians' and pooling's gates, to memory themselves; else they
+// put them here. Attention adds a gate's gradient from the lane of the first parent.
 template <class Pose, int R>
 struct StageGradients {
   static constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns, WV = Pose::kWeightVector;
@@ -124,7 +125,7 @@ struct StageGradients {
   }
 
   // Whether lanes add to memory themselves.
-  FASTCAPS_DEVICE bool alone() const { return Pose::kWeightStride > 0 && args.warps_parents == 1; }
+  FASTCAPS_DEVICE bool adds_directly() const { return Pose::kWeightStride > 0 && args.warps_parents == 1; }
   FASTCAPS_DEVICE float* child(int in_tile, int of, int warp_parent) const {
     return children + ((of * args.warps_parents + warp_parent) * args.tile_size + in_tile) * lane.child_stride();
   }
@@ -159,7 +160,7 @@ struct StageGradients {
       float* const to = own[r][n % Sums::kPlaces];
       if (n >= sums.count || !(Pose::kWeightStride > 0 ? to != nullptr : sums.speaks)) continue;
       const int in_tile = lane.in_tile(r + sums.r(n)), c = lane.c(sums.i(n)), row = d + sums.d(n);
-      if (!alone())
+      if (!adds_directly())
         child(in_tile, k, lane.warp_parent)[c * lane.row_stride() + row] = x[n];
       else if (LEAN || stage.seen[in_tile].exists != 0.0f)
         add(to + distance() + c * Pose::kD + row, x[n], args.alone_with_children);
@@ -180,7 +181,7 @@ struct StageGradients {
           x[v] = lane.sum_parents(sum);
         }
         if (lane.parent != 0 || !lane.inside(i, j)) return;
-        if (!alone())
+        if (!adds_directly())
           store_vector<WV>(child(lane.in_tile(r), k, lane.warp_parent) + lane.c(i) * lane.row_stride() + lane.e(j), x);
         else if (stage.seen[lane.in_tile(r)].exists != 0.0f)
           add_vector<WV>(gradient(lane.in_tile(r)) + distance() + lane.number(i, j), x, args.alone_with_children);
@@ -199,7 +200,7 @@ struct StageGradients {
     gain = lane.sum_parents(gain);
     if (!lane.speaks_for_position()) return;
     const int at = lane.in_tile(r);
-    if (alone())
+    if (adds_directly())
       add_gate(stage.seen[at], lane.tile[at].cell + offset->cell, gain);
     else
       gates[(k * args.tile_size + at) * args.warps_parents + lane.warp_parent] = gain;
@@ -411,8 +412,8 @@ struct StageGradients {
 
   // All that the warps have put for a stage, except parts of dW.
   FASTCAPS_DEVICE void flush(const Stage<Pose>& stage, int count, bool with_gates) const {
-    if (!alone() && args.dchildren) flush_children(stage.t, count);
-    if (!alone() && with_gates) flush_gates(stage.seen, stage.t, count);
+    if (!adds_directly() && args.dchildren) flush_children(stage.t, count);
+    if (!adds_directly() && with_gates) flush_gates(stage.seen, stage.t, count);
     if constexpr (kLargeWeights<Pose>) {
       const auto outer = [&](auto stored) { flush_large_weights<stored()>(stage, stage.t, count); };
       if (!args.dweight) return;

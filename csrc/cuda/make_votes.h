@@ -121,8 +121,7 @@ FASTCAPS_DEVICE void take_children(const Lane<Pose, R>& lane, const Stage<Pose>&
   }
 }
 
-// LEAN kernels (here and below) leave out what most calls do without: a bias, gates, padding, parents beyond one block.
-// IDENTITY: there may be no weights.
+// LEAN: see PassKernel. IDENTITY: there may be no weights.
 template <bool LEAN, bool IDENTITY, class Pose, int R>
 FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
   const PassArgs& args = lane.args;

@@ -30,10 +30,10 @@ struct Divider {
   FASTCAPS_DEVICE int remainder(int n, int quotient) const { return n - quotient * int(divisor); }
 };
 
-constexpr int kMostChildren = 8;             // of a stage
-constexpr int kMostStages = 3;               // in shared memory
-constexpr int kOffsets = 4 * kMostChildren;  // places for those of a ring of stages and the next one
-constexpr int kMostIterations = 16;          // of a routing in one launch
+constexpr int kMostChildren = 8;                             // of a stage
+constexpr int kMostStages = 3;                               // in shared memory
+constexpr int kOffsets = (kMostStages + 1) * kMostChildren;  // places for those of a ring of stages and the next one
+constexpr int kMostIterations = 16;                          // of a routing in one launch
 // The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
 // would lose more digits than torch's, and all blocks would wait for each other.
 constexpr int kSharedSums = 32;
@@ -157,7 +157,9 @@ struct PassKernel {
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   bool by_name;          // only where an experiment names it
   void (*run)(const PassArgs);
-  void (*run_lean)(const PassArgs);  // for calls without bias, gate or padding, whose parents one block takes
+  // For one iteration that has weights and a query, but neither bias nor gates nor padding, and whose parents one block
+  // takes. `iterations` is 0 then, and serves as a zero that a compiler does not know (see tied).
+  void (*run_lean)(const PassArgs);
 };
 
 struct PassKernels {

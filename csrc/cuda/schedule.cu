@@ -5,6 +5,8 @@
 #include <map>
 #include <vector>
 
+#include "softmax.h"
+
 #ifdef FASTCAPS_EXPERIMENTS
 #include "experiments.h"
 #endif
@@ -58,8 +60,9 @@ const PassKernel* named(const PassKernels& kernels, std::string_view name, const
   return nullptr;
 }
 
-// A kernel for just this pose beats a free one; then few parents should take few lanes, few positions few of a lane's,
-// and a free kernel's tile should have little padding.
+// Tensor cores first, where values may be rounded; then a kernel for just this pose (free ones are last in the lists);
+// then few parents should take few lanes, few positions few of a lane's, and a free kernel's tile should have little
+// padding.
 const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
@@ -79,11 +82,11 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
   return best;
 }
 
-constexpr int64_t kReserved = 1024;          // bytes of every block's shared memory that the system reserves
-constexpr int kOffsetBytes = kOffsets * 32;  // see Offset in window.h
+constexpr int64_t kReserved = 1024;  // bytes of every block's shared memory that the system reserves
+constexpr int kOffsetBytes = kOffsets * sizeof(Offset);
 
 // Bytes of shared memory: a part for each child of a stage, and a fixed part. In half precision a stage has the values
-// as they are stored; if the kernel needs float, one place for both stages has them widened.
+// as they are stored; if the kernel needs float, one place for all stages has them widened.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
   bool narrow, widens, slots;
@@ -95,7 +98,7 @@ struct Shared {
     const int64_t any = int64_t(c.rows) * kernel.patch_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
     child_rows = c.tile_size * (kernel.C ? kernel.child_stride : any) * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * kernel.each * kernel.group_stride * 4;
-    seen = c.tile_size * 8;
+    seen = c.tile_size * int64_t(sizeof(Seen));
     const int64_t block_parents = int64_t(c.warps_parents) * c.parents;
     const bool meets_gradients =
         backward && (c.warps_parents > 1 || kernel.weight_stride == 0);  // else lanes add to memory themselves
@@ -107,9 +110,10 @@ struct Shared {
               : weighs ? block_parents * c.tile_size * v.E * 4
                        : 0;
     const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
-    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size * (backward ? 12 : 8)
+    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size *
+                                         int64_t(backward ? sizeof(SoftmaxPart<1>) : sizeof(SoftmaxPart<0>))
                                    : 4 * kernel.threads / kWarp;  // a word for each warp: see any_thread
-    fixed = int64_t(c.tile_size) * 48 + kOffsetBytes + aligned(exchange) + 64;
+    fixed = c.tile_size * int64_t(sizeof(Position)) + kOffsetBytes + aligned(exchange) + 64;
   }
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
   int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
@@ -132,7 +136,7 @@ void place(Schedule& c, const Shared& shared) {
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
   c.shared_dgate = c.shared_dweight + (c.late_weights ? 2 : 1) * int(aligned(c.stage * shared.dweight));
   c.shared_tile = c.shared_dgate + int(aligned(c.stage * shared.dgate));
-  c.shared_offset = c.shared_tile + int(aligned(int64_t(c.tile_size) * 48));
+  c.shared_offset = c.shared_tile + int(aligned(c.tile_size * int64_t(sizeof(Position))));
   c.shared_exchange = c.shared_offset + kOffsetBytes;
   c.shared_bytes = shared.bytes(c.stage, c.stages, c.late_weights);
 }
@@ -212,6 +216,7 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
     bool late = false;
     const auto bytes = [&] { return shared.bytes(stage, stages, late) + kReserved; };
     const auto fits = [&] {
+      // Three stages, then two; with dW added up a stage later, then at once.
       for (int way = shared.slots ? 0 : 2; way < 4; ++way) {
         stages = kMostStages - way % 2, late = way < 2;
         if (bytes() * resident <= machine.shared_limit * 3 / 4) return true;  // the rest is a cache

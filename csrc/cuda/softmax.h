@@ -8,20 +8,21 @@
 
 namespace fastcaps::gpu {
 
-// The softmax over some of the parents: their largest logit, and sums of exponentials relative to it. N: further sums,
-// none in a forward, that of exp * gain in a backward.
+constexpr float kMostTotal = 0x1p80f;  // totals from 1 / kMostTotal on have lost no digits
+
+// The softmax over some of the parents: sums of exponentials relative to `base`, which is 0, or their largest logit
+// where 0 would lose digits. N: further sums, none in a forward, that of exp * gain in a backward.
 template <int N>
 struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at once
-  float top, total[N + 1];
+  float base, total[N + 1];
 
-  // Exponentials are relative to this: the largest logit, or a finite value if all are -inf, which must not make NaN
-  // yet.
-  FASTCAPS_DEVICE float shift() const { return fmaxf(top, -FLT_MAX); }
+  // The base, finite even if all logits are -inf, which must not make NaN yet.
+  FASTCAPS_DEVICE float shift() const { return fmaxf(base, -FLT_MAX); }
 
   FASTCAPS_DEVICE void join(const SoftmaxPart& other) {
-    const float before = top;
-    top = fmaxf(top, other.top);
-    const float mine = exp2_fast(before - shift()), theirs = exp2_fast(other.top - shift());
+    const float before = base;
+    base = fmaxf(base, other.base);
+    const float mine = exp2_fast(before - shift()), theirs = exp2_fast(other.base - shift());
     FASTCAPS_UNROLL
     for (int k = 0; k <= N; ++k) total[k] = total[k] * mine + other.total[k] * theirs;
   }
@@ -43,7 +44,7 @@ FASTCAPS_DEVICE const T* exchange(const Lane<Pose, R>& lane, int parity, const T
   return all;
 }
 
-// Totals over the parents of all warps, where none is relative to a logit of its own.
+// Totals over the parents of all warps, all of them relative to 0 (lean kernels).
 template <class Pose, int R>
 FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, float (&total)[R]) {
   const float* all = exchange(lane, parity, total);
@@ -67,7 +68,7 @@ FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, SoftmaxPart<N> 
     part[r] = *of_warps;
     for (int w = 1; w < args.warps_parents; ++w) {
       const SoftmaxPart<N> other = of_warps[w * in_tile];
-      alike = alike && other.top == part[r].top;
+      alike = alike && other.base == part[r].base;
       FASTCAPS_UNROLL
       for (int k = 0; k <= N; ++k) part[r].total[k] += other.total[k];
     }
@@ -99,7 +100,7 @@ join_kernel(const FASTCAPS_CONSTANT PassArgs args) {
 template <int N, class Pose, int R>
 FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& logit, const Numbers<Pose, R>& gain,
                             Numbers<Pose, R>& coefficient, SoftmaxPart<N> (&part)[R]) {
-  constexpr float kMost = N > 0 ? 0x1p40f : 0x1p80f;  // gains, too, must neither overflow nor vanish
+  constexpr float kMost = N > 0 ? 0x1p40f : kMostTotal;  // gains, too, must neither overflow nor vanish
   const auto add = [&](int r, float shift) {
     float total = 0.0f, product = 0.0f;
     FASTCAPS_UNROLL
@@ -114,7 +115,7 @@ FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& l
   bool lost[R], any = false;
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    part[r].top = 0.0f;
+    part[r].base = 0.0f;
     add(r, 0.0f);
     lost[r] = !(part[r].total[0] > 1.0f / kMost && part[r].total[0] < kMost);
     any = any || lost[r];
@@ -122,11 +123,11 @@ FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& l
   if (!any_lane(any)) return;
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    float top = -INFINITY;
+    float largest = -INFINITY;
     FASTCAPS_UNROLL
-    for (int p = 0; p < Pose::kEach; ++p) top = fmaxf(top, lane.alive(p) ? logit[r][p] : -INFINITY);
-    top = lane.max_parents(top);
-    if (lost[r]) part[r].top = top;  // the same in all lanes of a position, whatever the others need
+    for (int p = 0; p < Pose::kEach; ++p) largest = fmaxf(largest, lane.alive(p) ? logit[r][p] : -INFINITY);
+    largest = lane.max_parents(largest);
+    if (lost[r]) part[r].base = largest;  // the same in all lanes of a position, whatever the others need
     add(r, part[r].shift());
   }
 }
