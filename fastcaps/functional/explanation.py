@@ -183,7 +183,9 @@ class _Calls(TorchDispatchMode):
         if runs is None and name is not None:
             room = {"triton": f"fastcaps.triton_kernels.{stem}.", "reference": f"fastcaps.reference.{stem}."}
             forward = room.get(name, f"fastcaps_{name}::") + op
-            backward = "" if routing is None else f"{forward}_backward" if reverse is None else ": ".join(reverse)
+            if routing is not None:
+                whole = name in routing.iterates  # all iterations by one call
+                backward = f"{forward}_{'reverse' if whole else 'backward'}" if reverse is None else ": ".join(reverse)
         self.found.append(Explanation(name, how, reasons, forward, backward, f"{_describe(votes, call)}, {op}"))
 
 
