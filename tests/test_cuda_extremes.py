@@ -109,6 +109,22 @@ def test_logits_out_of_range(pose: tuple[int, int, int], parents: int, size: flo
 
 
 @on_every_target
+@pytest.mark.parametrize("size", [2.0**95, 2.0**-95], ids=["large", "small"])
+@pytest.mark.parametrize("logit", [25.0, -25.0])
+def test_gradients_of_any_size(logit: float, size: float, target: Target) -> None:
+    """What a child's gains add up to neither overflows nor vanishes, though its logits are all alike and far from 0."""
+    given = ATTENTION.backward_call(Case("size", Rule.PLAIN, types=3, parents=5, pose=(4, 4, 4))).given
+    for name, same in (("children", given["children"][:1, :, :, :1]), ("weight", given["weight"][:1, :1])):
+        given[name] = same + 0.01 * given[name]
+    vote = given["children"][0, 0, 0, 0] @ given["weight"][0, 0]
+    given["query"] = (logit / given["scale"] * vote / vote.square().sum()).expand_as(given["query"]).contiguous()
+    found = target.backward(BackwardCall(ATTENTION, dict(given)))
+    scaled = target.backward(BackwardCall(ATTENTION, given | {"grad": size * given["grad"]}))
+    for name, gradient in found.items():
+        torch.testing.assert_close(scaled[name] / size, gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+
+
+@on_every_target
 @pytest.mark.parametrize("start", [False, True], ids=["first-iteration", "later-iteration"])
 def test_variances_of_votes_far_from_zero(start: bool, target: Target) -> None:
     hold_far_from_zero(target.forward, 500, start)

@@ -100,7 +100,7 @@ join_kernel(const FASTCAPS_CONSTANT PassArgs args) {
 template <int N, class Pose, int R>
 FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& logit, const Numbers<Pose, R>& gain,
                             Numbers<Pose, R>& coefficient, SoftmaxPart<N> (&part)[R]) {
-  constexpr float kMost = N > 0 ? 0x1p40f : kMostTotal;  // gains, too, must neither overflow nor vanish
+  constexpr float kMost = N > 0 ? 0x1p40f : kMostTotal;  // times gains, they must neither overflow nor vanish
   const auto add = [&](int r, float shift) {
     float total = 0.0f, product = 0.0f;
     FASTCAPS_UNROLL
@@ -118,6 +118,10 @@ FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& l
     part[r].base = 0.0f;
     add(r, 0.0f);
     lost[r] = !(part[r].total[0] > 1.0f / kMost && part[r].total[0] < kMost);
+    if constexpr (N > 0) {
+      const float size = fabsf(part[r].total[1]);
+      lost[r] = lost[r] || !(size < kMostTotal) || (size < 1.0f / kMostTotal && size != 0.0f);
+    }
     any = any || lost[r];
   }
   if (!any_lane(any)) return;
