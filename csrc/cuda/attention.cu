@@ -139,6 +139,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   Call call("attention", op.votes, op.options);
   const Iterations iterations = op.check(call.votes);
   EndArgs end = begin(op, call);
+  end.rule = Rule::kLayerNorm;  // sums are given only where that made parents of them
   VoteGradients gradients(call, op.needs, call.votes.positions() > 0);
   const float* sums = call.table(op.sums);
   return differentiate(op, call, end, gradients, iterations.count, false, [&](int64_t n, EndArgs& one) {

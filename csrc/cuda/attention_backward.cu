@@ -7,7 +7,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct AttentionBackward : QueryGradients<Pose, R> {
-  static constexpr bool kSilences = true, kIdentity = !LEAN, kGates = false, kMeasures = false;
+  static constexpr bool kGates = false, kMeasures = false;
   using Base = QueryGradients<Pose, R>;
   using Base::lane, Base::args, Base::query, Base::dsums, Base::dquery;
   bool exists[R];

@@ -9,7 +9,6 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct AttentionForward {
-  static constexpr bool kSilences = false, kIdentity = !LEAN;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;

@@ -93,9 +93,9 @@ FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, Stage<Pose> stage,
     if constexpr (kHeld)
       multiply<Pose>(rows, matrices, votes[0]);
     else
-      make_votes<LEAN, State::kIdentity>(lane, now, votes);
+      make_votes<LEAN>(lane, now, votes);
     if (state.dvote(now, gradients, votes)) {
-      if (State::kIdentity && !args.weight) {
+      if (!LEAN && !args.weight) {
         if (args.dchildren) gradients.put_identity(now, votes);
       } else {
         gradients.template put<LEAN>(now, votes, row_of, read);
@@ -131,7 +131,7 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
       if constexpr (Pose::kSlotStride > 0)
         if (counts && args.dweight) gradients.flush_weights(gradients.parity, before, last_count);
     };
-    walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
+    walk<true, LEAN>(lane, range, [&](int slot, int t, int count) {
       if (args.late_weights) flush_weights();
       before = t, last_count = count;
       const Stage<Pose> stage(args, lane.shared, slot, t);

@@ -1,8 +1,6 @@
 // The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children. A
 // policy says what happens to a vote: a struct template Policy<Pose, R, LEAN> of what a lane keeps for its R x kEach
 // parents, with
-//   kSilences      whether broken children behind a gate of 0 are zeroed where they are staged
-//   kIdentity      whether there may be no weights
 //   a constructor  before the first child
 //   score          one child's coefficients; false where only statistics are collected
 //   add            what its votes add to the sums
@@ -32,7 +30,9 @@ FASTCAPS_DEVICE void begin_walk(const Lane<Pose, R>& lane, const ChildRange& ran
 
 // Walks over the children stage by stage: calls body(slot, t, count) when `count` of them, from the t-th on, are in the
 // slot-th stage of the ring, and all threads have left the stage before. One barrier a stage; none after the last.
-template <bool SILENCES, bool LEAN, class Pose, int R, class Body>
+// BACKWARD: children are rounded as a forward on tensor cores rounds them, and broken ones behind a gate of 0 are
+// zeroed.
+template <bool BACKWARD, bool LEAN, class Pose, int R, class Body>
 FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Body&& body) {
   const PassArgs& args = lane.args;
   int slot = 0, before = args.stages - 1;
@@ -53,13 +53,13 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
         barrier();
       }
     }
-    if constexpr (SILENCES && Pose::kProducts == 0) {
+    if constexpr (BACKWARD && Pose::kProducts == 0) {
       if (args.rounds) {
         round_children(lane, slot, count);
         barrier();
       }
     }
-    if constexpr (SILENCES && !LEAN) {
+    if constexpr (BACKWARD && !LEAN) {
       if (args.gate.data) {
         silence(lane, slot, count);
         barrier();
@@ -164,7 +164,7 @@ FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& 
       Patches<Pose, R> votes;
       Numbers<Pose, R> weight;
       float total[R];
-      make_votes<true, false>(lane, stage, votes);
+      make_votes<true>(lane, stage, votes);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) state.score(r, votes[r], weight[r]);
       FASTCAPS_UNROLL
@@ -204,12 +204,12 @@ FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& r
     state.clear();
     begin_walk<LEAN>(lane, range);
   }
-  walk<State::kSilences, LEAN>(lane, range, [&](int slot, int t, int count) {
+  walk<false, LEAN>(lane, range, [&](int slot, int t, int count) {
     Stage<Pose> stage(lane.args, lane.shared, slot, t);
     FASTCAPS_NO_UNROLL
     for (int k = 0; k < count; ++k) {
       Patches<Pose, R> votes;
-      make_votes<LEAN, State::kIdentity>(lane, stage, votes);
+      make_votes<LEAN>(lane, stage, votes);
       Numbers<Pose, R> coefficient;
       if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
       stage.next(lane);

@@ -14,7 +14,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct GaussianBackward {
-  static constexpr bool kSilences = true, kIdentity = true, kGates = true, kMeasures = true;
+  static constexpr bool kGates = true, kMeasures = true;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> mean, precision, means, u, s;  // precision: p = 1 / (2 variance)

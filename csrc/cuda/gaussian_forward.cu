@@ -22,7 +22,6 @@ struct Compensated {
 
 template <class Pose, int R, bool LEAN>
 struct GaussianForward {
-  static constexpr bool kSilences = false, kIdentity = true;
   // If the base is far from the votes, sums lose digits. Free poses have registers to compensate for that.
   static constexpr bool kCompensated = !Pose::kFixed;
   const Lane<Pose, R>& lane;

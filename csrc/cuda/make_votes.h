@@ -121,11 +121,11 @@ FASTCAPS_DEVICE void take_children(const Lane<Pose, R>& lane, const Stage<Pose>&
   }
 }
 
-// LEAN: see PassKernel. IDENTITY: there may be no weights.
-template <bool LEAN, bool IDENTITY, class Pose, int R>
+// LEAN: see PassKernel.
+template <bool LEAN, class Pose, int R>
 FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
   const PassArgs& args = lane.args;
-  if (IDENTITY && Pose::kProducts == 0 && !args.weight)
+  if (!LEAN && Pose::kProducts == 0 && !args.weight)
     take_children(lane, stage, votes);
   else
     with_weights<Pose>(args, [&](auto stored) {

@@ -8,7 +8,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct PoolingBackward : QueryGradients<Pose, R> {
-  static constexpr bool kSilences = true, kIdentity = true, kGates = true, kMeasures = false;
+  static constexpr bool kGates = true, kMeasures = false;
   using Base = QueryGradients<Pose, R>;
   using Base::lane, Base::args, Base::query, Base::dsums, Base::dquery;
   Numbers<Pose, R> constant, shift;  // shift: the log-sum-exp, in units of log2

@@ -14,7 +14,6 @@ constexpr float kSlack = 8.0f;
 
 template <class Pose, int R, bool LEAN>
 struct PoolingForward {
-  static constexpr bool kSilences = false, kIdentity = true;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
