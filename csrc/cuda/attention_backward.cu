@@ -10,46 +10,53 @@ struct AttentionBackward : QueryGradients<Pose, R> {
   static constexpr bool kGates = false, kMeasures = false;
   using Base = QueryGradients<Pose, R>;
   using Base::lane, Base::args, Base::query, Base::dsums, Base::dquery;
-  bool exists[R];
+  Numbers<Pose, R> logit, gain, weight, dlogit;  // of one child
+  bool counts[R][Pose::kEach];
 
   // Queries are scaled here, once: <query, vote> is a logit in units of log2.
-  FASTCAPS_DEVICE explicit AttentionBackward(const Lane<Pose, R>& lane_) : Base(lane_, lane_.args.scale * kLog2E) {
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) exists[r] = lane.at(r).exists();
+  FASTCAPS_DEVICE explicit AttentionBackward(const Lane<Pose, R>& lane_) : Base(lane_, lane_.args.scale * kLog2E) {}
+
+  FASTCAPS_DEVICE void score(int r, int p, const Patch<Pose>& vote) {
+    logit[r][p] = LEAN || args.query.data ? dot(lane, query[r][p], vote) : 0.0f;  // without: 1 / M for all
+    gain[r][p] = dot(lane, dsums[r][p], vote);
   }
 
-  FASTCAPS_DEVICE bool dvote(const Stage<Pose>& stage, const StageGradients<Pose, R>& gradients,
-                             Patches<Pose, R>& votes) {
-    Numbers<Pose, R> logit, coefficient, gain;
+  // Once a child's votes have their scores. Returns false where the launch only collects statistics.
+  FASTCAPS_DEVICE bool settle(const Stage<Pose>& stage, const StageGradients<Pose, R>& gradients) {
     float average[R];
+    if (!compete<1, LEAN>(lane, stage, logit, gain, weight, average)) return false;
     each_patch<Pose, R>([&](int r, int p) {
-      logit[r][p] = LEAN || args.query.data ? dot(lane, query[r][p], votes[r][p]) : 0.0f;  // without: 1 / M for all
-      gain[r][p] = dot(lane, dsums[r][p], votes[r][p]);
-    });
-    if (!compete<1, LEAN>(lane, stage, logit, gain, coefficient, average)) return false;
-    each_patch<Pose, R>([&](int r, int p) {
-      bool counts = exists[r];  // parents that do not exist have zeros for all that is theirs
-      float weight = coefficient[r][p];
+      counts[r][p] = true;  // lean: positions and parents that do not exist have zeros for all that is theirs
       if constexpr (!LEAN) {
         const int at = lane.in_tile(r);
         const Seen seen = stage.seen[at];
         if (args.dgate && lane.m(p) == 0 && lane.speaks_for_pose())
           gradients.add_gate(seen, lane.tile[at].cell + gradients.offset->cell, average[r]);
-        counts = seen.gate != 0.0f && lane.alive(p);  // padding has a gate of 0
-        weight *= seen.gate;
+        counts[r][p] = seen.gate != 0.0f && lane.alive(p);  // padding has a gate of 0
+        weight[r][p] = counts[r][p] ? weight[r][p] * seen.gate : 0.0f;
       }
-      if (!counts) weight = 0.0f;
-      const bool pulls = counts && (LEAN || args.query.data) && !args.detach;
-      const float da = pulls ? attention::dlogit(weight, gain[r][p], average[r], 1.0f) : 0.0f, dvote = kLn2 * da;
-      if (LEAN || counts)  // one branch, not one for each number
-        each_number<Pose>([&](int i, int j) {
-          float& vote = votes[r][p][i][j];
-          dquery[r][p][i][j] += da * vote;
-          vote = attention::dvote(weight, dsums[r][p][i][j], dvote, query[r][p][i][j]);
-        });
-      else
-        each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; });
+      const bool pulls = counts[r][p] && (LEAN || args.query.data) && !args.detach;
+      dlogit[r][p] = pulls ? attention::dlogit(weight[r][p], gain[r][p], average[r], 1.0f) : 0.0f;
     });
+    return true;
+  }
+
+  // From a vote to its gradient, times `lift`.
+  FASTCAPS_DEVICE void dvote(int r, int p, Patch<Pose>& vote, float lift = 1.0f) {
+    if (!LEAN && !counts[r][p])  // one branch, not one for each number
+      return each_number<Pose>([&](int i, int j) { vote[i][j] = 0.0f; });
+    const float share = lift * weight[r][p], pull = lift * kLn2 * dlogit[r][p];
+    each_number<Pose>([&](int i, int j) {
+      dquery[r][p][i][j] += dlogit[r][p] * vote[i][j];
+      vote[i][j] = attention::dvote(share, dsums[r][p][i][j], pull, query[r][p][i][j]);
+    });
+  }
+
+  FASTCAPS_DEVICE bool dvote(const Stage<Pose>& stage, const StageGradients<Pose, R>& gradients,
+                             Patches<Pose, R>& votes) {
+    each_patch<Pose, R>([&](int r, int p) { score(r, p, votes[r][p]); });
+    if (!settle(stage, gradients)) return false;
+    each_patch<Pose, R>([&](int r, int p) { dvote(r, p, votes[r][p]); });
     return true;
   }
 
@@ -61,18 +68,18 @@ struct AttentionBackward : QueryGradients<Pose, R> {
 };
 
 PassKernels attention_backward_kernels() {
-  return backward_kernels<
-      AttentionBackward, true,
+  return backward_kernels<AttentionBackward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-      Named<Pose4x4Swapped<16>, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
-      Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4Swapped<8>, 1, 384>,
-      Named<Pose4x4x16One, 2>, Named<Pose4x4x16One, 1, 384>, Named<Pose4x4x16One, 1, 256, 2>,
-      Named<Tensor4x4x16Widened<1>, 1, 384>, Named<Tensor4x4x16Widened<3>, 1, 384>,
+                          Named<Pose4x4Swapped<16>, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
+                          Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>,
+                          Named<Pose4x4Swapped<8>, 1, 384>, Named<Pose4x4x16One, 2>, Named<Pose4x4x16One, 1, 384>,
+                          Named<Pose4x4x16One, 1, 256, 2>, Named<Tensor4x4x16Widened, 1, 384>,
 #endif
-      Built<Pose4x4Swapped<4>>, Built<Pose4x4Swapped<8>>, Built<Pose4x4Swapped<16>>, Built<Pose6x6>, Built<Pose8x8>,
-      Built<Pose1x8, 4>, Built<Pose1x8, 2>, Built<Pose1x16, 4>, Built<Pose1x16, 2>, Built<Pose1x64InPlace, 4>,
-      Built<Pose1x16x64InPlace, 4>, Built<Tensor4x4x16Widened<1>>, Built<Tensor1x64InPlace<1>, 2>,
-      Built<Tensor4x4x16Widened<3>>, Built<Tensor1x64InPlace<3>, 2>, Built<PoseMatrix>, Built<PoseVector>>();
+                          Built<Pose4x4Swapped<4>>, Built<Pose4x4Swapped<8>>, Built<Pose4x4Swapped<16>>, Built<Pose6x6>,
+                          Built<Pose8x8>, Built<Pose1x8, 4>, Built<Pose1x8, 2>, Built<Pose1x16, 4>, Built<Pose1x16, 2>,
+                          Built<Pose1x64InPlace, 4>, Built<Pose1x16x64InPlace, 4>, Built<Tensor4x4x16Widened>,
+                          Built<Tensor4x4x32Widened>, Built<Tensor1x64InPlace<1>, 2>, Built<Tensor1x64InPlace<3>, 2>,
+                          Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "forward.h"
-#include "gradients.h"
+#include "tensor_gradients.h"
 
 namespace fastcaps::gpu {
 
@@ -28,25 +28,70 @@ struct QueryGradients {
   FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, args.dquery, chunk, dquery); }
 };
 
+// Adds a number of a bias's gradient towards the lane's p-th parent, summed over positions. speaks: for other lanes.
+template <class Pose, int R>
+FASTCAPS_DEVICE void add_to_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int p, int i, int j, float sum,
+                                 bool speaks) {
+  const PassArgs& args = lane.args;
+  const int64_t first = int64_t(args.bias_stride_i ? Child(args, stage.t).i : stage.t % kSharedSums) * args.M;
+  if (speaks && lane.alive(p) && lane.inside(i, j))
+    add(part_of(args, args.dbias, args.dbias_part) + (first + lane.m(p)) * lane.C() * lane.E() + lane.number(i, j), sum,
+        args.alone_with_weights);
+}
+
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage,
                                         const Patches<Pose, R>& dvotes) {
-  const PassArgs& args = lane.args;
-  const int64_t first = int64_t(args.bias_stride_i ? Child(args, stage.t).i : stage.t % kSharedSums) * args.M;
   each_number<Pose>([&](int i, int j) {
     float x[Pose::kEach] = {};
     each_patch<Pose, R>([&](int r, int p) { x[p] += dvotes[r][p][i][j]; });
-    if constexpr (Pose::kSwaps) scatter_sums<Pose::kEach, Pose::kColumns, Pose::kPositions, 1>(x, lane.lane);
-    constexpr int kSums = Pose::kSwaps ? 1 : Pose::kEach;  // that the lane ends with
-    FASTCAPS_UNROLL
-    for (int p = 0; p < kSums; ++p) {
-      const float sum = Pose::kSwaps ? x[p] : lane.sum_positions(x[p]);
-      const bool speaks = lane.position % (Pose::kSwaps ? Pose::kPositions / 2 : lane.positions) == 0;
-      if (speaks && lane.alive(p) && lane.inside(i, j))
-        add(part_of(args, args.dbias, args.dbias_part) + (first + lane.m(p)) * lane.C() * lane.E() + lane.number(i, j),
-            sum, args.alone_with_weights);
+    if constexpr (Pose::kSwaps) {
+      scatter_sums<Pose::kEach, Pose::kColumns, Pose::kPositions, 1>(x, lane.lane);
+      add_to_bias(lane, stage, 0, i, j, x[0], lane.position % (Pose::kPositions / 2) == 0);
+    } else {
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p)
+        add_to_bias(lane, stage, p, i, j, lane.sum_positions(x[p]), lane.position == 0);
     }
   });
+}
+
+// The children of a stage, by parent.
+template <bool LEAN, class Pose, class State>
+FASTCAPS_DEVICE void differentiate_by_parent(const Lane<Pose, 1>& lane, Stage<Pose> stage, int count,
+                                             StageGradients<Pose, 1>& gradients, State& state) {
+  TensorGradients<Pose> made(lane, stage);
+  FASTCAPS_NO_UNROLL
+  for (int k = 0; k < count; ++k) {
+    made.take();
+    const auto each_vote = [&](auto&& body) {
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        Patch<Pose> vote;
+        made.vote(p, vote);
+        if constexpr (!LEAN)
+          if (lane.args.bias) add_bias(lane, stage, p, [&](int) -> Patch<Pose>& { return vote; });
+        body(p, vote);
+      }
+    };
+    each_vote([&](int p, const Patch<Pose>& vote) { state.score(0, p, vote); });
+    if (state.settle(stage, gradients)) {
+      made.begin();
+      each_vote([&](int p, Patch<Pose>& vote) {
+        state.dvote(0, p, vote, kLift);
+        made.put(p, vote, gradients);
+        if constexpr (!LEAN)
+          if (lane.args.dbias)
+            each_number<Pose>([&](int i, int j) {
+              add_to_bias(lane, stage, p, i, j, lane.sum_positions(vote[i][j]) / kLift, lane.position == 0);
+            });
+      });
+      made.template finish<LEAN>(stage, gradients);
+    }
+    made.next();
+    gradients.next();
+    stage.next(lane);
+  }
 }
 
 // Whether the tile has a tight position. All threads find the same.
@@ -136,7 +181,10 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
       before = t, last_count = count;
       const Stage<Pose> stage(args, lane.shared, slot, t);
       gradients.begin_stage(range, t);
-      differentiate<LEAN>(lane, stage, count, gradients, state);
+      if constexpr (kByParent<Pose>)
+        differentiate_by_parent<LEAN>(lane, stage, count, gradients, state);
+      else
+        differentiate<LEAN>(lane, stage, count, gradients, state);
       if (!counts) return;
       if (!gradients.adds_directly() || kLargeWeights<Pose> || !args.late_weights) barrier();
       if (!args.late_weights) flush_weights();

@@ -74,6 +74,15 @@ FASTCAPS_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// ---- four matrices of 8 rows of 16 bytes from shared memory, as fragments: lane 8 m + n gives the address of the n-th
+// row of matrix m; lane 4 g + t ends with word t of every matrix's row g ----------------------------------------------
+FASTCAPS_DEVICE void load_fragments(uint32_t (&to)[4], const float* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(unsigned(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
 // ---- tensor cores: d += a * b, fragments as PTX lays them out -------------------------------------------------------
 // float to tf32, rounded to nearest: 10 bits of mantissa, in the bits of a float. Ties to even are one instruction,
 // ties away from zero three.
@@ -111,7 +120,14 @@ FASTCAPS_MMA(mma_f16_16x8x16, "m16n8k16.row.col.f32.f16.f16")
 
 // ---- sums in global memory, in whatever order the blocks come -------------------------------------------------------
 FASTCAPS_DEVICE void atomic_add(float* at, float x) { atomicAdd(at, x); }
-// Four neighbours, 16-byte aligned; one instruction from sm_90 on.
+// Two or four neighbours, at a multiple of their size; one instruction from sm_90 on.
+FASTCAPS_DEVICE void atomic_add2(float* at, float2 x) {
+#if __CUDA_ARCH__ >= 900
+  atomicAdd(reinterpret_cast<float2*>(at), x);
+#else
+  atomicAdd(at, x.x), atomicAdd(at + 1, x.y);
+#endif
+}
 FASTCAPS_DEVICE void atomic_add4(float* at, float4 x) {
 #if __CUDA_ARCH__ >= 900
   atomicAdd(reinterpret_cast<float4*>(at), x);

@@ -22,6 +22,13 @@ FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
     } else {
       atomic_add4(at, make_float4(x[0], x[1], x[2], x[3]));
     }
+  } else if constexpr (N == 2) {
+    if (alone) {
+      const float2 old = load2(at);
+      store2(at, make_float2(old.x + x[0], old.y + x[1]));
+    } else {
+      atomic_add2(at, make_float2(x[0], x[1]));
+    }
   } else {
     FASTCAPS_UNROLL
     for (int k = 0; k < N; ++k) add(at + k, x[k], alone);
@@ -82,6 +89,10 @@ struct ChildSums {
   FASTCAPS_DEVICE int i(int n) const { return (begin + n) % Pose::kPatchRows; }
 };
 
+// Poses whose gradients tensor cores make, parent by parent: see tensor_gradients.h.
+template <class Pose>
+constexpr bool kByParent = Pose::kProducts > 0 && !kLargeWeights<Pose>;
+
 // Where a block adds up the gradients that it makes for the children of a stage, one child after another. Where a
 // single warp has all parents, its lanes add dP, and Gaussians' and pooling's gates, to memory themselves; else they
 // put them here. Attention adds a gate's gradient from the lane of the first parent.
@@ -97,7 +108,7 @@ struct StageGradients {
   const Sums sums;
   int k = 0, parity = 0;         // the child within the stage; which of two stages
   const Offset* offset;          // of the child
-  char* own_slots;               // its parts of dW that the warp makes
+  unsigned own_slots;            // its parts of dW that the warp makes, in shared memory
   float* own[R][Sums::kPlaces];  // where the lane's sums from its r-th position on belong: see gradient
 
   FASTCAPS_DEVICE explicit StageGradients(const Lane<Pose, R>& lane_)
@@ -108,6 +119,11 @@ struct StageGradients {
         gates(reinterpret_cast<float*>(lane.shared + args.shared_dgate)),
         sums(lane) {}
   FASTCAPS_DEVICE void begin_tile() {
+    if constexpr (kByParent<Pose>) {
+      float* to = gradient(pair_in_tile());
+      own[0][0] = args.dchildren && to ? to + pair_number() : nullptr;
+      return;
+    }
     FASTCAPS_UNROLL
     for (int r = 0; r < R; r += Sums::kTogether) {
       FASTCAPS_UNROLL
@@ -118,6 +134,7 @@ struct StageGradients {
     k = 0, parity ^= args.late_weights;
     offset = offsets_of(args, lane.shared, range, t);
     own_slots = slots(parity, 0, lane.warp_position);
+    if constexpr (kByParent<Pose>) own_slots += in_slot(lane.in_block(0), lane.position * 8);
   }
   FASTCAPS_DEVICE void next() {
     ++k, ++offset;
@@ -167,6 +184,17 @@ struct StageGradients {
     }
   }
 
+  // By parent, a lane ends with two neighbours of dP: their position, and the first one's number in the pose.
+  FASTCAPS_DEVICE int pair_in_tile() const { return lane.warp_position * 4 + lane.parent / 4 + lane.position / 2 * 2; }
+  FASTCAPS_DEVICE int pair_number() const { return lane.parent % 4 * 4 + lane.position % 2 * 2; }
+  template <bool LEAN>
+  FASTCAPS_DEVICE void put_pair(const Stage<Pose>& stage, const float (&x)[2]) const {
+    if (!adds_directly())
+      store_vector<2>(child(pair_in_tile(), k, lane.warp_parent) + pair_number(), x);
+    else if (own[0][0] && (LEAN || stage.seen[pair_in_tile()].exists != 0.0f))
+      add_vector<2>(own[0][0] + distance(), x, args.alone_with_children);
+  }
+
   // dP where votes are the children themselves.
   FASTCAPS_DEVICE void put_identity(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes) const {
     FASTCAPS_UNROLL
@@ -206,12 +234,12 @@ struct StageGradients {
       gates[(k * args.tile_size + at) * args.warps_parents + lane.warp_parent] = gain;
   }
 
-  // The parts of dW that a warp makes for a child, of one of two stages; and where there, in bytes, a parent's
-  // number-th value lies. Vectors of four are in an order by which the lanes of a quarter warp, when they store theirs,
-  // use different banks.
-  FASTCAPS_DEVICE char* slots(int of, int child, int warp_position) const {
+  // The parts of dW that a warp makes for a child, of one of two stages, in bytes of shared memory; and where there a
+  // parent's number-th value lies. Vectors of four are in an order by which the lanes of a quarter warp, when they
+  // store theirs, use different banks.
+  FASTCAPS_DEVICE unsigned slots(int of, int child, int warp_position) const {
     const int warp = (of * args.stage + child) * lane.warps_positions() + warp_position;
-    return lane.shared + args.shared_dweight + warp * lane.block_parents() * Pose::kSlotStride * 4;
+    return args.shared_dweight + warp * lane.block_parents() * Pose::kSlotStride * 4;
   }
   static FASTCAPS_DEVICE unsigned in_slot(int parent, int number) {
     constexpr unsigned kMask = WV < 4 ? 0 : Pose::kSlotStride == 16 ? 48 : 96;  // of bytes within a matrix
@@ -221,7 +249,12 @@ struct StageGradients {
   }
   // Of the lane's p-th parent; `number` is the first column's, the lane's own lies next to it.
   FASTCAPS_DEVICE float* slot(int p, int number) const {
-    return reinterpret_cast<float*>(own_slots + in_slot(lane.in_block(p), number) + lane.column * WV * 4);
+    return reinterpret_cast<float*>(lane.shared + own_slots + in_slot(lane.in_block(p), number) + lane.column * WV * 4);
+  }
+  // By parent: the h-th of the two vectors that an instruction leaves there.
+  FASTCAPS_DEVICE float* fragment(int p, int h) const {
+    const unsigned moved = in_slot(p * Pose::kParents, h * 4);
+    return reinterpret_cast<float*>(lane.shared + (own_slots ^ (moved & 48)) + (moved & ~48u));
   }
 
   // Rows d .. d + V of dW, summed over the rows and positions of the warp.
@@ -264,17 +297,6 @@ struct StageGradients {
     }
   }
 
-  FASTCAPS_DEVICE void put_weights_of_tensor_cores(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes) const {
-    FASTCAPS_UNROLL
-    for (int p = 0; p < Pose::kEach; ++p) {
-      float rows[2][4];
-      outer_on_tensor_cores(lane, stage, dvotes[0][p], rows);
-      if (lane.position >= 2) continue;
-      FASTCAPS_UNROLL
-      for (int row = 0; row < 2; ++row) store_vector<4>(slot(p, (2 * lane.position + row) * 4), rows[row]);
-    }
-  }
-
   // If weights are large: stores dL/dV itself, from which the block makes dW (flush_large_weights).
   FASTCAPS_DEVICE void put_votes(const Patches<Pose, R>& dvotes) const {
     static_assert(TC == 1, "large weights belong to vectors");
@@ -301,9 +323,6 @@ struct StageGradients {
     if (!args.dweight) return then();
     if constexpr (kLargeWeights<Pose>) {
       put_votes(dvotes);
-      then();
-    } else if constexpr (Pose::kProducts > 0) {
-      put_weights_of_tensor_cores(stage, dvotes);
       then();
     } else {
       _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V)
@@ -350,9 +369,10 @@ struct StageGradients {
     }
   }
 
-  // All warps' dW of the stage `of`; children that share their weights are added up first.
+  // All warps' dW of the stage `of`; children that share their weights are added up first. By parent, slots hold what
+  // instructions made: for columns h and h + 2 of two rows a vector (h = 0 and 1).
   FASTCAPS_DEVICE void flush_weights(int of, int first, int count) const {
-    constexpr int W = Pose::kWeightCopy, kVectors = Pose::kD * Pose::kE / W;
+    constexpr int V = Pose::kWeightCopy, W = kByParent<Pose> ? 8 : V, kVectors = Pose::kD * Pose::kE / W;
     const int units = lane.block_parents() * kVectors, warps = lane.warps_positions();
     for (int unit = thread_index(), child = 0;; unit += block_threads()) {
       while (unit >= units) unit -= units, ++child;
@@ -363,14 +383,24 @@ struct StageGradients {
       float sum[W] = {};
       for (int same = child; same < count && args.by_group.quotient(first + same) == g; ++same) {
         for (int w = 0; w < warps; ++w) {
-          float x[W];
-          load_vector<W>(reinterpret_cast<const float*>(slots(of, same, w) + in_slot(m, number)), x);
           FASTCAPS_UNROLL
-          for (int v = 0; v < W; ++v) sum[v] += x[v];
+          for (int n = 0; n < W; n += V) {
+            float x[V];
+            load_vector<V>(reinterpret_cast<const float*>(lane.shared + slots(of, same, w) + in_slot(m, number + n)),
+                           x);
+            FASTCAPS_UNROLL
+            for (int v = 0; v < V; ++v) sum[n + v] += x[v];
+          }
         }
       }
-      add_vector<W>(gradient_of_weights(lane, first + child, lane.first_parent + m) + number, sum,
-                    args.alone_with_weights);
+      float* to = gradient_of_weights(lane, first + child, lane.first_parent + m) + number;
+      FASTCAPS_UNROLL
+      for (int n = 0; n < W; n += V) {
+        float row[V];
+        FASTCAPS_UNROLL
+        for (int v = 0; v < V; ++v) row[v] = kByParent<Pose> ? sum[v % 2 * 4 + v / 2 * 2 + n / V] : sum[v];
+        add_vector<V>(to + n, row, args.alone_with_weights);
+      }
     }
   }
 

@@ -130,14 +130,15 @@ struct Lane : LaneCut<Pose> {
         args(args_),
         shared(shared_memory()),
         tile(reinterpret_cast<const Position*>(shared + args.shared_tile)) {
-    const int warp = thread_index() / kWarp;
-    lane = thread_index() % kWarp;
-    column = lane % columns;
-    position = lane / columns % positions;
-    parent = lane / (columns * positions) % parents;
-    row = lane / (columns * positions * parents);
-    warp_parent = warp % args.warps_parents;
-    warp_position = warp / args.warps_parents;
+    const unsigned thread = unsigned(thread_index()), number = thread % kWarp, warp = thread / kWarp;
+    const unsigned c = columns, q = positions, m = parents, share = args.warps_parents;
+    lane = int(number);
+    column = int(number % c);
+    position = int(number / c % q);
+    parent = int(number / (c * q) % m);
+    row = int(number / (c * q * m));
+    warp_parent = int(warp % share);
+    warp_position = int(warp / share);
     first_parent = args.first_parent + int(block_y()) * block_parents();
   }
 

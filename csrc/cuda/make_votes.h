@@ -5,20 +5,18 @@
 
 namespace fastcaps::gpu {
 
-template <class Pose, int R>
-FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
+// Adds the bias towards the lane's p-th parent to its votes, vote_of(r).
+template <class Pose, int R, class VoteOf>
+FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int p, VoteOf&& vote_of) {
   const PassArgs& args = lane.args;
-  FASTCAPS_UNROLL
-  for (int p = 0; p < Pose::kEach; ++p) {
-    if (!lane.alive(p)) continue;
-    const float* bias = args.bias + Child(args, stage.t).i * args.bias_stride_i + lane.m(p) * args.bias_stride_m;
-    each_number<Pose>([&](int i, int j) {
-      if (!lane.inside(i, j)) return;
-      const float number = bias[lane.number(i, j)];
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) votes[r][p][i][j] += number;
-    });
-  }
+  if (!lane.alive(p)) return;
+  const float* bias = args.bias + Child(args, stage.t).i * args.bias_stride_i + lane.m(p) * args.bias_stride_m;
+  each_number<Pose>([&](int i, int j) {
+    if (!lane.inside(i, j)) return;
+    const float number = bias[lane.number(i, j)];
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) vote_of(r)[i][j] += number;
+  });
 }
 
 template <Storage S, class Pose, int R>
@@ -134,8 +132,11 @@ FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& st
       else
         multiply<stored()>(lane, stage, votes);
     });
-  if constexpr (!LEAN)
-    if (args.bias) add_bias(lane, stage, votes);
+  if constexpr (!LEAN) {
+    if (!args.bias) return;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) add_bias(lane, stage, p, [&](int r) -> Patch<Pose>& { return votes[r][p]; });
+  }
 }
 
 // <x, y> over the whole pose.

@@ -33,6 +33,7 @@ struct Divider {
 constexpr int kMostChildren = 8;                             // of a stage
 constexpr int kMostStages = 3;                               // in shared memory
 constexpr int kOffsets = (kMostStages + 1) * kMostChildren;  // places for those of a ring of stages and the next one
+constexpr int kTurn = 8 * 4 * 16;                            // floats of a warp's own place: see tensor_gradients.h
 constexpr int kMostIterations = 16;                          // of a routing in one launch
 // The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
 // would lose more digits than torch's, and all blocks would wait for each other.
@@ -51,7 +52,7 @@ struct Cut {
   // float_stage: the first stage's values in float, and from there to the next one's: the stages themselves, or one
   // place for all (float_stage = 0) if half precision is widened. shared_weight: within the values.
   int shared_seen, shared_stage, shared_float, float_stage, shared_weight, shared_tile, shared_offset, shared_exchange,
-      shared_dchildren, shared_dweight, shared_dgate;
+      shared_turn, shared_dchildren, shared_dweight, shared_dgate;
 };
 
 // A call's parents, and the step between iterations, for all its kernels.

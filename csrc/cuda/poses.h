@@ -39,8 +39,8 @@ template <int PRODUCTS>
 using Tensor4x4x32 = TensorPose<4, 4, PRODUCTS>;
 template <int PRODUCTS>
 using Tensor4x4x16 = TensorPose<4, 2, PRODUCTS>;
-template <int PRODUCTS>
-using Tensor4x4x16Widened = TensorPose<4, 2, PRODUCTS, false>;
+using Tensor4x4x32Widened = TensorPose<4, 4, 1, false>;  // backward
+using Tensor4x4x16Widened = TensorPose<4, 2, 1, false>;
 template <int PRODUCTS>
 using Tensor6x6 = TensorPose<6, 1, PRODUCTS>;
 template <int PRODUCTS>

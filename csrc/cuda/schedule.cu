@@ -88,7 +88,7 @@ constexpr int kOffsetBytes = kOffsets * sizeof(Offset);
 // Bytes of shared memory: a part for each child of a stage, and a fixed part. In half precision a stage has the values
 // as they are stored; if the kernel needs float, one place for all stages has them widened.
 struct Shared {
-  int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
+  int64_t child_rows, weight, seen, dchildren, dweight, dgate, exchange, fixed;
   bool narrow, widens, slots;
 
   Shared(const Schedule& c, const Votes& v, const Task& task) {
@@ -110,10 +110,11 @@ struct Shared {
               : weighs ? block_parents * c.tile_size * v.E * 4
                        : 0;
     const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
-    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size *
-                                         int64_t(backward ? sizeof(SoftmaxPart<1>) : sizeof(SoftmaxPart<0>))
-                                   : 4 * kernel.threads / kWarp;  // a word for each warp: see any_thread
-    fixed = c.tile_size * int64_t(sizeof(Position)) + kOffsetBytes + aligned(exchange) + 64;
+    exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size *
+                           int64_t(backward ? sizeof(SoftmaxPart<1>) : sizeof(SoftmaxPart<0>))
+                     : 4 * kernel.threads / kWarp;  // a word for each warp: see any_thread
+    const int64_t turn = slots && kernel.products ? c.threads() / kWarp * kTurn * 4 : 0;
+    fixed = c.tile_size * int64_t(sizeof(Position)) + kOffsetBytes + aligned(exchange) + turn + 192;
   }
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
   int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
@@ -133,11 +134,12 @@ void place(Schedule& c, const Shared& shared) {
   c.shared_float = shared.widens ? c.stages * c.shared_stage : 0;
   c.float_stage = shared.widens ? 0 : c.shared_stage;
   c.shared_dchildren = c.stages * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
-  c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
+  c.shared_dweight = (c.shared_dchildren + int(aligned(c.stage * shared.dchildren)) + 63) / 64 * 64;
   c.shared_dgate = c.shared_dweight + (c.late_weights ? 2 : 1) * int(aligned(c.stage * shared.dweight));
   c.shared_tile = c.shared_dgate + int(aligned(c.stage * shared.dgate));
   c.shared_offset = c.shared_tile + int(aligned(c.tile_size * int64_t(sizeof(Position))));
   c.shared_exchange = c.shared_offset + kOffsetBytes;
+  c.shared_turn = (c.shared_exchange + int(aligned(shared.exchange)) + 63) / 64 * 64;
   c.shared_bytes = shared.bytes(c.stage, c.stages, c.late_weights);
 }
 

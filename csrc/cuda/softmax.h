@@ -168,13 +168,17 @@ FASTCAPS_DEVICE bool compete(const Lane<Pose, R>& lane, const Stage<Pose>& stage
     }
     return false;
   }
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    if (part[r].shift() != relative[r]) {
+  if (known || args.warps_parents > 1) {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      if (part[r].shift() == relative[r]) continue;
       FASTCAPS_UNROLL
       for (int p = 0; p < Pose::kEach; ++p)
         coefficient[r][p] = lane.alive(p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
     }
+  }
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
     const float one = reciprocal(part[r].total[0]);
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) coefficient[r][p] *= one;

@@ -99,7 +99,7 @@ struct TensorPose1x16 : FixedPose<1, D, 16, 4, 4, 4, 1, EACH, D * 16> {
 
 // A lane's part of a row of a child's pose, at `row`.
 template <Storage S, int N, int PRODUCTS>
-FASTCAPS_DEVICE void take_child(const Element<S>* row, int t, Factor<PRODUCTS, 2>& child) {
+FASTCAPS_DEVICE void take_row(const Element<S>* row, int t, Factor<PRODUCTS, 2>& child) {
   if constexpr (N == 4) {
     child.take(0, load_number(row, t, S));
   } else if constexpr (S == Storage::kFloat32) {
@@ -167,44 +167,68 @@ FASTCAPS_DEVICE void multiply_large(float (&d)[4], const Factor<PRODUCTS, 2>& on
   }
 }
 
+// What a lane takes of a child for all its parents: a factor for each pair of rows.
+template <class Pose>
+using ChildFactors = Factor<Pose::kProducts, 2>[Pose::kD / 2];
+
+// The first row of a pair.
+template <class Pose>
+FASTCAPS_DEVICE constexpr int upper_row(int pair) {
+  return pair / Pose::kApart * 2 * Pose::kApart + pair % Pose::kApart;
+}
+
+// Where, of a stage's children, the lane's first row begins; and its rows from there.
+template <class Pose, int R>
+FASTCAPS_DEVICE int first_row(const Lane<Pose, R>& lane) {
+  return (lane.warp_position * 4 + lane.parent / 2) * Pose::kChildStride +
+         lane.parent % 2 * Pose::kApart * Pose::kRowStride;
+}
+template <Storage S, class Pose>
+FASTCAPS_DEVICE void take_child(const Element<S>* rows, int t, ChildFactors<Pose>& child) {
+  FASTCAPS_UNROLL
+  for (int pair = 0; pair < Pose::kD / 2; ++pair)
+    take_row<S, Pose::kD>(rows + upper_row<Pose>(pair) * Pose::kRowStride, t, child[pair]);
+}
+
+// The vote for one parent, whose matrix is at `from`; t: the lane's place in the depth.
+template <Storage S, class Pose>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Element<S>* from, int t, const ChildFactors<Pose>& child,
+                                              Patch<Pose>& vote) {
+  constexpr int N = Pose::kD, kPairs = N / 2, PRODUCTS = Pose::kProducts;
+  Factor<PRODUCTS, 2> columns[N];
+  take_matrix<S>(from, t, columns);
+  float d[kPairs][kPairs][4] = {};
+  const auto each_tile = [&](auto multiply) {
+    FASTCAPS_UNROLL
+    for (int e = 0; e < N; e += 2) {
+      FASTCAPS_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) multiply(d[e / 2][pair], columns[e], columns[e + 1], child[pair]);
+    }
+  };
+  if constexpr (PRODUCTS == 3)
+    each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_small<S, N>(d, one, two, child); });
+  each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_large<S, N>(d, one, two, child); });
+  FASTCAPS_UNROLL
+  for (int e = 0; e < N; e += 2) {
+    FASTCAPS_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      FASTCAPS_UNROLL
+      for (int x = 0; x < 4; ++x) vote[upper_row<Pose>(pair) + x % 2 * Pose::kApart][e + x / 2] = d[e / 2][pair][x];
+    }
+  }
+}
+
 template <Storage S, int N, int EACH, int PRODUCTS, bool STORED, int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose<N, EACH, PRODUCTS, STORED>, R>& lane,
                                               const Stage<TensorPose<N, EACH, PRODUCTS, STORED>>& stage,
                                               Patch<TensorPose<N, EACH, PRODUCTS, STORED>> (&votes)[R][EACH]) {
   using Pose = TensorPose<N, EACH, PRODUCTS, STORED>;
   static_assert(R == 1, "the four positions of an instruction are four lanes'");
-  constexpr int kApart = Pose::kApart, kPairs = N / 2;
-  const auto upper = [](int pair) { return pair / kApart * 2 * kApart + pair % kApart; };  // the first row of a pair
-  const int t = lane.position, in_tile = lane.warp_position * 4 + lane.parent / 2;
-  const auto* rows =
-      stage.template children_as<S>() + in_tile * Pose::kChildStride + lane.parent % 2 * kApart * Pose::kRowStride;
-  Factor<PRODUCTS, 2> children[kPairs];
+  ChildFactors<Pose> child;
+  take_child<S, Pose>(stage.template children_as<S>() + first_row(lane), lane.position, child);
   FASTCAPS_UNROLL
-  for (int pair = 0; pair < kPairs; ++pair) take_child<S, N>(rows + upper(pair) * Pose::kRowStride, t, children[pair]);
-  FASTCAPS_UNROLL
-  for (int p = 0; p < EACH; ++p) {
-    Factor<PRODUCTS, 2> columns[N];
-    take_matrix<S>(Weights<Pose, R, S>(lane, stage, p).from, t, columns);
-    float d[kPairs][kPairs][4] = {};
-    const auto each_tile = [&](auto multiply) {
-      FASTCAPS_UNROLL
-      for (int e = 0; e < N; e += 2) {
-        FASTCAPS_UNROLL
-        for (int pair = 0; pair < kPairs; ++pair) multiply(d[e / 2][pair], columns[e], columns[e + 1], children[pair]);
-      }
-    };
-    if constexpr (PRODUCTS == 3)
-      each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_small<S, N>(d, one, two, child); });
-    each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_large<S, N>(d, one, two, child); });
-    FASTCAPS_UNROLL
-    for (int e = 0; e < N; e += 2) {
-      FASTCAPS_UNROLL
-      for (int pair = 0; pair < kPairs; ++pair) {
-        FASTCAPS_UNROLL
-        for (int x = 0; x < 4; ++x) votes[0][p][upper(pair) + x % 2 * kApart][e + x / 2] = d[e / 2][pair][x];
-      }
-    }
-  }
+  for (int p = 0; p < EACH; ++p)
+    multiply_on_tensor_cores<S, Pose>(Weights<Pose, R, S>(lane, stage, p).from, lane.position, child, votes[0][p]);
 }
 
 // Factors of 1 x 64 poses for four columns: from two rows of weights, which lie four apart; in half precision from four
@@ -336,34 +360,6 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x16<D, EACH,
       FASTCAPS_UNROLL
       for (int x = 0; x < 4; ++x) votes[x / 2][p][0][x % 2 * 2 + k] = d[k][x];
     }
-  }
-}
-
-// dW of one of the lane's parents, summed over the warp's four positions: a[(e, m), (position, row)] = dV[m, position,
-// row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d repeat others and are dropped; the
-// lanes of the first two positions end with rows d = 2 position + {0, 1}.
-template <int EACH, int PRODUCTS, bool STORED>
-FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose<4, EACH, PRODUCTS, STORED>, 1>& lane,
-                                           const Stage<TensorPose<4, EACH, PRODUCTS, STORED>>& stage,
-                                           const Patch<TensorPose<4, EACH, PRODUCTS, STORED>>& dvotes,
-                                           float (&rows)[2][4]) {
-  using Pose = TensorPose<4, EACH, PRODUCTS, STORED>;
-  const float* rows_of = stage.children + lane.in_tile(0) * Pose::kChildStride;
-  Factor<PRODUCTS, 2> children[2];
-  FASTCAPS_UNROLL
-  for (int c = 0; c < 4; ++c) children[c / 2].take(c % 2, rows_of[c * 4 + lane.parent % 4]);
-  FASTCAPS_UNROLL
-  for (int e = 0; e < 4; e += 2) {
-    float d[4] = {};
-    FASTCAPS_UNROLL
-    for (int c = 0; c < 4; c += 2) {
-      Factor<PRODUCTS, 4> gradients;
-      FASTCAPS_UNROLL
-      for (int x = 0; x < 4; ++x) gradients.take(x, dvotes[c + x / 2][e + x % 2]);
-      multiply_add(d, gradients, children[c / 2]);
-    }
-    FASTCAPS_UNROLL
-    for (int x = 0; x < 4; ++x) rows[x % 2][e + x / 2] = d[x];
   }
 }
 

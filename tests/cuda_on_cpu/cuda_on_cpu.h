@@ -68,6 +68,8 @@ inline void copy_wait() {
   copy_wait_for(PENDING);
 }
 
+void load_fragments(uint32_t (&to)[4], const float* row);
+
 // ---- tensor cores ---------------------------------------------------------------------------------------------------
 uint32_t to_tf32(float x);
 void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint32_t b);
@@ -79,6 +81,7 @@ void mma_f16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 
 // ---- sums in global memory ------------------------------------------------------------------------------------------
 void atomic_add(float* at, float x);
+void atomic_add2(float* at, float2 x);
 void atomic_add4(float* at, float4 x);
 
 // ---- numbers --------------------------------------------------------------------------------------------------------

@@ -68,6 +68,17 @@ void finish_any(void* const* parts) {
 }
 void finish_barrier(void* const*) { cuda_on_cpu::watch_barrier(1u << block.warp()); }
 
+struct Rows {
+  const float* row;
+  uint32_t* to;
+};
+void finish_fragments(void* const* parts) {
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int m = 0; m < 4; ++m)
+      std::memcpy(of<Rows>(parts[lane]).to + m, of<Rows>(parts[8 * m + lane / 4]).row + lane % 4, 4);
+}
+
+constexpr Collective kFragments{"load_fragments", finish_fragments};
 constexpr Collective kXor{"shuffle_xor", finish_xor}, kAny{"any_lane", finish_any},
     kBarrier{"barrier_warp", finish_barrier};
 
@@ -150,6 +161,15 @@ float2 load2(const float* at) { return load<float2>(at, __builtin_return_address
 float4 load4(const float* at) { return load<float4>(at, __builtin_return_address(0)); }
 void store2(float* at, float2 x) { store(at, x, __builtin_return_address(0)); }
 void store4(float* at, float4 x) { store(at, x, __builtin_return_address(0)); }
+
+void load_fragments(uint32_t (&to)[4], const float* row) {
+  if (!aligned(row, 16)) fail("loads a matrix whose row is not at a multiple of 16 bytes");
+  const char* at = reinterpret_cast<const char*>(row);
+  if (at < block.shared || at + 16 > block.shared + block.shared_bytes) fail("loads a matrix outside shared memory");
+  cuda_on_cpu::watch(row, 16, Access::kRead, __builtin_return_address(0));
+  Rows own{row, to};
+  meet_warp(kFragments, &own);
+}
 
 void barrier() { cuda_on_cpu::wait_barrier(0, block.threads); }
 void barrier_part(int id, int threads) {
@@ -235,6 +255,11 @@ void atomic_add(float* at, float x) {
   if (!aligned(at, 4)) fail("adds to an address that is not a multiple of 4");
   cuda_on_cpu::watch(at, 4, Access::kAtomic, __builtin_return_address(0));
   *at += x;
+}
+void atomic_add2(float* at, float2 x) {
+  if (!aligned(at, 8)) fail("adds two numbers at an address that is not a multiple of 8");
+  cuda_on_cpu::watch(at, 8, Access::kAtomic, __builtin_return_address(0));
+  at[0] += x.x, at[1] += x.y;
 }
 void atomic_add4(float* at, float4 x) {
   if (!aligned(at, 16)) fail("adds four numbers at an address that is not a multiple of 16");
