@@ -13,12 +13,11 @@
 namespace fastcaps::gpu {
 
 // How many tf32 products make one product (see tensor.h): 1 if values may be rounded to tf32, 3 if the user wants about
-// float32's precision, 0 if nothing may be rounded. Half-precision values lose nothing by rounding. The backward also
-// rounds the gradients of votes, which is too coarse for float16. So `half`, the half precision that may be rounded
-// besides bfloat16, is float16 in a forward and bfloat16 in a backward.
-inline int products(int64_t options, Storage storage, Storage half) {
-  const bool rounds = (options & kTf32) || storage == Storage::kBFloat16 || storage == half;
-  return !rounds ? 0 : (options & kTf32x3) && storage == Storage::kFloat32 ? 3 : 1;
+// float32's precision, 0 if nothing may be rounded. Half-precision values lose nothing by rounding; the backward also
+// rounds the gradients of votes, to as many digits as float16 has.
+inline int products(int64_t options, Storage storage) {
+  if (storage != Storage::kFloat32) return 1;
+  return !(options & kTf32) ? 0 : options & kTf32x3 ? 3 : 1;
 }
 
 inline Machine machine() { return {multiprocessors(), shared_limit()}; }

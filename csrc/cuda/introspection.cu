@@ -38,10 +38,9 @@ struct Question {
         iterations(facts[4]),
         has_bias(facts[2] != 0),
         starts(facts[3] != 0) {
-    const Storage half = facts[0] ? Storage::kBFloat16 : Storage::kFloat16;
     task = {.pass = pass_of(op),
             .backward = facts[0] != 0,
-            .products = products(facts[5], v.storage, half),
+            .products = products(facts[5], v.storage),
             .ordered = (facts[5] & kDeterministic) != 0,
             .identity = n[10] == 0};
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);

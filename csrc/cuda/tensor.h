@@ -1,7 +1,6 @@
-// Votes, and some poses' dW, on the tensor cores, in tf32: products of values of 11 significant bits, 10 of them
-// stored, and sums in float. Used if the user's precision allows it, and for half precision, whose values fit into
-// tf32, except in float16's backward. If the depth fills a half-precision instruction, that one is used, without
-// conversion.
+// Votes on the tensor cores, in tf32: products of values of 11 significant bits, 10 of them stored, and sums in float.
+// Used if the user's precision allows it, and for half precision, whose values fit into tf32. If the depth fills a
+// half-precision instruction, that one is used, without conversion.
 //
 // PRODUCTS: how many tf32 products make one product: one, or three for about float's precision. With three, a float is
 // split into a tf32 value and a remainder, which a second tf32 holds except for one bit. The three products are a_r b +
