@@ -16,14 +16,24 @@ struct AttentionBackward : QueryGradients<Pose, R> {
   // Queries are scaled here, once: <query, vote> is a logit in units of log2.
   FASTCAPS_DEVICE explicit AttentionBackward(const Lane<Pose, R>& lane_) : Base(lane_, lane_.args.scale * kLog2E) {}
 
-  FASTCAPS_DEVICE void score(int r, int p, const Patch<Pose>& vote) {
-    logit[r][p] = LEAN || args.query.data ? dot(lane, query[r][p], vote) : 0.0f;  // without: 1 / M for all
-    gain[r][p] = dot(lane, dsums[r][p], vote);
+  // Takes W columns of a vote into account, from the e-th on, one after the other.
+  template <int W>
+  FASTCAPS_DEVICE void score(int r, int p, int e, const float (&vote)[Pose::kPatchRows][W]) {
+    float a = e == 0 ? 0.0f : logit[r][p], h = e == 0 ? 0.0f : gain[r][p];
+    each_number<Pose, W>([&](int i, int j) {
+      a += query[r][p][i][e + j] * vote[i][j];
+      h += dsums[r][p][i][e + j] * vote[i][j];
+    });
+    logit[r][p] = a, gain[r][p] = h;
   }
 
   // Once a child's votes have their scores. Returns false where the launch only collects statistics.
   FASTCAPS_DEVICE bool settle(const Stage<Pose>& stage, const StageGradients<Pose, R>& gradients) {
     float average[R];
+    each_patch<Pose, R>([&](int r, int p) {
+      logit[r][p] = LEAN || args.query.data ? lane.sum_pose(logit[r][p]) : 0.0f;  // without: 1 / M for all
+      gain[r][p] = lane.sum_pose(gain[r][p]);
+    });
     if (!compete<1, LEAN>(lane, stage, logit, gain, weight, average)) return false;
     each_patch<Pose, R>([&](int r, int p) {
       counts[r][p] = true;  // lean: positions and parents that do not exist have zeros for all that is theirs
@@ -41,22 +51,23 @@ struct AttentionBackward : QueryGradients<Pose, R> {
     return true;
   }
 
-  // From a vote to its gradient, times `lift`.
-  FASTCAPS_DEVICE void dvote(int r, int p, Patch<Pose>& vote, float lift = 1.0f) {
+  // From W columns of a vote to their gradients, times `lift`.
+  template <int W>
+  FASTCAPS_DEVICE void dvote(int r, int p, int e, float (&vote)[Pose::kPatchRows][W], float lift = 1.0f) {
     if (!LEAN && !counts[r][p])  // one branch, not one for each number
-      return each_number<Pose>([&](int i, int j) { vote[i][j] = 0.0f; });
+      return each_number<Pose, W>([&](int i, int j) { vote[i][j] = 0.0f; });
     const float share = lift * weight[r][p], pull = lift * kLn2 * dlogit[r][p];
-    each_number<Pose>([&](int i, int j) {
-      dquery[r][p][i][j] += dlogit[r][p] * vote[i][j];
-      vote[i][j] = attention::dvote(share, dsums[r][p][i][j], pull, query[r][p][i][j]);
+    each_number<Pose, W>([&](int i, int j) {
+      dquery[r][p][i][e + j] += dlogit[r][p] * vote[i][j];
+      vote[i][j] = attention::dvote(share, dsums[r][p][i][e + j], pull, query[r][p][i][e + j]);
     });
   }
 
   FASTCAPS_DEVICE bool dvote(const Stage<Pose>& stage, const StageGradients<Pose, R>& gradients,
                              Patches<Pose, R>& votes) {
-    each_patch<Pose, R>([&](int r, int p) { score(r, p, votes[r][p]); });
+    each_patch<Pose, R>([&](int r, int p) { score(r, p, 0, votes[r][p]); });
     if (!settle(stage, gradients)) return false;
-    each_patch<Pose, R>([&](int r, int p) { dvote(r, p, votes[r][p]); });
+    each_patch<Pose, R>([&](int r, int p) { dvote(r, p, 0, votes[r][p]); });
     return true;
   }
 
@@ -78,8 +89,9 @@ PassKernels attention_backward_kernels() {
                           Built<Pose4x4Swapped<4>>, Built<Pose4x4Swapped<8>>, Built<Pose4x4Swapped<16>>, Built<Pose6x6>,
                           Built<Pose8x8>, Built<Pose1x8, 4>, Built<Pose1x8, 2>, Built<Pose1x16, 4>, Built<Pose1x16, 2>,
                           Built<Pose1x64InPlace, 4>, Built<Pose1x16x64InPlace, 4>, Built<Tensor4x4x16Widened>,
-                          Built<Tensor4x4x32Widened>, Built<Tensor1x64InPlace<1>, 2>, Built<Tensor1x64InPlace<3>, 2>,
-                          Built<PoseMatrix>, Built<PoseVector>>();
+                          Built<Tensor4x4x32Widened>, Built<Tensor6x6Widened>, Built<Tensor8x8Widened>,
+                          Built<Tensor1x64InPlace<1>, 2>, Built<Tensor1x64InPlace<3>, 2>, Built<PoseMatrix>,
+                          Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

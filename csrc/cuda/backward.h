@@ -64,26 +64,28 @@ FASTCAPS_DEVICE void differentiate_by_parent(const Lane<Pose, 1>& lane, Stage<Po
   FASTCAPS_NO_UNROLL
   for (int k = 0; k < count; ++k) {
     made.take();
-    const auto each_vote = [&](auto&& body) {
+    using Made = TensorGradients<Pose>;
+    const auto each_part = [&](auto&& body) {
       FASTCAPS_UNROLL
-      for (int p = 0; p < Pose::kEach; ++p) {
-        Patch<Pose> vote;
-        made.vote(p, vote);
+      for (int part = 0; part < Pose::kEach * (Made::N / Made::W); ++part) {
+        const int p = part / (Made::N / Made::W), e = part % (Made::N / Made::W) * Made::W;
+        typename Made::Part vote;
+        made.vote(p, e, vote);
         if constexpr (!LEAN)
-          if (lane.args.bias) add_bias(lane, stage, p, [&](int) -> Patch<Pose>& { return vote; });
-        body(p, vote);
+          if (lane.args.bias) add_bias<Made::W>(lane, stage, p, e, [&](int) -> typename Made::Part& { return vote; });
+        body(p, e, vote);
       }
     };
-    each_vote([&](int p, const Patch<Pose>& vote) { state.score(0, p, vote); });
+    each_part([&](int p, int e, auto& vote) { state.score(0, p, e, vote); });
     if (state.settle(stage, gradients)) {
       made.begin();
-      each_vote([&](int p, Patch<Pose>& vote) {
-        state.dvote(0, p, vote, kLift);
-        made.put(p, vote, gradients);
+      each_part([&](int p, int e, auto& vote) {
+        state.dvote(0, p, e, vote, kLift);
+        made.put(p, e, vote, gradients);
         if constexpr (!LEAN)
           if (lane.args.dbias)
-            each_number<Pose>([&](int i, int j) {
-              add_to_bias(lane, stage, p, i, j, lane.sum_positions(vote[i][j]) / kLift, lane.position == 0);
+            each_number<Pose, Made::W>([&](int i, int j) {
+              add_to_bias(lane, stage, p, i, e + j, lane.sum_positions(vote[i][j]) / kLift, lane.position == 0);
             });
       });
       made.template finish<LEAN>(stage, gradients);

@@ -120,8 +120,7 @@ struct StageGradients {
         sums(lane) {}
   FASTCAPS_DEVICE void begin_tile() {
     if constexpr (kByParent<Pose>) {
-      float* to = gradient(pair_in_tile());
-      own[0][0] = args.dchildren && to ? to + pair_number() : nullptr;
+      if constexpr (kOnePair) own[0][0] = pair(0);
       return;
     }
     FASTCAPS_UNROLL
@@ -134,7 +133,7 @@ struct StageGradients {
     k = 0, parity ^= args.late_weights;
     offset = offsets_of(args, lane.shared, range, t);
     own_slots = slots(parity, 0, lane.warp_position);
-    if constexpr (kByParent<Pose>) own_slots += in_slot(lane.in_block(0), lane.position * 8);
+    if constexpr (kByParent<Pose>) own_slots += in_slot(lane.in_block(0), lane.position * Pose::kD * 2);
   }
   FASTCAPS_DEVICE void next() {
     ++k, ++offset;
@@ -184,15 +183,25 @@ struct StageGradients {
     }
   }
 
-  // By parent, a lane ends with two neighbours of dP: their position, and the first one's number in the pose.
-  FASTCAPS_DEVICE int pair_in_tile() const { return lane.warp_position * 4 + lane.parent / 4 + lane.position / 2 * 2; }
-  FASTCAPS_DEVICE int pair_number() const { return lane.parent % 4 * 4 + lane.position % 2 * 2; }
+  // By parent, a lane ends with pairs of neighbours of dP: of rows parent, parent + 8, ... of all positions, two
+  // columns from 2 position on; in 4 x 4 poses with one. Where the n-th is added up, of the window's first child; null:
+  // nowhere.
+  static constexpr bool kOnePair = Pose::kD == 4;
+  FASTCAPS_DEVICE int pair_row(int n) const { return lane.parent + 8 * (kOnePair ? lane.position / 2 : n); }
+  FASTCAPS_DEVICE int pair_in_tile(int n) const { return lane.warp_position * 4 + pair_row(n) / TC; }
+  FASTCAPS_DEVICE int pair_number(int n) const {
+    return pair_row(n) % TC * Pose::kD + (kOnePair ? lane.position % 2 : lane.position) * 2;
+  }
+  FASTCAPS_DEVICE float* pair(int n) const {
+    float* to = gradient(pair_in_tile(n));
+    return args.dchildren && to ? to + pair_number(n) : nullptr;
+  }
   template <bool LEAN>
-  FASTCAPS_DEVICE void put_pair(const Stage<Pose>& stage, const float (&x)[2]) const {
-    if (!adds_directly())
-      store_vector<2>(child(pair_in_tile(), k, lane.warp_parent) + pair_number(), x);
-    else if (own[0][0] && (LEAN || stage.seen[pair_in_tile()].exists != 0.0f))
-      add_vector<2>(own[0][0] + distance(), x, args.alone_with_children);
+  FASTCAPS_DEVICE void put_pair(const Stage<Pose>& stage, int n, const float (&x)[2]) const {
+    if (!adds_directly()) return store_vector<2>(child(pair_in_tile(n), k, lane.warp_parent) + pair_number(n), x);
+    float* const to = kOnePair ? own[0][0] : pair(n);
+    if (to && (LEAN || stage.seen[pair_in_tile(n)].exists != 0.0f))
+      add_vector<2>(to + distance(), x, args.alone_with_children);
   }
 
   // dP where votes are the children themselves.
@@ -251,10 +260,12 @@ struct StageGradients {
   FASTCAPS_DEVICE float* slot(int p, int number) const {
     return reinterpret_cast<float*>(lane.shared + own_slots + in_slot(lane.in_block(p), number) + lane.column * WV * 4);
   }
-  // By parent: the h-th of the two vectors that an instruction leaves there.
-  FASTCAPS_DEVICE float* fragment(int p, int h) const {
-    const unsigned moved = in_slot(p * Pose::kParents, h * 4);
-    return reinterpret_cast<float*>(lane.shared + (own_slots ^ (moved & 48)) + (moved & ~48u));
+  // By parent: what an instruction leaves there for the q-th pair of columns. (An exclusive or adds, where in_slot has
+  // changed the same bits.)
+  FASTCAPS_DEVICE float* fragment(int p, int q) const {
+    const unsigned moved = in_slot(p * Pose::kParents, 0), change = (moved & 48) ^ unsigned(q * 16);
+    const unsigned to = Pose::kD == 6 ? own_slots + q * 16 : own_slots ^ change;
+    return reinterpret_cast<float*>(lane.shared + to + (moved & ~48u));
   }
 
   // Rows d .. d + V of dW, summed over the rows and positions of the warp.
@@ -370,9 +381,13 @@ struct StageGradients {
   }
 
   // All warps' dW of the stage `of`; children that share their weights are added up first. By parent, slots hold what
-  // instructions made: for columns h and h + 2 of two rows a vector (h = 0 and 1).
+  // instructions made: for two rows and two columns, which are two apart in 4 x 4 poses, a vector.
   FASTCAPS_DEVICE void flush_weights(int of, int first, int count) const {
-    constexpr int V = Pose::kWeightCopy, W = kByParent<Pose> ? 8 : V, kVectors = Pose::kD * Pose::kE / W;
+    constexpr int V = Pose::kWeightCopy, W = kByParent<Pose> ? 2 * Pose::kD : V, kVectors = Pose::kD * Pose::kE / W;
+    const auto place = [](int number) {  // of the number-th in two rows
+      const int x = number / Pose::kE, e = number % Pose::kE, q = Pose::kE == 4 ? e % 2 : e / 2;
+      return !kByParent<Pose> ? number : q * 4 + (Pose::kE == 4 ? e / 2 : e % 2) * 2 + x;
+    };
     const int units = lane.block_parents() * kVectors, warps = lane.warps_positions();
     for (int unit = thread_index(), child = 0;; unit += block_threads()) {
       while (unit >= units) unit -= units, ++child;
@@ -398,7 +413,7 @@ struct StageGradients {
       for (int n = 0; n < W; n += V) {
         float row[V];
         FASTCAPS_UNROLL
-        for (int v = 0; v < V; ++v) row[v] = kByParent<Pose> ? sum[v % 2 * 4 + v / 2 * 2 + n / V] : sum[v];
+        for (int v = 0; v < V; ++v) row[v] = sum[place(n + v)];
         add_vector<V>(to + n, row, args.alone_with_weights);
       }
     }

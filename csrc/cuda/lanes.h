@@ -59,12 +59,12 @@ using Patches = Patch<Pose>[R][Pose::kEach];
 template <class Pose, int R>
 using Numbers = float[R][Pose::kEach];
 
-template <class Pose, class Body>
+template <class Pose, int COLUMNS = Pose::kPatchColumns, class Body>
 FASTCAPS_DEVICE void each_number(Body&& body) {
   FASTCAPS_UNROLL
   for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
-    for (int j = 0; j < Pose::kPatchColumns; ++j) body(i, j);
+    for (int j = 0; j < COLUMNS; ++j) body(i, j);
   }
 }
 template <class Pose, class Body>

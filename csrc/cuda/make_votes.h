@@ -5,15 +5,15 @@
 
 namespace fastcaps::gpu {
 
-// Adds the bias towards the lane's p-th parent to its votes, vote_of(r).
-template <class Pose, int R, class VoteOf>
-FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int p, VoteOf&& vote_of) {
+// Adds the bias towards the lane's p-th parent to its votes, vote_of(r): to W columns, from the e-th on.
+template <int W, class Pose, int R, class VoteOf>
+FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int p, int e, VoteOf&& vote_of) {
   const PassArgs& args = lane.args;
   if (!lane.alive(p)) return;
   const float* bias = args.bias + Child(args, stage.t).i * args.bias_stride_i + lane.m(p) * args.bias_stride_m;
-  each_number<Pose>([&](int i, int j) {
-    if (!lane.inside(i, j)) return;
-    const float number = bias[lane.number(i, j)];
+  each_number<Pose, W>([&](int i, int j) {
+    if (!lane.inside(i, e + j)) return;
+    const float number = bias[lane.number(i, e + j)];
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) vote_of(r)[i][j] += number;
   });
@@ -135,7 +135,8 @@ FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& st
   if constexpr (!LEAN) {
     if (!args.bias) return;
     FASTCAPS_UNROLL
-    for (int p = 0; p < Pose::kEach; ++p) add_bias(lane, stage, p, [&](int r) -> Patch<Pose>& { return votes[r][p]; });
+    for (int p = 0; p < Pose::kEach; ++p)
+      add_bias<Pose::kPatchColumns>(lane, stage, p, 0, [&](int r) -> Patch<Pose>& { return votes[r][p]; });
   }
 }
 

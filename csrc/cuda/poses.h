@@ -41,6 +41,8 @@ template <int PRODUCTS>
 using Tensor4x4x16 = TensorPose<4, 2, PRODUCTS>;
 using Tensor4x4x32Widened = TensorPose<4, 4, 1, false>;  // backward
 using Tensor4x4x16Widened = TensorPose<4, 2, 1, false>;
+using Tensor6x6Widened = TensorPose<6, 1, 1, false>;
+using Tensor8x8Widened = TensorPose<8, 1, 1, false>;
 template <int PRODUCTS>
 using Tensor6x6 = TensorPose<6, 1, PRODUCTS>;
 template <int PRODUCTS>

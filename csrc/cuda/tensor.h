@@ -67,7 +67,7 @@ struct TensorPose : FixedPose<N, N, N, N, N % 4 == 0 ? 4 : 2, 1, 8, EACH,
                               : N == 6 ? 40
                                        : 68> {
   static constexpr int kProducts = PRODUCTS;
-  static constexpr bool kStored = STORED, kRounded = N % 4 == 0 && PRODUCTS == 1;
+  static constexpr bool kStored = STORED, kRounded = PRODUCTS == 1;
   // Between the two rows that one instruction takes. With it and the strides, a fragment uses (almost) all banks.
   static constexpr int kApart = N == 4 ? 1 : N == 6 ? 3 : 2;
   static constexpr int kChildPad = N == 4 ? 8 : N == 6 ? 0 : 4;
@@ -109,23 +109,24 @@ FASTCAPS_DEVICE void take_row(const Element<S>* row, int t, Factor<PRODUCTS, 2>&
   }
 }
 
-// A lane's part of a parent's matrix, at `from`: a factor for each column.
-template <Storage S, int N, int PRODUCTS>
-FASTCAPS_DEVICE void take_matrix(const Element<S>* from, int t, Factor<PRODUCTS, 2> (&columns)[N]) {
-  constexpr int V = N % 4 == 0 ? 4 : 2;
+// A lane's part of W columns of a parent's matrix, the first at `from`: a factor for each.
+template <Storage S, int N, int W, int PRODUCTS>
+FASTCAPS_DEVICE void take_matrix(const Element<S>* from, int t, Factor<PRODUCTS, 2> (&columns)[W]) {
+  constexpr int V = W % 4 == 0 ? 4 : 2;
   const auto take_row = [&](int k, int d) {
     FASTCAPS_UNROLL
-    for (int e = 0; e < N; e += V) {
+    for (int e = 0; e < W; e += V) {
       float part[V] = {};
       if (d < N) load_vector<S>(from + d * N + e, part);
       FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) columns[e + v].template take_weight<N % 4 == 0 && PRODUCTS == 1>(k, part[v]);
+      for (int v = 0; v < V; ++v) columns[e + v].template take_weight<PRODUCTS == 1>(k, part[v]);
     }
   };
   if constexpr (N == 4 || S == Storage::kFloat32) {
     take_row(0, t);
     if constexpr (N > 4) take_row(1, t + 4);
   } else {
+    static_assert(W == N);
     uint32_t rows[2][N / 2] = {};
     if (2 * t < N) {
       FASTCAPS_UNROLL
@@ -189,17 +190,17 @@ FASTCAPS_DEVICE void take_child(const Element<S>* rows, int t, ChildFactors<Pose
     take_row<S, Pose::kD>(rows + upper_row<Pose>(pair) * Pose::kRowStride, t, child[pair]);
 }
 
-// The vote for one parent, whose matrix is at `from`; t: the lane's place in the depth.
-template <Storage S, class Pose>
+// W columns of the vote for one parent, the first of whose matrix is at `from`; t: the lane's place in the depth.
+template <Storage S, class Pose, int W>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const Element<S>* from, int t, const ChildFactors<Pose>& child,
-                                              Patch<Pose>& vote) {
+                                              float (&vote)[Pose::kC][W]) {
   constexpr int N = Pose::kD, kPairs = N / 2, PRODUCTS = Pose::kProducts;
-  Factor<PRODUCTS, 2> columns[N];
-  take_matrix<S>(from, t, columns);
-  float d[kPairs][kPairs][4] = {};
+  Factor<PRODUCTS, 2> columns[W];
+  take_matrix<S, N>(from, t, columns);
+  float d[W / 2][kPairs][4] = {};
   const auto each_tile = [&](auto multiply) {
     FASTCAPS_UNROLL
-    for (int e = 0; e < N; e += 2) {
+    for (int e = 0; e < W; e += 2) {
       FASTCAPS_UNROLL
       for (int pair = 0; pair < kPairs; ++pair) multiply(d[e / 2][pair], columns[e], columns[e + 1], child[pair]);
     }
@@ -208,7 +209,7 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Element<S>* from, int t, con
     each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_small<S, N>(d, one, two, child); });
   each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_large<S, N>(d, one, two, child); });
   FASTCAPS_UNROLL
-  for (int e = 0; e < N; e += 2) {
+  for (int e = 0; e < W; e += 2) {
     FASTCAPS_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
       FASTCAPS_UNROLL
