@@ -130,15 +130,32 @@ def test_four_iterations(types: int, rule: Rule, start: bool, target: Target) ->
     ATTENTION.bar(case).hold(target.reverse(ATTENTION.call(case)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+on_all_poses = pytest.mark.parametrize(
     "target",
     [Target("cpu", build.ALL_POSES), *([Target("cuda")] if ON_DEVICE else [])],
     ids=lambda target: "all-poses" if target.device == "cpu" else "on-cuda",
 )
+
+
+@pytest.mark.slow
+@on_all_poses
 @pytest.mark.parametrize(("routing", "case", "option"), every_run(), ids=str)
 def test_every_pose(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
+
+
+@pytest.mark.slow
+@on_all_poses
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["tf32", "f16"])
+@pytest.mark.parametrize("parents", [8, 17, 32])
+@pytest.mark.parametrize("pose", [(4, 4, 4), (6, 6, 6), (8, 8, 8)], ids=str)
+def test_gradients_on_tensor_cores(
+    pose: tuple[int, int, int], parents: int, dtype: torch.dtype, target: Target
+) -> None:
+    """Of parents that fill one warp, or several, or not; of children that share matrices, in stages of any size."""
+    case = Case("tensor", Rule.SQUASH, types=13, parents=parents, pose=pose, groups="types", dtype=dtype)
+    target.check(ATTENTION, case, "tf32" if dtype == torch.float32 else "ordered")
+    target.check(ATTENTION, replace(case, grid=(6, 5), window=(3, 3, 1, 1, 0, 0, 1, 1), types=2), "tf32")
 
 
 @on_every_target

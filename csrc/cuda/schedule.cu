@@ -24,7 +24,7 @@ const Pass kPasses[] = {
     {"gaussian", &gaussian_forward_kernels, &gaussian_backward_kernels, true, true},
 };
 
-int64_t aligned(int64_t bytes) { return ceil_div(bytes, 16) * 16; }
+int64_t aligned(int64_t bytes, int64_t to = 16) { return ceil_div(bytes, to) * to; }
 
 int64_t power_of_two(int64_t at_least) {
   int64_t power = 1;
@@ -83,6 +83,7 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
 }
 
 constexpr int64_t kReserved = 1024;  // bytes of every block's shared memory that the system reserves
+constexpr int64_t kLine = 128;  // bytes: where kernels change single bits of addresses, memory begins at a multiple
 constexpr int kOffsetBytes = kOffsets * sizeof(Offset);
 
 // Bytes of shared memory: a part for each child of a stage, and a fixed part. In half precision a stage has the values
@@ -114,7 +115,7 @@ struct Shared {
                            int64_t(backward ? sizeof(SoftmaxPart<1>) : sizeof(SoftmaxPart<0>))
                      : 4 * kernel.threads / kWarp;  // a word for each warp: see any_thread
     const int64_t turn = slots && kernel.products ? c.threads() / kWarp * kTurn * 4 : 0;
-    fixed = c.tile_size * int64_t(sizeof(Position)) + kOffsetBytes + aligned(exchange) + turn + 192;
+    fixed = c.tile_size * int64_t(sizeof(Position)) + kOffsetBytes + aligned(exchange) + turn + 2 * kLine;
   }
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
   int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
@@ -134,12 +135,12 @@ void place(Schedule& c, const Shared& shared) {
   c.shared_float = shared.widens ? c.stages * c.shared_stage : 0;
   c.float_stage = shared.widens ? 0 : c.shared_stage;
   c.shared_dchildren = c.stages * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
-  c.shared_dweight = (c.shared_dchildren + int(aligned(c.stage * shared.dchildren)) + 63) / 64 * 64;
+  c.shared_dweight = int(aligned(c.shared_dchildren + aligned(c.stage * shared.dchildren), kLine));
   c.shared_dgate = c.shared_dweight + (c.late_weights ? 2 : 1) * int(aligned(c.stage * shared.dweight));
   c.shared_tile = c.shared_dgate + int(aligned(c.stage * shared.dgate));
   c.shared_offset = c.shared_tile + int(aligned(c.tile_size * int64_t(sizeof(Position))));
   c.shared_exchange = c.shared_offset + kOffsetBytes;
-  c.shared_turn = (c.shared_exchange + int(aligned(shared.exchange)) + 63) / 64 * 64;
+  c.shared_turn = int(aligned(c.shared_exchange + aligned(shared.exchange), kLine));
   c.shared_bytes = shared.bytes(c.stage, c.stages, c.late_weights);
 }
 
