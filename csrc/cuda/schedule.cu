@@ -53,6 +53,8 @@ Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_
 
 std::string n(int64_t number) { return std::to_string(number); }
 
+bool large(const PassKernel& kernel) { return kernel.D * kernel.E >= 16 * 64; }
+
 // The kernel of a name that can take the call; null if there is none.
 const PassKernel* named(const PassKernels& kernels, std::string_view name, const Votes& v, const Task& task) {
   for (int k = 0; k < kernels.count; ++k)
@@ -60,12 +62,14 @@ const PassKernel* named(const PassKernels& kernels, std::string_view name, const
   return nullptr;
 }
 
-// Tensor cores first, where values may be rounded; then a kernel for just this pose (free ones are last in the lists);
-// then few parents should take few lanes, few positions few of a lane's, and a free kernel's tile should have little
-// padding.
+// A block for all parents first: several would make every vote twice. (Of large matrices they come anyway: see
+// compute.) Then tensor cores, where values may be rounded; then a kernel for just this pose (free ones are last in the
+// lists); then few parents should take few lanes, few positions few of a lane's, and a free kernel's tile should have
+// little padding.
 const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
+  bool best_splits = false;
   for (int k = 0; k < kernels.count; ++k) {
     const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
@@ -75,9 +79,12 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
       return best_lanes.parents < std::min<int64_t>(v.M, lanes.parents) ||
              (best_lanes.parents == lanes.parents && best->positions > v.positions());
     };
-    const bool better =
-        !best || kernel.products > best->products || (kernel.products == best->products && fits_better());
-    if (better) best = &kernel, best_lanes = lanes;
+    const bool splits = !kernel.C || (!large(kernel) && task.pass->parents_compete &&
+                                      v.M > int64_t(kernel.threads / kWarp) * lanes.parents);
+    const bool better = !best || splits < best_splits ||
+                        (splits == best_splits &&
+                         (kernel.products > best->products || (kernel.products == best->products && fits_better())));
+    if (better) best = &kernel, best_lanes = lanes, best_splits = splits;
   }
   return best;
 }
@@ -287,7 +294,7 @@ Schedule compute(const Task& task, const Votes& v, const Bias& bias, const Machi
   const int most_warps = kernel.threads / 32;
   // Large weights are read for every tile: better many positions than many parents, though the softmax then
   // takes separate launches.
-  const bool large = kernel.C && kernel.D * kernel.E >= 16 * 64 && v.positions() > 32;
+  const bool few_parents = large(kernel) && v.positions() > 32;
   // If the order of sums is fixed, only one warp may add to memory by itself.
   const bool ordered = task.backward && task.ordered, single = ordered && (!kernel.C || bias.numbers > 0);
   if (ordered && (choice.chunks || choice.groups))
@@ -297,7 +304,7 @@ Schedule compute(const Task& task, const Votes& v, const Bias& bias, const Machi
   else if (choice.stage > kMostChildren || choice.stage != (choice.stage & -choice.stage))
     why_not = "a stage has 1, 2, 4 or 8 children";
   else
-    for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
+    for (int64_t together = few_parents ? 1 : most_warps; together >= 1; together /= 2) {
       // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
       if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
       const int64_t warps = ceil_div(v.M, c.parents);

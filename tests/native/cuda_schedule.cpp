@@ -89,7 +89,8 @@ Fields cuda_schedule(const std::string& op, const Numbers& sizes, const Fields& 
           {"shared_dgate", c.shared_dgate},
           {"shared_tile", c.shared_tile},
           {"shared_offset", c.shared_offset},
-          {"shared_exchange", c.shared_exchange}};
+          {"shared_exchange", c.shared_exchange},
+          {"shared_turn", c.shared_turn}};
 }
 
 std::vector<Fields> cuda_kernels(const std::string& op, bool backward) {
