@@ -2,7 +2,7 @@
 // way of shared memory, and over all blocks in global memory.
 #pragma once
 
-#include "make_votes.h"
+#include "tensor_large.h"
 
 namespace fastcaps::gpu {
 
@@ -309,13 +309,21 @@ struct StageGradients {
   }
 
   // If weights are large: stores dL/dV itself, from which the block makes dW (flush_large_weights).
+  static constexpr int kRow = Pose::kProducts > 0 ? kVoteRow : Pose::kE;  // from row to row
   FASTCAPS_DEVICE void put_votes(const Patches<Pose, R>& dvotes) const {
     static_assert(TC == 1, "large weights belong to vectors");
     each_patch<Pose, R>([&](int r, int p) {
-      float* to =
-          weight + ((k * lane.block_parents() + lane.in_block(p)) * args.tile_size + lane.in_tile(r)) * Pose::kE;
+      float* to = weight + ((k * lane.block_parents() + lane.in_block(p)) * args.tile_size + lane.in_tile(r)) * kRow;
       FASTCAPS_UNROLL
-      for (int j = 0; j < TE; j += WV) store_vector<WV>(to + lane.e(j), &dvotes[r][p][0][j]);
+      for (int j = 0; j < TE; j += WV) {
+        float part[WV];
+        FASTCAPS_UNROLL
+        for (int v = 0; v < WV; ++v) {
+          const float number = dvotes[r][p][0][j + v];
+          part[v] = Pose::kProducts == 1 ? bits_float(to_tf32(number)) : number;
+        }
+        store_vector<WV>(to + lane.e(j), part);
+      }
     });
   }
 
@@ -325,6 +333,10 @@ struct StageGradients {
     const int depth = lane.padded_depth();
     if (args.dchildren)
       with_weights<Pose>(args, [&](auto stored) {
+        if constexpr (Pose::kProducts > 0)
+          return differentiate_rows<stored()>(lane, stage, dvotes, [&](int r, int d, const float (&x)[2]) {
+            store_vector<2>(child(lane.in_tile(r), k, lane.warp_parent) + d, x);
+          });
         _Pragma("unroll Sums::kRows == Pose::kD ? 1 : Pose::kDepthUnroll") for (int d = 0; d < depth;
                                                                                 d += Sums::kRows) {
           FASTCAPS_UNROLL
@@ -419,38 +431,49 @@ struct StageGradients {
     }
   }
 
-  // dW = sum over the tile's positions of P^T dV, four by four values a thread; children that share their weights are
-  // added up first.
+  // dW = sum over the tile's positions of P^T dV; children that share their weights are added up first. A thread makes
+  // four by four values, on tensor cores a warp 16 rows of 32 columns.
   template <Storage S>
   FASTCAPS_DEVICE void flush_large_weights(const Stage<Pose>& stage, int first, int count) const {
-    constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
-    const int block_parents = lane.block_parents();
+    constexpr bool kTensor = Pose::kProducts > 0;
+    constexpr int kTogether = kTensor ? kWarp : 1, kRows = kTensor ? 16 : 4, kColumns = kTensor ? 32 : 4;
+    constexpr int kAcross = Pose::kE / kColumns, kUnits = Pose::kD / kRows * kAcross;
+    const int block_parents = lane.block_parents(), g = lane.lane / 4, t = lane.lane % 4;
     const auto* children = stage.template children_as<S>();
-    for (int unit = thread_index(); unit < block_parents * kSquares; unit += block_threads()) {
-      const int parent = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
+    for (int unit = thread_index() / kTogether; unit < block_parents * kUnits; unit += block_threads() / kTogether) {
+      const int parent = unit / kUnits, d = unit % kUnits / kAcross * kRows, e = unit % kAcross * kColumns;
       if (lane.first_parent + parent >= args.M) continue;
       float sum[4][4] = {};
       for (int k = 0; k < count; ++k) {
         const auto* rows = children + k * args.tile_size * Pose::kRowStride + d;
-        const float* columns = weight + (k * block_parents + parent) * args.tile_size * Pose::kE + e;
-        for (int at = 0; at < args.tile_size; ++at) {
-          float p[4], v[4];
-          load_vector<S>(rows + at * Pose::kRowStride, p);
-          load_vector<4>(columns + at * Pose::kE, v);
-          FASTCAPS_UNROLL
-          for (int x = 0; x < 4; ++x) {
+        const float* columns = weight + (k * block_parents + parent) * args.tile_size * kRow + e;
+        if constexpr (kTensor) {
+          add_outer_product<Pose::kProducts>(
+              rows, Pose::kRowStride, columns, args.tile_size,
+              [](const Element<S>* from, int at) { return load_number(from, at, S); }, sum);
+        } else {
+          for (int at = 0; at < args.tile_size; ++at) {
+            float p[4], v[4];
+            load_vector<S>(rows + at * Pose::kRowStride, p);
+            load_vector<4>(columns + at * kRow, v);
             FASTCAPS_UNROLL
-            for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
+            for (int n = 0; n < 16; ++n) sum[n / 4][n % 4] += p[n / 4] * v[n % 4];
           }
         }
         if (k + 1 < count && args.by_group.quotient(first + k + 1) == args.by_group.quotient(first + k)) continue;
         float* to = gradient_of_weights(lane, first + k, lane.first_parent + parent) + d * Pose::kE + e;
         FASTCAPS_UNROLL
-        for (int x = 0; x < 4; ++x) {
-          add_vector<4>(to + x * Pose::kE, sum[x], args.alone_with_weights);
-          FASTCAPS_UNROLL
-          for (int y = 0; y < 4; ++y) sum[x][y] = 0.0f;
+        for (int n = 0; n < 4; ++n) {
+          if constexpr (kTensor) {
+            float* const two = to + g * Pose::kE + 8 * n + 2 * t;
+            add_vector<2>(two, {sum[n][0], sum[n][1]}, args.alone_with_weights);
+            add_vector<2>(two + 8 * Pose::kE, {sum[n][2], sum[n][3]}, args.alone_with_weights);
+          } else {
+            add_vector<4>(to + n * Pose::kE, sum[n], args.alone_with_weights);
+          }
         }
+        FASTCAPS_UNROLL
+        for (int n = 0; n < 16; ++n) sum[n / 4][n % 4] = 0.0f;
       }
     }
   }

@@ -34,6 +34,7 @@ constexpr int kMostChildren = 8;                             // of a stage
 constexpr int kMostStages = 3;                               // in shared memory
 constexpr int kOffsets = (kMostStages + 1) * kMostChildren;  // places for those of a ring of stages and the next one
 constexpr int kTurn = 8 * 4 * 16;                            // floats of a warp's own place: see tensor_gradients.h
+constexpr int kVoteRow = 72;                                 // floats of dV of a 1 x 64 parent: see tensor_large.h
 constexpr int kMostIterations = 16;                          // of a routing in one launch
 // The gradient of a bias that all children share is made in this many sums, which are added up at the end: a single sum
 // would lose more digits than torch's, and all blocks would wait for each other.

@@ -115,7 +115,7 @@ struct Shared {
     const bool weighs = backward && kernel.C && !task.identity;
     slots = weighs && kernel.slot_stride > 0;  // parts of dW; else dL/dV
     dweight = slots    ? c.warps_positions * block_parents * kernel.slot_stride * 4
-              : weighs ? block_parents * c.tile_size * v.E * 4
+              : weighs ? block_parents * c.tile_size * (kernel.products ? kVoteRow : v.E) * 4
                        : 0;
     const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
     exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size *

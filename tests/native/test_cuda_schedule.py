@@ -155,7 +155,8 @@ def test_every_part_of_shared_memory_holds_its_values(native: ModuleType, op: st
         assert sizes[0] < 128 and sizes[1:] == [0, 0]
     else:
         slots = (1 + c["late_weights"]) * c["warps_positions"] * kernel["slot_stride"]
-        dweight = c["stage"] * block * (slots or c["tile_size"] * columns) if kernel["C"] and call.groups else 0
+        row = 72 if kernel["products"] else columns  # of dV
+        dweight = c["stage"] * block * (slots or c["tile_size"] * row) if kernel["C"] and call.groups else 0
         meets = c["warps_parents"] > 1 or not kernel["weight_stride"]
         dchildren = children * c["warps_parents"] * meets
         dgate = c["stage"] * c["tile_size"] * c["warps_parents"] * (meets and op != "attention")
