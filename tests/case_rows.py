@@ -222,10 +222,10 @@ def _named_pose(pose: tuple[int, int, int]) -> str:
 
 _ATTENTION = (
     *_paths(_norm),
-    # specialised kernels: on a GPU with a bias, and plain ones
+    # specialised kernels: on a GPU with a bias, and plain ones at more positions than a warp has
     *(_norm(f"bias-{_named_pose(p)}", types=6, parents=5, pose=p, bias="1M", gate="some")
       for p in OWN_POSES if p not in POSES_OF_ALL),
-    *(_norm(f"plain-{_named_pose(p)}-{m}", types=6, parents=m, pose=p)
+    *(_norm(f"plain-{_named_pose(p)}-{m}", batch=5, types=6, parents=m, pose=p)
       for p in OWN_POSES for m in {(4, 4, 4): (5, 10, 15, 16, 33), (1, 8, 16): (5, 13)}.get(p, (5,))),
     # logits beyond the range that needs no maximum, with many parents and few
     *(_norm(f"far-{_named_pose(p)}-{m}", types=6, parents=m, pose=p, scale=300.0)
