@@ -12,26 +12,66 @@ struct AttentionForward {
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
-  bool asks = LEAN || args.query.data;  // there is a query; else all coefficients are 1 / M
-  float first[Pose::kEach];             // lean: what logits begin with, -inf for parents that do not exist
-  uint32_t worst = 0;                   // lean: of all totals; above kRange if one was lost
+  bool asks = args.query.data;  // there is a query; else all coefficients are 1 / M
+  // Logits in units of log2 take a factor: a single query takes it before, as a lean walk's does, to the last bit.
+  const float factor = args.scale * kLog2E, before = args.iterations == 0 ? factor : 1.0f,
+              after = args.iterations == 0 ? 1.0f : factor;
 
   FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
-    each_patch<Pose, R>([&](int r, int p) {  // the lean kernel scales the query here, the other its logits
-      load_query(lane, r, p, LEAN ? args.scale * kLog2E : 1.0f, query[r][p]);
+    set_to_zero<Pose, R>(query);
+    set_to_zero<Pose, R>(sums);
+  }
+
+  FASTCAPS_DEVICE void load() {
+    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, before, query[r][p]); });
+  }
+
+  FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
+                             Numbers<Pose, R>& coefficient) const {
+    if (!asks) {
+      each_patch<Pose, R>([&](int r, int p) { coefficient[r][p] = 1.0f / float(args.M); });
+      return true;
+    }
+    Numbers<Pose, R> logit;
+    float none[R];
+    each_patch<Pose, R>([&](int r, int p) { logit[r][p] = after * dot(lane, query[r][p], votes[r][p]); });
+    return compete<0, false>(lane, stage, logit, logit, coefficient, none);
+  }
+
+  FASTCAPS_DEVICE void add(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
+                           const Numbers<Pose, R>& coefficient) {
+    each_patch<Pose, R>([&](int r, int p) {
+      const float gate = stage.seen[lane.in_tile(r)].gate, weight = gate * coefficient[r][p];
+      if (gate == 0.0f) return;  // as of padding: it silences even NaN
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
     });
+  }
+
+  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, args.sums, chunk, sums); }
+
+  FASTCAPS_DEVICE void finish(int iteration) {
+    update_queries<false>(lane, iteration, !asks, sums, query);
+    asks = true;
+  }
+};
+
+// Totals as unsigned numbers, from 1 / kMostTotal on; above kRange they are lost.
+constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
+                   kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
+
+template <class Pose, int R>
+struct AttentionForward<Pose, R, true> {
+  const Lane<Pose, R>& lane;
+  Patches<Pose, R> query, sums;  // query: times scale, for logits in units of log2
+  float first[Pose::kEach];      // what logits begin with, -inf for parents that do not exist
+  uint32_t worst = 0;            // of all totals
+
+  FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
+    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, lane.args.scale * kLog2E, query[r][p]); });
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) first[p] = lane.alive(p) ? 0.0f : -INFINITY;
-    clear();
+    set_to_zero<Pose, R>(sums);
   }
-
-  FASTCAPS_DEVICE void clear() {
-    each_patch<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; }); });
-  }
-
-  // ---- lean: totals as unsigned numbers, from 1 / kMostTotal on ----
-  static constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
-                            kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
 
   FASTCAPS_DEVICE void score(int r, const Patch<Pose> (&votes)[Pose::kEach], float (&weight)[Pose::kEach]) const {
     FASTCAPS_UNROLL
@@ -53,44 +93,7 @@ struct AttentionForward {
     }
   }
   FASTCAPS_DEVICE bool lost() const { return worst > kRange; }
-
-  // ---- all options, and tiles where a total was lost ----
-
-  FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
-                             Numbers<Pose, R>& coefficient) const {
-    if (!LEAN && !asks) {
-      each_patch<Pose, R>([&](int r, int p) { coefficient[r][p] = 1.0f / float(args.M); });
-      return true;
-    }
-    Numbers<Pose, R> logit;
-    float none[R];
-    each_patch<Pose, R>([&](int r, int p) {
-      logit[r][p] = dot(lane, query[r][p], votes[r][p]);
-      if constexpr (!LEAN) logit[r][p] *= args.scale * kLog2E;
-    });
-    return compete<0, LEAN>(lane, stage, logit, logit, coefficient, none);
-  }
-
-  FASTCAPS_DEVICE void add(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
-                           const Numbers<Pose, R>& coefficient) {
-    each_patch<Pose, R>([&](int r, int p) {
-      float weight = coefficient[r][p];
-      if constexpr (!LEAN) {
-        const float gate = stage.seen[lane.in_tile(r)].gate;
-        if (gate == 0.0f) return;  // as of padding: it silences even NaN
-        weight *= gate;
-      }
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
-    });
-  }
-
-  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, args.sums, chunk, sums); }
-
-  FASTCAPS_DEVICE void finish(int iteration) {
-    each_patch<Pose, R>(
-        [&](int r, int p) { update_query<false>(lane, r, p, iteration, !asks, sums[r][p], query[r][p]); });
-    asks = true;
-  }
+  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, lane.args.sums, chunk, sums); }
 };
 
 PassKernels attention_forward_kernels() {

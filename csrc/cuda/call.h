@@ -73,7 +73,8 @@ struct Call : OpCall {
 
   // Whether a lean kernel takes the call (see PassKernel), if a launch makes one iteration.
   bool is_lean(const Schedule& c) const {
-    return args.weight && !args.bias && !args.gate.data && !args.padded && args.query.data && c.parent_blocks == 1;
+    return c.kernel->lean && args.weight && !args.bias && !args.gate.data && args.query.data && c.parent_blocks == 1 &&
+           (c.kernel->lean_takes_padding || !args.padded);
   }
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,

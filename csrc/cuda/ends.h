@@ -235,7 +235,7 @@ FASTCAPS_DEVICE bool set_to_zero(const Zeros& zeros) {
 // From S to what the rule makes of it: the next parents, or what is added to the query.
 template <int PER>
 FASTCAPS_DEVICE void take_step(const EndArgs& args, const HeldPose<PER>& pose) {
-  between(args, pose, true);
+  between<false>(args, pose, true);
   if (args.rule == Rule::kLayerNorm)
     pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
 }
