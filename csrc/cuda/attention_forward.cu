@@ -107,8 +107,7 @@ PassKernels attention_forward_kernels() {
       Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32Two, 2>, Built<Pose6x6>, Built<Pose8x8>,
       Built<Pose1x8x12, 2>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Pose1x16x64, 8>,
       Built<Tensor4x4x16<1>>, Built<Tensor4x4x32<1>>, Built<Tensor6x6<1>, 1, 384>, Built<Tensor8x8<1>>,
-      Built<Tensor1x8<1>, 2>, Built<Tensor1x16<1>, 2>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>,
-      Built<Tensor4x4x32<3>>, Built<Tensor6x6<3>, 1, 384>, Built<Tensor8x8<3>>, Built<Tensor1x8<3>, 2>,
+      Built<Tensor1x8<1>, 2>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>, Built<Tensor4x4x32<3>>,
       Built<Tensor1x64<3>, 2>, Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
 }
 

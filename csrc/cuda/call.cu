@@ -119,21 +119,16 @@ Schedule Call::cut(const Task& task, const Bias& bias) const {
 }
 
 bool Call::fuses(int64_t iterations) const {
-  const Task task{
-      .pass = &pass, .products = products(options, args.storage, Storage::kFloat16), .identity = !args.weight};
-  return iterations <= kMostIterations && routing_refusal(task, votes, machine()).empty();
+  return iterations <= kMostIterations && routing_refusal(task(false), votes, machine()).empty();
 }
 
 Schedule Call::schedule_forward(int64_t iterations) const {
   STD_TORCH_CHECK(iterations >= 1 && iterations <= kMostIterations, "fastcaps: one launch has 1 to ", kMostIterations,
                   " iterations, got ", iterations);
-  const bool whole = iterations > 1;
-  const Schedule c = cut({.pass = &pass,
-                          .products = products(options, args.storage, Storage::kFloat16),
-                          .identity = !args.weight,
-                          .whole = whole},
-                         {});
-  STD_TORCH_CHECK(!whole || !pass.parents_compete || c.parent_blocks == 1,
+  Task one = task(false);
+  one.whole = iterations > 1;
+  const Schedule c = cut(one, {});
+  STD_TORCH_CHECK(!one.whole || !pass.parents_compete || c.parent_blocks == 1,
                   "fastcaps: one launch cannot take this routing: its ", votes.M, " parents take several blocks");
   return c;
 }
@@ -219,8 +214,7 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, bool launches, int64_t b
   const int64_t biases = bias_parts.numbers, cells = v.B * v.H * v.W;
   const int64_t weights = args.weight ? v.G * v.M * v.D * v.E : 0;
   bias_parts.numbers += betas;
-  const int rounding = products(call.options, args.storage, Storage::kBFloat16);
-  const Task task{&call.pass, true, rounding, ordered_, !args.weight};
+  const Task task = call.task(true);
   schedule = call.cut(task, bias_parts);
   args.rounds = schedule.kernel->products == 0 && forward_rounds(task, v);
   call.take(schedule);

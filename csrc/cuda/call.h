@@ -12,15 +12,6 @@
 
 namespace fastcaps::gpu {
 
-// How many tf32 products make one product (see tensor.h): 1 if values may be rounded to tf32, 3 if the user wants about
-// float32's precision, 0 if nothing may be rounded. Half-precision values lose nothing by rounding. The backward also
-// rounds the gradients of votes, which is too coarse for float16. So `half`, the half precision that may be rounded
-// besides bfloat16, is float16 in a forward and bfloat16 in a backward.
-inline int products(int64_t options, Storage storage, Storage half) {
-  const bool rounds = (options & kTf32) || storage == Storage::kBFloat16 || storage == half;
-  return !rounds ? 0 : (options & kTf32x3) && storage == Storage::kFloat32 ? 3 : 1;
-}
-
 inline Machine machine() { return {multiprocessors(), shared_limit()}; }
 
 inline float* floats(const Tensor& x) { return x.numel() ? static_cast<float*>(data_of(x)) : nullptr; }
@@ -63,6 +54,7 @@ struct Call : OpCall {
   // A Gaussian iteration's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
   void take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight);
 
+  Task task(bool backward) const { return Task::of(&pass, backward, options, args.storage, !args.weight); }
   // How a task is cut, or an error that says why no kernel takes it.
   Schedule cut(const Task& task, const Bias& bias) const;
   // The schedule of a forward. Several iterations are one launch, whose blocks see all children of their positions.

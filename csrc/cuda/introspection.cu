@@ -7,7 +7,7 @@
 // children's type (0 float32, 1 float64, 2 bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for
 // each); whether the first iteration has parents; iterations; bits of Options; the device's multiprocessors; and a
 // block's largest shared memory in bytes.
-#include "call.h"
+#include "schedule.h"
 
 #define FASTCAPS_ANSWER extern "C" __attribute__((visibility("default"))) const char*
 
@@ -34,16 +34,11 @@ struct Question {
   Question(const char* op_, const int64_t* n, const int64_t* facts)
       : op(op_),
         v(votes_of(n, Storage(facts[1]))),
+        task(Task::of(pass_of(op), facts[0] != 0, facts[5], v.storage, n[10] == 0)),
         machine{facts[6], facts[7]},
         iterations(facts[4]),
         has_bias(facts[2] != 0),
         starts(facts[3] != 0) {
-    const Storage half = facts[0] ? Storage::kBFloat16 : Storage::kFloat16;
-    task = {.pass = pass_of(op),
-            .backward = facts[0] != 0,
-            .products = products(facts[5], v.storage, half),
-            .ordered = (facts[5] & kDeterministic) != 0,
-            .identity = n[10] == 0};
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
   }
   std::string routing_refusal() const {

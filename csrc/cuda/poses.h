@@ -48,8 +48,6 @@ using Tensor8x8 = TensorPose<8, 1, PRODUCTS>;
 template <int PRODUCTS>
 using Tensor1x8 = TensorPose1x16<8, 5, PRODUCTS>;
 template <int PRODUCTS>
-using Tensor1x16 = TensorPose1x16<16, 5, PRODUCTS>;
-template <int PRODUCTS>
 using Tensor1x64 = TensorPose1x64<PRODUCTS>;
 template <int PRODUCTS>
 using Tensor1x64InPlace = TensorPose1x64<PRODUCTS, false>;

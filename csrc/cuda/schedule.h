@@ -50,6 +50,14 @@ struct Task {
   bool ordered = false;
   bool identity = false;  // votes are the children: there are no weights
   bool whole = false;     // children must not be split over blocks
+
+  // By the bits of `options`. Half-precision values lose nothing by rounding; but the backward also rounds the
+  // gradients of votes, which is too coarse for float16.
+  static Task of(const Pass* pass, bool backward, int64_t options, Storage storage, bool identity) {
+    const bool half = storage == Storage::kBFloat16 || (storage == Storage::kFloat16 && !backward);
+    const bool three = (options & kTf32x3) && storage == Storage::kFloat32;
+    return {pass, backward, !half && !(options & kTf32) ? 0 : three ? 3 : 1, (options & kDeterministic) != 0, identity};
+  }
 };
 
 // What an experiment prescribes; an empty name and 0 leave the choice to the schedule.
