@@ -13,17 +13,19 @@ struct AttentionForward {
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
   bool asks = args.query.data;  // there is a query; else all coefficients are 1 / M
-  // Logits in units of log2 take a factor: a single query takes it before, as a lean walk's does, to the last bit.
-  const float factor = args.scale * kLog2E, before = args.iterations == 0 ? factor : 1.0f,
-              after = args.iterations == 0 ? 1.0f : factor;
 
   FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
     set_to_zero<Pose, R>(query);
     set_to_zero<Pose, R>(sums);
   }
 
+  // What makes logits in units of log2 of products: a single query is multiplied by it, as a lean walk's, to the last
+  // bit; of several iterations, the products.
+  FASTCAPS_DEVICE float factor(bool of_query) const {
+    return of_query == (args.iterations == 0) ? args.scale * kLog2E : 1.0f;
+  }
   FASTCAPS_DEVICE void load() {
-    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, before, query[r][p]); });
+    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, factor(true), query[r][p]); });
   }
 
   FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
@@ -34,7 +36,7 @@ struct AttentionForward {
     }
     Numbers<Pose, R> logit;
     float none[R];
-    each_patch<Pose, R>([&](int r, int p) { logit[r][p] = after * dot(lane, query[r][p], votes[r][p]); });
+    each_patch<Pose, R>([&](int r, int p) { logit[r][p] = factor(false) * dot(lane, query[r][p], votes[r][p]); });
     return compete<0, false>(lane, stage, logit, logit, coefficient, none);
   }
 

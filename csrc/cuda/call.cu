@@ -268,8 +268,7 @@ Tensor VoteGradients::add_sum(bool wanted, float*& place, const Made& made, cons
   Tensor out = new_tensor(call_.children, wanted ? shape : Shape{0}, type, "a gradient");  // outputs must not alias
   if (!wanted || out.numel() == 0) return out;
   if (!launches_) return torch::stable::zero_(out);
-  Sum sum{nullptr, data_of(out),    made.parts, stride, made.rows, made.columns, made.numbers,
-          0,       storage_of(out), 1,          false};
+  Sum sum{nullptr, data_of(out), made.parts, stride, made.rows, made.columns, made.numbers, 0, storage_of(out)};
   if (sum.columns == 1) sum.numbers *= sum.rows, sum.rows = 1;
   sum.limit = sum.parts * stride - offset % stride;
   parts_of_sums_[size_t(count_)] = &place, offsets_[size_t(count_)] = offset;
@@ -321,17 +320,7 @@ void VoteGradients::add_up() {
     if (sum.parts < kMany) continue;
     const int64_t slice = kFewer * sum.stride;
     fewer[many] = call_.empty({slice});
-    first.sums[many] = {sum.from,
-                        data_of(fewer[many]),
-                        ceil_div(sum.parts, kFewer),
-                        slice,
-                        1,
-                        1,
-                        slice,
-                        sum.limit,
-                        Storage::kFloat32,
-                        1,
-                        false};
+    first.sums[many] = {sum.from, data_of(fewer[many]), ceil_div(sum.parts, kFewer), slice, 1, 1, slice, sum.limit};
     sum.from = floats(fewer[many++]), sum.parts = kFewer, sum.limit = slice;
   }
   if (many > 0) launch_sums(first, many);

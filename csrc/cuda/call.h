@@ -65,8 +65,7 @@ struct Call : OpCall {
 
   // Whether a lean kernel takes the call (see PassKernel), if a launch makes one iteration.
   bool is_lean(const Schedule& c) const {
-    return c.kernel->lean && args.weight && !args.bias && !args.gate.data && args.query.data && c.parent_blocks == 1 &&
-           (c.kernel->lean_takes_padding || !args.padded);
+    return c.kernel->takes_lean(args.weight, args.bias, args.gate.data, args.padded, args.query.data, c.parent_blocks);
   }
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
@@ -102,9 +101,9 @@ struct Sum {
   void* to;           // [rows, numbers]
   int64_t parts, stride, rows, columns, numbers;
   int64_t limit;  // behind `from`, from where on there is nothing
-  Storage storage;
-  int shares;   // threads that share the parts of four sums
-  bool vector;  // whether these are always read at once
+  Storage storage = Storage::kFloat32;
+  int shares = 1;       // threads that share the parts of four sums
+  bool vector = false;  // whether these are always read at once
 };
 struct SumArgs {
   static constexpr int kMost = 9;  // gradients of an op

@@ -253,7 +253,8 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
 }
 
 // What a kernel is compiled for: a pose, positions of a lane, threads of a block and blocks of a multiprocessor.
-template <class Pose_, int R = 1, int THREADS = 256, int BLOCKS = 1>
+// BY_NAME: see PassKernel.
+template <class Pose_, int R = 1, int THREADS = 256, int BLOCKS = 1, bool BY_NAME = false>
 struct Built {
   using Pose = Pose_;
   static constexpr int kPositions = R, kThreads = THREADS, kBlocks = BLOCKS;
@@ -267,21 +268,13 @@ struct Built {
     k.stored = Pose::kStored, k.rounded = Pose::kRounded;
     k.vector = Pose::kVector, k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
     k.weight_stride = Pose::kWeightStride, k.group_stride = Pose::kGroupStride, k.slot_stride = Pose::kSlotStride,
-    k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
+    k.positions = R, k.threads = THREADS, k.blocks = BLOCKS, k.by_name = BY_NAME;
     k.run = run, k.run_lean = run_lean, k.lean = run != run_lean;
     return k;
   }
 };
-
-// One that a schedule takes only where it is named (see PassKernel).
 template <class Pose, int R = 1, int THREADS = 256, int BLOCKS = 1>
-struct Named : Built<Pose, R, THREADS, BLOCKS> {
-  static PassKernel kernel(void (*run)(const PassArgs), void (*run_lean)(const PassArgs)) {
-    PassKernel k = Built<Pose, R, THREADS, BLOCKS>::kernel(run, run_lean);
-    k.by_name = true;
-    return k;
-  }
-};
+using Named = Built<Pose, R, THREADS, BLOCKS, true>;
 
 // HAS_LEAN: poses of known size have a lean walk, too.
 template <template <class, int, bool> class Policy, class B, bool LEAN>

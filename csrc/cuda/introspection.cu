@@ -99,9 +99,9 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
                                        : "the kernels count children and parents in 30 bits";
   const Schedule c = make_schedule(question.task, v, question.bias, question.machine, &reason);
   if (!c.kernel) return answer("text=" + reason);
-  const auto& w = v.window;
-  const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
-                    w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
+  const bool lean = !question.task.whole &&
+                    c.kernel->takes_lean(!question.task.identity, question.has_bias, false,
+                                         v.window.ph > 0 || v.window.pw > 0, question.starts, c.parent_blocks);
   return answer("kernel=" + name_of(*c.kernel, question.task.backward, lean) +
                 ";instance=" + name_of_instance(*c.kernel) + ";iterations=" + (question.task.whole ? "fused" : "one") +
                 ";parent_warps=" + n(c.warps_parents) + ";position_warps=" + n(c.warps_positions) +
@@ -135,7 +135,7 @@ FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
     const PassKernels kernels = pass->kernels(backward);
     for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
       for (const bool lean : {false, true})
-        if (!kernel->by_name && (!lean || kernel->run != kernel->run_lean))
+        if (!kernel->by_name && (!lean || kernel->lean))
           names += (names.empty() ? "" : ";") + name_of(*kernel, backward, lean);
   }
   return answer(names);

@@ -161,6 +161,9 @@ struct PassKernel {
   // padding, and whose parents one block takes. `iterations` is 0 then, and serves as a zero that a compiler does not
   // know (see tied).
   bool lean, lean_takes_padding;
+  bool takes_lean(bool weights, bool bias, bool gates, bool padded, bool query, int parent_blocks) const {
+    return lean && weights && !bias && !gates && query && parent_blocks == 1 && (lean_takes_padding || !padded);
+  }
   void (*run)(const PassArgs);
   void (*run_lean)(const PassArgs);  // `run`, if that has a lean walk (PassArgs::lean)
 };
