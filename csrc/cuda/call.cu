@@ -192,7 +192,8 @@ Tensor Call::collect(const Schedule& c, int numbers) {
   all.groups = c.tiles;
   for (int block = 0; block < c.parent_blocks; block += at_a_time)
     launch(all, block, std::min(at_a_time, c.parent_blocks - block));
-  if (at_a_time > 1) gpu::launch(numbers == 2 ? &join_kernel<0> : &join_kernel<1>, blocks_for(count), args);
+  const Grid joined{std::min<int64_t>(ceil_div(count, 256), 4096), 1, 256};
+  if (at_a_time > 1) gpu::launch(numbers == 2 ? &join_kernel<0> : &join_kernel<1>, joined, args);
   args.collect = 0;
   return statistics;
 }

@@ -16,12 +16,6 @@ inline Machine machine() { return {multiprocessors(), shared_limit()}; }
 
 inline float* floats(const Tensor& x) { return x.numel() ? static_cast<float*>(data_of(x)) : nullptr; }
 
-// Blocks for a kernel whose threads take a few of `count` elements each.
-inline Grid blocks_for(int64_t count) {
-  const int64_t blocks = ceil_div(count, 256);
-  return {blocks < 4096 ? blocks : 4096, 1, 256};
-}
-
 // How values are made: `parts` of [rows, columns, numbers], which are added up over parts and columns.
 struct Made {
   int64_t parts, numbers, rows = 1, columns = 1;

@@ -98,7 +98,7 @@ struct PoolingForward {
 };
 
 PassKernels pooling_forward_kernels() {
-  return forward_kernels<PoolingForward, false, Built<Pose4x4x8>, Built<Pose4x4x32>, Built<Pose1x8, 4>,
+  return forward_kernels<PoolingForward, false, Built<Pose4x4x8>, Built<Pose1x8, 4>,
                          Built<SinglePose1x16<4>, 1, 256, 2>, Built<Pose1x16, 4>, Built<PoseMatrix, 1, 256, 2>,
                          Built<PoseVector, 1, 256, 2>>();
 }
