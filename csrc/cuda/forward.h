@@ -1,7 +1,8 @@
 // The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children. A
 // policy says what happens to a vote: a struct template Policy<Pose, R, LEAN> of what a lane keeps for its R x kEach
 // parents, with
-//   load    after a constructor that makes all 0, when the first children are on their way: what parents have
+//   a constructor, which gives every value a beginning (others would take registers in a lean loop before it)
+//   load    what the parents have, while the first children are on their way
 //   score   one child's coefficients; false where only statistics are collected
 //   add     what its votes add to the sums
 //   store   after the last child
