@@ -29,9 +29,7 @@ class Stack {
   uint64_t left_;
 };
 
-// Bits of `options` and of `needs`. The bits of the gradients follow the order of the results. kTf32x3 only matters in
-// calls with kTf32.
-inline constexpr int64_t kDeterministic = 1, kTf32 = 2, kTf32x3 = 4;
+// Bits of `needs`. The bits of the gradients follow the order of the results.
 inline constexpr int64_t kChildren = 1, kWeight = 2, kBias = 4, kGate = 8;
 inline constexpr int64_t kPairs = 8, kSums = 16, kSquares = 32;          // pull: scores, sums, squares
 inline constexpr int64_t kQuery = 16, kNormWeight = 32, kNormBias = 64;  // attention, pooling

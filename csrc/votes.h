@@ -5,6 +5,9 @@
 
 namespace fastcaps {
 
+// Bits of an op's `options`. kTf32x3 only matters in calls with kTf32.
+inline constexpr int64_t kDeterministic = 1, kTf32 = 2, kTf32x3 = 4;
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A window over the grid of children, as in a convolution. A set is a 1 x 1 grid under a 1 x 1 window.

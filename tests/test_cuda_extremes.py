@@ -109,6 +109,24 @@ def test_logits_out_of_range(pose: tuple[int, int, int], parents: int, size: flo
 
 
 @on_every_target
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("pose", "parents"), [((4, 4, 4), 5), ((4, 4, 4), 40), ((6, 6, 6), 5), ((1, 8, 16), 10), ((1, 64, 64), 3)], ids=str
+)
+def test_padding_hides_what_is_not_finite(
+    pose: tuple[int, int, int], parents: int, value: float, target: Target
+) -> None:
+    """A matrix of one offset of the window: positions that have padding there do not know of it."""
+    window = (3, 3, 1, 1, 1, 1, 1, 1)
+    call = ATTENTION.call(Case("far", Rule.PLAIN, grid=(4, 4), types=2, parents=parents, pose=pose, window=window))
+    call.given["weight"][1, 0] = value  # of the first offset
+    found = target.forward(call)["parents"]
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]
+    assert exact[:, 0].isfinite().all() and exact[:, 1:, 1:].isnan().any()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@on_every_target
 @pytest.mark.parametrize("size", [2.0**95, 2.0**-95], ids=["large", "small"])
 @pytest.mark.parametrize("logit", [25.0, -25.0])
 def test_gradients_of_any_size(logit: float, size: float, target: Target) -> None:

@@ -27,12 +27,16 @@ import torch
 from fastcaps import libraries, ops
 
 KNOWN_SPILLS = {
-    "forward<AttentionForward, FixedPose<4, 4, 4, 4, 4, 1, 16, 2, 20, false>, 2, true,": 8,
+    "backward<AttentionBackward, FixedPose<8, 8, 8, 4, 4, 2, 16, 1, 72, false>, 1, true,": 8,
     "backward<AttentionBackward, TensorPose1x64<3, false>, 2, true,": 32,
     "backward<AttentionBackward, FixedPose<1, 16, 16, 8, 4, 2, 16, 1, 264, false>, 4, true,": 16,  # a word a child
 }
-"""Bytes by how a lean kernel's name begins: kept once a stage. Kernels with all options may keep more then."""
+"""Bytes by how a lean backward's name begins: kept once a stage. Kernels with all options may keep more then."""
 WITH_OPTIONS = 256
+IN_FORWARD = WITH_OPTIONS + 512
+"""That, and a lane's poses between two iterations. In the loop of a lean walk nothing may be kept: see `lean_loops`."""
+LEAN = re.compile(r"MNMX\S*\.U32")
+"""The instruction that every lean loop has, and no other: the worst of all totals, as unsigned numbers."""
 USAGE = re.compile(r"arch = (sm_\w+)|Function (\S+):|REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -67,16 +71,41 @@ def demangle(names: Sequence[str]) -> list[str]:
     return [re.sub(r"\b\w+::", "", name).partition("(")[0].replace("_kernel", "") for name in plain.splitlines()]
 
 
-def collect(paths: Sequence[Path]) -> list[Usage]:
-    """Read libraries, objects or cubins; RuntimeError if there is no such file, no cuobjdump, or it fails."""
-    program, found, arch, name = tool("cuobjdump"), [], "", ""
+def dump(option: str, path: Path) -> str:
+    """Return what ``cuobjdump`` says; RuntimeError if there is no such file, no cuobjdump, or it fails."""
+    program = tool("cuobjdump")
     if program is None:
         raise RuntimeError("no cuobjdump: neither a CUDA toolkit with it nor Triton is installed")
+    done = subprocess.run([program, option, str(path)], capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise RuntimeError(f"cuobjdump {option} {path}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def lean_loops(path: Path) -> list[tuple[str, int, int]]:
+    """Return the loops of lean forward walks: the kernel, instructions, and how many of them use local memory.
+
+    Loops in machine code are what jumps backwards; of those with `LEAN`, the ones that have no other in them.
+    """
+    found = []
+    for text in dump("-sass", path).split("Function : ")[1:]:
+        code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", text)]
+        places = {at: k for k, (at, _) in enumerate(code)}
+        jumps = [(places.get(int(to[1], 16), k), k) for k, (_, what) in enumerate(code)
+                 if (to := re.search(r"BRA.*?\b(0x[0-9a-f]+)", what))]  # fmt: skip
+        loops = [(a, b) for a, b in jumps if a < b and any(LEAN.search(what) for _, what in code[a : b + 1])]
+        for a, b in loops:
+            if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops):
+                local = sum(re.search(r"\b(STL|LDL)\b", what) is not None for _, what in code[a : b + 1])
+                found.append((text.split(maxsplit=1)[0], b - a + 1, local))
+    return [(name, *rest) for name, (_, *rest) in zip(demangle([name for name, *_ in found]), found, strict=True)]
+
+
+def collect(paths: Sequence[Path]) -> list[Usage]:
+    """Read libraries, objects or cubins; RuntimeError as of `dump`."""
+    found, arch, name = [], "", ""
     for path in paths:
-        done = subprocess.run([program, "-res-usage", str(path)], capture_output=True, text=True, timeout=300)
-        if done.returncode != 0:
-            raise RuntimeError(f"cuobjdump -res-usage {path}: {(done.stderr or done.stdout).strip()}")
-        for match in USAGE.finditer(done.stdout):
+        for match in USAGE.finditer(dump("-res-usage", path)):
             arch, name = match[1] or arch, match[2] or name
             if match[3]:
                 registers, stack, shared, local = (int(number) for number in match.groups()[2:])
@@ -88,6 +117,8 @@ def spilled(found: Iterable[Usage]) -> list[Usage]:
     """Return the kernels for one pose that keep more in local memory than they may."""
 
     def most(one: Usage) -> int:
+        if one.name.startswith("forward"):
+            return IN_FORWARD
         known = max((most for name, most in KNOWN_SPILLS.items() if one.name.startswith(name)), default=0)
         return known if re.search(r", true, \d+, \d+>", one.name) else WITH_OPTIONS
 

@@ -1,4 +1,5 @@
 // The ops of routings whose parents compete: check, schedule, allocate, launch.
+#ifndef __CUDA_ARCH__  // no kernels here: the compiler for the device has nothing to read
 #include "ends.h"
 
 namespace fastcaps::gpu {
@@ -182,3 +183,4 @@ STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_LIBRARY, FASTCAPS_KEY, reverse) {
 }
 
 }  // namespace fastcaps::gpu
+#endif

@@ -12,26 +12,68 @@ struct AttentionForward {
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
-  bool asks = LEAN || args.query.data;  // there is a query; else all coefficients are 1 / M
-  float first[Pose::kEach];             // lean: what logits begin with, -inf for parents that do not exist
-  uint32_t worst = 0;                   // lean: of all totals; above kRange if one was lost
+  bool asks = args.query.data;  // there is a query; else all coefficients are 1 / M
 
   FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
-    each_patch<Pose, R>([&](int r, int p) {  // the lean kernel scales the query here, the other its logits
-      load_query(lane, r, p, LEAN ? args.scale * kLog2E : 1.0f, query[r][p]);
+    set_to_zero<Pose, R>(query);
+    set_to_zero<Pose, R>(sums);
+  }
+
+  // What makes logits in units of log2 of products: a single query is multiplied by it, as a lean walk's, to the last
+  // bit; of several iterations, the products.
+  FASTCAPS_DEVICE float factor(bool of_query) const {
+    return of_query == (args.iterations == 0) ? args.scale * kLog2E : 1.0f;
+  }
+  FASTCAPS_DEVICE void load() {
+    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, factor(true), query[r][p]); });
+  }
+
+  FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
+                             Numbers<Pose, R>& coefficient) const {
+    if (!asks) {
+      each_patch<Pose, R>([&](int r, int p) { coefficient[r][p] = 1.0f / float(args.M); });
+      return true;
+    }
+    Numbers<Pose, R> logit;
+    float none[R];
+    each_patch<Pose, R>([&](int r, int p) { logit[r][p] = factor(false) * dot(lane, query[r][p], votes[r][p]); });
+    return compete<0, false>(lane, stage, logit, logit, coefficient, none);
+  }
+
+  FASTCAPS_DEVICE void add(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
+                           const Numbers<Pose, R>& coefficient) {
+    each_patch<Pose, R>([&](int r, int p) {
+      const float gate = stage.seen[lane.in_tile(r)].gate, weight = gate * coefficient[r][p];
+      if (gate == 0.0f) return;  // as of padding: it silences even NaN
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
     });
+  }
+
+  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, args.sums, chunk, sums); }
+
+  FASTCAPS_DEVICE void finish(int iteration) {
+    update_queries<false>(lane, iteration, !asks, sums, query);
+    asks = true;
+  }
+};
+
+// Totals as unsigned numbers, from 1 / kMostTotal on; above kRange they are lost.
+constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
+                   kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
+
+template <class Pose, int R>
+struct AttentionForward<Pose, R, true> {
+  const Lane<Pose, R>& lane;
+  Patches<Pose, R> query, sums;  // query: times scale, for logits in units of log2
+  float first[Pose::kEach];      // what logits begin with, -inf for parents that do not exist
+  uint32_t worst = 0;            // of all totals
+
+  FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
+    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, lane.args.scale * kLog2E, query[r][p]); });
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) first[p] = lane.alive(p) ? 0.0f : -INFINITY;
-    clear();
+    set_to_zero<Pose, R>(sums);
   }
-
-  FASTCAPS_DEVICE void clear() {
-    each_patch<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; }); });
-  }
-
-  // ---- lean: totals as unsigned numbers, from 1 / kMostTotal on ----
-  static constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
-                            kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
 
   FASTCAPS_DEVICE void score(int r, const Patch<Pose> (&votes)[Pose::kEach], float (&weight)[Pose::kEach]) const {
     FASTCAPS_UNROLL
@@ -53,44 +95,7 @@ struct AttentionForward {
     }
   }
   FASTCAPS_DEVICE bool lost() const { return worst > kRange; }
-
-  // ---- all options, and tiles where a total was lost ----
-
-  FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
-                             Numbers<Pose, R>& coefficient) const {
-    if (!LEAN && !asks) {
-      each_patch<Pose, R>([&](int r, int p) { coefficient[r][p] = 1.0f / float(args.M); });
-      return true;
-    }
-    Numbers<Pose, R> logit;
-    float none[R];
-    each_patch<Pose, R>([&](int r, int p) {
-      logit[r][p] = dot(lane, query[r][p], votes[r][p]);
-      if constexpr (!LEAN) logit[r][p] *= args.scale * kLog2E;
-    });
-    return compete<0, LEAN>(lane, stage, logit, logit, coefficient, none);
-  }
-
-  FASTCAPS_DEVICE void add(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
-                           const Numbers<Pose, R>& coefficient) {
-    each_patch<Pose, R>([&](int r, int p) {
-      float weight = coefficient[r][p];
-      if constexpr (!LEAN) {
-        const float gate = stage.seen[lane.in_tile(r)].gate;
-        if (gate == 0.0f) return;  // as of padding: it silences even NaN
-        weight *= gate;
-      }
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
-    });
-  }
-
-  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, args.sums, chunk, sums); }
-
-  FASTCAPS_DEVICE void finish(int iteration) {
-    each_patch<Pose, R>(
-        [&](int r, int p) { update_query<false>(lane, r, p, iteration, !asks, sums[r][p], query[r][p]); });
-    asks = true;
-  }
+  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, lane.args.sums, chunk, sums); }
 };
 
 PassKernels attention_forward_kernels() {
@@ -99,14 +104,13 @@ PassKernels attention_forward_kernels() {
 #ifdef FASTCAPS_EXPERIMENTS
       Named<Pose4x4x32>, Named<Pose4x4x32Two, 2, 128, 2>, Named<Pose4x4x32Two, 1, 384>, Named<Pose4x4x32One, 2, 384>,
       Named<Pose4x4x16, 2>, Named<Pose4x4x16One, 1, 256, 2>, Named<Tensor4x4x32<1>, 1, 128, 2>,
-      Named<Tensor4x4x32<3>, 1, 128, 2>, Named<Tensor6x6<1>>, Named<Tensor8x8<1>, 1, 128, 2>,
+      Named<Tensor4x4x32<3>, 1, 128, 2>, Named<Tensor6x6>, Named<Tensor8x8, 1, 128, 2>,
 #endif
       Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>, Built<Pose4x4x32Two, 2>, Built<Pose6x6>, Built<Pose8x8>,
       Built<Pose1x8x12, 2>, Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<Pose1x64, 8>, Built<Pose1x16x64, 8>,
-      Built<Tensor4x4x16<1>>, Built<Tensor4x4x32<1>>, Built<Tensor6x6<1>, 1, 384>, Built<Tensor8x8<1>>,
-      Built<Tensor1x8<1>, 2>, Built<Tensor1x16<1>, 2>, Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>,
-      Built<Tensor4x4x32<3>>, Built<Tensor6x6<3>, 1, 384>, Built<Tensor8x8<3>>, Built<Tensor1x8<3>, 2>,
-      Built<Tensor1x64<3>, 2>, Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
+      Built<Tensor4x4x16<1>>, Built<Tensor4x4x32<1>>, Built<Tensor6x6, 1, 384>, Built<Tensor8x8>, Built<Tensor1x8, 2>,
+      Built<Tensor1x64<1>, 2>, Built<Tensor4x4x16<3>>, Built<Tensor4x4x32<3>>, Built<Tensor1x64<3>, 2>,
+      Built<PoseMatrix>, Built<PoseVector, 1, 256, 2>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -119,17 +119,16 @@ Schedule Call::cut(const Task& task, const Bias& bias) const {
 }
 
 bool Call::fuses(int64_t iterations) const {
-  const Task task{.pass = &pass, .products = products(options, args.storage), .identity = !args.weight};
-  return iterations <= kMostIterations && routing_refusal(task, votes, machine()).empty();
+  return iterations <= kMostIterations && routing_refusal(task(false), votes, machine()).empty();
 }
 
 Schedule Call::schedule_forward(int64_t iterations) const {
   STD_TORCH_CHECK(iterations >= 1 && iterations <= kMostIterations, "fastcaps: one launch has 1 to ", kMostIterations,
                   " iterations, got ", iterations);
-  const bool whole = iterations > 1;
-  const Schedule c =
-      cut({.pass = &pass, .products = products(options, args.storage), .identity = !args.weight, .whole = whole}, {});
-  STD_TORCH_CHECK(!whole || !pass.parents_compete || c.parent_blocks == 1,
+  Task one = task(false);
+  one.whole = iterations > 1;
+  const Schedule c = cut(one, {});
+  STD_TORCH_CHECK(!one.whole || !pass.parents_compete || c.parent_blocks == 1,
                   "fastcaps: one launch cannot take this routing: its ", votes.M, " parents take several blocks");
   return c;
 }
@@ -160,12 +159,12 @@ void Call::launch(const Schedule& c, int first_block, int parent_blocks, int col
   args.tiles = int(ceil_div(args.launched, c.tile_size));
   args.chunks = c.chunks, args.chunk_children = c.chunk_children, args.by_chunk = Divider(c.chunks);
   args.groups = c.groups < args.tiles ? int(c.groups) : args.tiles;
-  const bool lean = is_lean(c) && args.iterations == 0;
+  args.lean = is_lean(c) && args.iterations == 0;
   for (int block = 0; block < parent_blocks; block += kMostAlongY) {
     args.first_parent = (first_block + block) * c.warps_parents * c.parents;
     const int blocks = std::min(parent_blocks - block, kMostAlongY);
     const Grid grid{int64_t(args.groups) * c.chunks, blocks, c.threads(), c.shared_bytes, c.carveout};
-    gpu::launch(lean ? c.kernel->run_lean : c.kernel->run, grid, args);
+    gpu::launch(args.lean ? c.kernel->run_lean : c.kernel->run, grid, args);
   }
 }
 
@@ -193,7 +192,8 @@ Tensor Call::collect(const Schedule& c, int numbers) {
   all.groups = c.tiles;
   for (int block = 0; block < c.parent_blocks; block += at_a_time)
     launch(all, block, std::min(at_a_time, c.parent_blocks - block));
-  if (at_a_time > 1) gpu::launch(numbers == 2 ? &join_kernel<0> : &join_kernel<1>, blocks_for(count), args);
+  const Grid joined{std::min<int64_t>(ceil_div(count, 256), 4096), 1, 256};
+  if (at_a_time > 1) gpu::launch(numbers == 2 ? &join_kernel<0> : &join_kernel<1>, joined, args);
   args.collect = 0;
   return statistics;
 }
@@ -215,8 +215,7 @@ VoteGradients::VoteGradients(Call& call, int64_t needs, bool launches, int64_t b
   const int64_t biases = bias_parts.numbers, cells = v.B * v.H * v.W;
   const int64_t weights = args.weight ? v.G * v.M * v.D * v.E : 0;
   bias_parts.numbers += betas;
-  const int rounding = products(call.options, args.storage);
-  const Task task{&call.pass, true, rounding, ordered_, !args.weight};
+  const Task task = call.task(true);
   schedule = call.cut(task, bias_parts);
   args.rounds = schedule.kernel->products == 0 && forward_rounds(task, v);
   call.take(schedule);
@@ -270,8 +269,7 @@ Tensor VoteGradients::add_sum(bool wanted, float*& place, const Made& made, cons
   Tensor out = new_tensor(call_.children, wanted ? shape : Shape{0}, type, "a gradient");  // outputs must not alias
   if (!wanted || out.numel() == 0) return out;
   if (!launches_) return torch::stable::zero_(out);
-  Sum sum{nullptr, data_of(out),    made.parts, stride, made.rows, made.columns, made.numbers,
-          0,       storage_of(out), 1,          false};
+  Sum sum{nullptr, data_of(out), made.parts, stride, made.rows, made.columns, made.numbers, 0, storage_of(out)};
   if (sum.columns == 1) sum.numbers *= sum.rows, sum.rows = 1;
   sum.limit = sum.parts * stride - offset % stride;
   parts_of_sums_[size_t(count_)] = &place, offsets_[size_t(count_)] = offset;
@@ -323,17 +321,7 @@ void VoteGradients::add_up() {
     if (sum.parts < kMany) continue;
     const int64_t slice = kFewer * sum.stride;
     fewer[many] = call_.empty({slice});
-    first.sums[many] = {sum.from,
-                        data_of(fewer[many]),
-                        ceil_div(sum.parts, kFewer),
-                        slice,
-                        1,
-                        1,
-                        slice,
-                        sum.limit,
-                        Storage::kFloat32,
-                        1,
-                        false};
+    first.sums[many] = {sum.from, data_of(fewer[many]), ceil_div(sum.parts, kFewer), slice, 1, 1, slice, sum.limit};
     sum.from = floats(fewer[many++]), sum.parts = kFewer, sum.limit = slice;
   }
   if (many > 0) launch_sums(first, many);

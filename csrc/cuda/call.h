@@ -12,23 +12,9 @@
 
 namespace fastcaps::gpu {
 
-// How many tf32 products make one product (see tensor.h): 1 if values may be rounded to tf32, 3 if the user wants about
-// float32's precision, 0 if nothing may be rounded. Half-precision values lose nothing by rounding; the backward also
-// rounds the gradients of votes, to as many digits as float16 has.
-inline int products(int64_t options, Storage storage) {
-  if (storage != Storage::kFloat32) return 1;
-  return !(options & kTf32) ? 0 : options & kTf32x3 ? 3 : 1;
-}
-
 inline Machine machine() { return {multiprocessors(), shared_limit()}; }
 
 inline float* floats(const Tensor& x) { return x.numel() ? static_cast<float*>(data_of(x)) : nullptr; }
-
-// Blocks for a kernel whose threads take a few of `count` elements each.
-inline Grid blocks_for(int64_t count) {
-  const int64_t blocks = ceil_div(count, 256);
-  return {blocks < 4096 ? blocks : 4096, 1, 256};
-}
 
 // How values are made: `parts` of [rows, columns, numbers], which are added up over parts and columns.
 struct Made {
@@ -62,6 +48,7 @@ struct Call : OpCall {
   // A Gaussian iteration's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
   void take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight);
 
+  Task task(bool backward) const { return Task::of(&pass, backward, options, args.storage, !args.weight); }
   // How a task is cut, or an error that says why no kernel takes it.
   Schedule cut(const Task& task, const Bias& bias) const;
   // The schedule of a forward. Several iterations are one launch, whose blocks see all children of their positions.
@@ -72,7 +59,7 @@ struct Call : OpCall {
 
   // Whether a lean kernel takes the call (see PassKernel), if a launch makes one iteration.
   bool is_lean(const Schedule& c) const {
-    return args.weight && !args.bias && !args.gate.data && !args.padded && args.query.data && c.parent_blocks == 1;
+    return c.kernel->takes_lean(args.weight, args.bias, args.gate.data, args.padded, args.query.data, c.parent_blocks);
   }
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
@@ -108,9 +95,9 @@ struct Sum {
   void* to;           // [rows, numbers]
   int64_t parts, stride, rows, columns, numbers;
   int64_t limit;  // behind `from`, from where on there is nothing
-  Storage storage;
-  int shares;   // threads that share the parts of four sums
-  bool vector;  // whether these are always read at once
+  Storage storage = Storage::kFloat32;
+  int shares = 1;       // threads that share the parts of four sums
+  bool vector = false;  // whether these are always read at once
 };
 struct SumArgs {
   static constexpr int kMost = 9;  // gradients of an op

@@ -1,11 +1,12 @@
 // The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children. A
 // policy says what happens to a vote: a struct template Policy<Pose, R, LEAN> of what a lane keeps for its R x kEach
 // parents, with
-//   a constructor  before the first child
-//   score          one child's coefficients; false where only statistics are collected
-//   add            what its votes add to the sums
-//   store          after the last child
-//   finish         instead of store, if the launch makes all iterations: keeps the results of one
+//   a constructor, which gives every value a beginning (others would take registers in a lean loop before it)
+//   load    what the parents have, while the first children are on their way
+//   score   one child's coefficients; false where only statistics are collected
+//   add     what its votes add to the sums
+//   store   after the last child
+//   finish  instead of store, if the launch makes all iterations: keeps the results of one
 #pragma once
 
 #include "make_votes.h"
@@ -71,9 +72,10 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
   }
 }
 
-// A lean walk has no branch in its loop: totals that are out of range are only noted, and then the tile is walked over
-// again, by the policy's score and add for a child. Besides these, a lean policy has score(r, votes, weight), an
-// exponential, and add(r, votes, weight, total), for one of the lane's positions; lost(); and clear() to begin again.
+// A lean walk (see PassKernel) has no branch in its loop: totals that are out of range are only noted, and then the
+// tile is walked over again, with all options. It takes absent children for zeros; if these make a NaN, with weights
+// that are not finite, the total is lost, too. A lean policy has a constructor before the first child; score(r, votes,
+// weight), an exponential, and add(r, votes, weight, total), for one of the lane's positions; lost(); and store.
 //
 // Rounds: a lane goes through its positions, child after child, and while the parents compete for one position's votes,
 // it makes the next one's. So it always has something to do, though a competition is one long chain of an exponential,
@@ -188,67 +190,77 @@ FASTCAPS_DEVICE bool any_thread(const PassArgs& args, char* shared, bool x) {
   return any;
 }
 
-// The children of a tile, whose walk has begun.
-template <bool LEAN, class Pose, int R, class State>
-FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
-  if constexpr (LEAN) {
-    if (lane.args.warps_parents > 1) {
-      walk_by_child<true>(lane, range, state);
-      barrier();  // what warps exchange is read to the end
-    } else if constexpr (kRounds<Pose, R>) {
-      walk_in_rounds(lane, range, state);
-    } else {
-      walk_by_child<false>(lane, range, state);
-    }
-    if (!any_thread(lane.args, lane.shared, state.lost())) return;
-    state.clear();
-    begin_walk<LEAN>(lane, range);
+// Returns false if a total was lost; else the sums are stored.
+template <class State, class Pose, int R>
+FASTCAPS_DEVICE bool walk_lean(const Lane<Pose, R>& lane, const ChildRange& range, int tile) {
+  make_tile(lane.args, tile, lane.shared);
+  barrier();
+  begin_walk<true>(lane, range);
+  State state(lane);
+  if (lane.args.warps_parents > 1) {
+    walk_by_child<true>(lane, range, state);
+    barrier();  // what warps exchange is read to the end
+  } else if constexpr (kRounds<Pose, R>) {
+    walk_in_rounds(lane, range, state);
+  } else {
+    walk_by_child<false>(lane, range, state);
   }
-  walk<false, LEAN>(lane, range, [&](int slot, int t, int count) {
-    Stage<Pose> stage(lane.args, lane.shared, slot, t);
-    FASTCAPS_NO_UNROLL
-    for (int k = 0; k < count; ++k) {
-      Patches<Pose, R> votes;
-      make_votes<LEAN>(lane, stage, votes);
-      Numbers<Pose, R> coefficient;
-      if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
-      stage.next(lane);
-    }
-  });
-  barrier();  // the ring is read to the end
+  if (any_thread(lane.args, lane.shared, state.lost())) return false;
+  state.store(range.chunk);
+  barrier();  // the tile is read to the end
+  return true;
 }
 
+// All iterations of a tile, with all options.
+template <class State, class Pose, int R>
+FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, int tile) {
+  const PassArgs& args = lane.args;
+  make_tile(args, tile, lane.shared);
+  barrier();
+  State state(lane);
+  for (int iteration = 0; iteration == 0 || iteration < args.iterations; ++iteration) {
+    begin_walk<false>(lane, range);
+    if (iteration == 0) state.load();
+    walk<false, false>(lane, range, [&](int slot, int t, int count) {
+      Stage<Pose> stage(args, lane.shared, slot, t);
+      FASTCAPS_NO_UNROLL
+      for (int k = 0; k < count; ++k) {
+        Patches<Pose, R> votes;
+        make_votes<false>(lane, stage, votes);
+        Numbers<Pose, R> coefficient;
+        if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
+        stage.next(lane);
+      }
+    });
+    barrier();  // the ring is read to the end
+    if (args.iterations > 0) state.finish(iteration);
+  }
+  if (!args.collect && args.iterations == 0) state.store(range.chunk);
+  barrier();  // the tile is read to the end
+}
+
+// LEAN: the policy has a lean walk, too. From the first tile on where a total is lost, a block goes on with all
+// options.
 template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
-  using State = Policy<Pose, R, LEAN>;
   const Lane<Pose, R> lane(args);
   const ChildRange range(args);
-  for (int tile = range.group; tile < args.tiles; tile += args.groups) {
-    make_tile(args, tile, lane.shared);
-    barrier();
-    begin_walk<LEAN>(lane, range);
-    State state(lane);
-    for (int iteration = 0;; ++iteration) {
-      walk_forward<LEAN>(lane, range, state);
-      if (LEAN || args.iterations == 0) break;
-      state.finish(iteration);
-      if (iteration + 1 == args.iterations) break;
-      begin_walk<LEAN>(lane, range);
-    }
-    if (!LEAN && args.collect) continue;
-    if (LEAN || args.iterations == 0) state.store(range.chunk);
-    barrier();  // the tile is read to the end
-  }
+  int tile = range.group;
+  if constexpr (LEAN)
+    for (; args.lean && tile < args.tiles; tile += args.groups)
+      if (!walk_lean<Policy<Pose, R, true>>(lane, range, tile)) break;
+  for (; tile < args.tiles; tile += args.groups) walk_forward<Policy<Pose, R, false>>(lane, range, tile);
 }
 
 // What a kernel is compiled for: a pose, positions of a lane, threads of a block and blocks of a multiprocessor.
-template <class Pose_, int R = 1, int THREADS = 256, int BLOCKS = 1>
+// BY_NAME: see PassKernel.
+template <class Pose_, int R = 1, int THREADS = 256, int BLOCKS = 1, bool BY_NAME = false>
 struct Built {
   using Pose = Pose_;
   static constexpr int kPositions = R, kThreads = THREADS, kBlocks = BLOCKS;
 
-  // As the host sees it, with a kernel for all calls and a lean one.
+  // As the host sees it, with a kernel for all calls and a lean one; they may be the same.
   static PassKernel kernel(void (*run)(const PassArgs), void (*run_lean)(const PassArgs)) {
     PassKernel k{};
     k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.patch_rows = Pose::kPatchRows,
@@ -257,29 +269,25 @@ struct Built {
     k.stored = Pose::kStored, k.rounded = Pose::kRounded;
     k.vector = Pose::kVector, k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
     k.weight_stride = Pose::kWeightStride, k.group_stride = Pose::kGroupStride, k.slot_stride = Pose::kSlotStride,
-    k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
-    k.run = run, k.run_lean = run_lean;
+    k.positions = R, k.threads = THREADS, k.blocks = BLOCKS, k.by_name = BY_NAME;
+    k.run = run, k.run_lean = run_lean, k.lean = run != run_lean;
     return k;
   }
 };
-
-// One that a schedule takes only where it is named (see PassKernel).
 template <class Pose, int R = 1, int THREADS = 256, int BLOCKS = 1>
-struct Named : Built<Pose, R, THREADS, BLOCKS> {
-  static PassKernel kernel(void (*run)(const PassArgs), void (*run_lean)(const PassArgs)) {
-    PassKernel k = Built<Pose, R, THREADS, BLOCKS>::kernel(run, run_lean);
-    k.by_name = true;
-    return k;
-  }
-};
+using Named = Built<Pose, R, THREADS, BLOCKS, true>;
 
-// HAS_LEAN: poses of known size have lean kernels, too.
+// HAS_LEAN: poses of known size have a lean walk, too.
+template <template <class, int, bool> class Policy, class B, bool LEAN>
+PassKernel forward_kernel_of() {
+  const auto run = &forward_kernel<Policy, typename B::Pose, B::kPositions, LEAN, B::kThreads, B::kBlocks>;
+  PassKernel kernel = B::kernel(run, run);
+  kernel.lean = kernel.lean_takes_padding = LEAN;
+  return kernel;
+}
 template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>
 PassKernels forward_kernels() {
-  static const PassKernel all[] = {
-      B::kernel(&forward_kernel<Policy, typename B::Pose, B::kPositions, false, B::kThreads, B::kBlocks>,
-                &forward_kernel<Policy, typename B::Pose, B::kPositions, (HAS_LEAN && B::Pose::kFixed), B::kThreads,
-                                B::kBlocks>)...};
+  static const PassKernel all[] = {forward_kernel_of<Policy, B, (HAS_LEAN && B::Pose::kFixed)>()...};
   return {all, sizeof...(B)};
 }
 

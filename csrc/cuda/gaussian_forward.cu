@@ -34,12 +34,16 @@ struct GaussianForward {
   bool placed = args.mean, asks = placed || args.log_weight;  // parents have a mean; or at least a log-weight
 
   FASTCAPS_DEVICE explicit GaussianForward(const Lane<Pose, R>& lane_) : lane(lane_), betas(lane_) {
+    set_to_zero<Pose, R>(base);
+    set_to_zero<Pose, R>(precision);
+    each_patch<Pose, R>([&](int r, int p) { log_weight[r][p] = 0.0f, clear(r, p); });
+  }
+
+  FASTCAPS_DEVICE void load() {
     each_patch<Pose, R>([&](int r, int p) {
-      each_number<Pose>([&](int i, int j) { base[r][p][i][j] = 0.0f; });
       if (args.mean) load_parent(lane, args.mean, r, p, base[r][p]);
       load_precision(lane, r, p, precision[r][p]);
       log_weight[r][p] = load_scalar(lane, args.log_weight, r, p, 0.0f);
-      clear(r, p);
     });
   }
 
@@ -71,7 +75,7 @@ struct GaussianForward {
       }
       logit[r][p] = kLog2E * (log_weight[r][p] - distance);
     });
-    return compete<0, LEAN>(lane, stage, logit, logit, coefficient, none);
+    return compete<0, false>(lane, stage, logit, logit, coefficient, none);
   }
 
   FASTCAPS_DEVICE void add(const Stage<Pose>& stage, Patches<Pose, R>& votes, const Numbers<Pose, R>& coefficient) {

@@ -7,7 +7,7 @@
 // children's type (0 float32, 1 float64, 2 bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for
 // each); whether the first iteration has parents; iterations; bits of Options; the device's multiprocessors; and a
 // block's largest shared memory in bytes.
-#include "call.h"
+#include "schedule.h"
 
 #define FASTCAPS_ANSWER extern "C" __attribute__((visibility("default"))) const char*
 
@@ -34,15 +34,11 @@ struct Question {
   Question(const char* op_, const int64_t* n, const int64_t* facts)
       : op(op_),
         v(votes_of(n, Storage(facts[1]))),
+        task(Task::of(pass_of(op), facts[0] != 0, facts[5], v.storage, n[10] == 0)),
         machine{facts[6], facts[7]},
         iterations(facts[4]),
         has_bias(facts[2] != 0),
         starts(facts[3] != 0) {
-    task = {.pass = pass_of(op),
-            .backward = facts[0] != 0,
-            .products = products(facts[5], v.storage),
-            .ordered = (facts[5] & kDeterministic) != 0,
-            .identity = n[10] == 0};
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
   }
   std::string routing_refusal() const {
@@ -103,9 +99,9 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
                                        : "the kernels count children and parents in 30 bits";
   const Schedule c = make_schedule(question.task, v, question.bias, question.machine, &reason);
   if (!c.kernel) return answer("text=" + reason);
-  const auto& w = v.window;
-  const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
-                    w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
+  const bool lean = !question.task.whole &&
+                    c.kernel->takes_lean(!question.task.identity, question.has_bias, false,
+                                         v.window.ph > 0 || v.window.pw > 0, question.starts, c.parent_blocks);
   return answer("kernel=" + name_of(*c.kernel, question.task.backward, lean) +
                 ";instance=" + name_of_instance(*c.kernel) + ";iterations=" + (question.task.whole ? "fused" : "one") +
                 ";parent_warps=" + n(c.warps_parents) + ";position_warps=" + n(c.warps_positions) +
@@ -139,7 +135,7 @@ FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
     const PassKernels kernels = pass->kernels(backward);
     for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
       for (const bool lean : {false, true})
-        if (!kernel->by_name && (!lean || kernel->run != kernel->run_lean))
+        if (!kernel->by_name && (!lean || kernel->lean))
           names += (names.empty() ? "" : ";") + name_of(*kernel, backward, lean);
   }
   return answer(names);

@@ -75,8 +75,8 @@ FASTCAPS_DEVICE void store_rounded(const Lane<Pose, R>& lane, void* parts, int p
   });
 }
 
-// Stores S of an iteration in the history, and makes the next query (or the result) of it. ROUNDS: the history has the
-// children's type. `first`: there was no query yet. All lanes of a warp call this together.
+// Stores S of an iteration in the history, and makes the next query (or the result) of it. ROUNDS: pooling, whose
+// history has the children's type. `first`: there was no query yet. All lanes of a warp call this together.
 template <bool ROUNDS, class Pose, int R>
 FASTCAPS_DEVICE void update_query(const Lane<Pose, R>& lane, int r, int p, int iteration, bool first, Patch<Pose>& sums,
                                   Patch<Pose>& query) {
@@ -90,14 +90,34 @@ FASTCAPS_DEVICE void update_query(const Lane<Pose, R>& lane, int r, int p, int i
     store_parent(lane, args.sums, iteration, r, p, sums);
   }
   const PoseInLanes<Pose, R> pose{lane, sums};
-  between(args, pose, last);
-  if (args.rule == Rule::kLayerNorm) pose.each([&](float& x, int k) { x = affine(args, x, k); });
+  between<ROUNDS>(args, pose, last);
+  if (!ROUNDS && args.rule == Rule::kLayerNorm) pose.each([&](float& x, int k) { x = affine(args, x, k); });
   if (last) store_rounded(lane, args.result, 0, r, p, sums);
   const bool replaces = first || args.rule == Rule::kLayerNorm || args.rule == Rule::kPlain;
   each_number<Pose>([&](int i, int j) {
     const float step = rounded(sums[i][j], args.storage);
     query[i][j] = replaces ? step : rounded(query[i][j] + step, args.storage);
-    sums[i][j] = 0.0f;
+  });
+}
+
+// The same for all of a lane's poses, one after another, by way of local memory: unrolled, this would be half of a
+// kernel. The sums are 0 afterwards.
+template <bool ROUNDS, class Pose, int R>
+FASTCAPS_DEVICE void update_queries(const Lane<Pose, R>& lane, int iteration, bool first, Patches<Pose, R>& sums,
+                                    Patches<Pose, R>& query) {
+  struct {  // a type of its own: a compiler puts arrays of one type into the same memory, even those in registers
+    Patch<Pose> sums, query;
+  } kept[R * Pose::kEach];
+  each_patch<Pose, R>([&](int r, int p) {
+    auto& one = kept[r * Pose::kEach + p];
+    each_number<Pose>([&](int i, int j) { one.sums[i][j] = sums[r][p][i][j], one.query[i][j] = query[r][p][i][j]; });
+  });
+  FASTCAPS_NO_UNROLL
+  for (int k = 0; k < R * Pose::kEach; ++k)
+    update_query<ROUNDS>(lane, k / Pose::kEach, k % Pose::kEach, iteration, first, kept[k].sums, kept[k].query);
+  each_patch<Pose, R>([&](int r, int p) {
+    const auto& one = kept[r * Pose::kEach + p];
+    each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f, query[r][p][i][j] = one.query[i][j]; });
   });
 }
 

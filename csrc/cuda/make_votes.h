@@ -5,6 +5,11 @@
 
 namespace fastcaps::gpu {
 
+template <class Pose, int R>
+FASTCAPS_DEVICE void set_to_zero(Patches<Pose, R>& values) {
+  each_patch<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { values[r][p][i][j] = 0.0f; }); });
+}
+
 // Adds the bias towards the lane's p-th parent to its votes, vote_of(r): to W columns, from the e-th on.
 template <int W, class Pose, int R, class VoteOf>
 FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int p, int e, VoteOf&& vote_of) {
@@ -22,7 +27,7 @@ FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stag
 template <Storage S, class Pose, int R>
 FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
   constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
-  each_patch<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; }); });
+  set_to_zero<Pose, R>(votes);
   const int depth = lane.padded_depth();
   _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
     float rows[R][TC][V];

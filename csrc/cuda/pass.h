@@ -115,6 +115,7 @@ struct PassArgs : Cut, ParentArgs {
   // All iterations in this launch: results (sums or history, log-sum-exp; counts, means, variances, evidence) lie one
   // after the other. See iterations.h and gaussian_forward.cu.
   int iterations;                             // 0: one, which other kernels finish
+  bool lean;                                  // forward: see PassKernel
   void* history;                              // pooling: the sums, in the children's type
   void* result;                               // attention, pooling: the last parents, in the children's type
   const float *cost_of_numbers, *activation;  // EM routing: [M]
@@ -158,10 +159,15 @@ struct PassKernel {
   int positions;         // R
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   bool by_name;          // only where an experiment names it
+  // Lean: for one iteration that has weights and a query, but neither bias nor gates nor, without lean_takes_padding,
+  // padding, and whose parents one block takes. `iterations` is 0 then, and serves as a zero that a compiler does not
+  // know (see tied).
+  bool lean, lean_takes_padding;
+  bool takes_lean(bool weights, bool bias, bool gates, bool padded, bool query, int parent_blocks) const {
+    return lean && weights && !bias && !gates && query && parent_blocks == 1 && (lean_takes_padding || !padded);
+  }
   void (*run)(const PassArgs);
-  // For one iteration that has weights and a query, but neither bias nor gates nor padding, and whose parents one block
-  // takes. `iterations` is 0 then, and serves as a zero that a compiler does not know (see tied).
-  void (*run_lean)(const PassArgs);
+  void (*run_lean)(const PassArgs);  // `run`, if that has a lean walk (PassArgs::lean)
 };
 
 struct PassKernels {

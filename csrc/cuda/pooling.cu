@@ -1,4 +1,5 @@
 // The ops of routings whose children compete: check, schedule, allocate, launch.
+#ifndef __CUDA_ARCH__  // no kernels here: the compiler for the device has nothing to read
 #include "ends.h"
 
 namespace fastcaps::gpu {
@@ -75,3 +76,4 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
 FASTCAPS_REGISTER(pooling_routing)
 
 }  // namespace fastcaps::gpu
+#endif

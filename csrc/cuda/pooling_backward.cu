@@ -56,9 +56,8 @@ struct PoolingBackward : QueryGradients<Pose, R> {
 };
 
 PassKernels pooling_backward_kernels() {
-  return backward_kernels<PoolingBackward, false, Built<Pose4x4Swapped<4>>, Built<Pose4x4Swapped<16>>,
-                          Built<Pose1x8, 2>, Built<SinglePose1x16<2>>, Built<Pose1x16, 2>, Built<PoseMatrix>,
-                          Built<PoseVector>>();
+  return backward_kernels<PoolingBackward, false, Built<Pose4x4Swapped<4>>, Built<Pose1x8, 2>, Built<SinglePose1x16<2>>,
+                          Built<Pose1x16, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

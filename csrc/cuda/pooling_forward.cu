@@ -21,12 +21,16 @@ struct PoolingForward {
   bool asks = args.query.data;
 
   FASTCAPS_DEVICE explicit PoolingForward(const Lane<Pose, R>& lane_) : lane(lane_) {
-    each_patch<Pose, R>([&](int r, int p) {
-      load_query(lane, r, p, 1.0f, query[r][p]);
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
-      top[r][p] = -INFINITY;
-      total[r][p] = 0.0f;
-    });
+    set_to_zero<Pose, R>(query);
+    set_to_zero<Pose, R>(sums);
+    clear();
+  }
+
+  FASTCAPS_DEVICE void clear() {
+    each_patch<Pose, R>([&](int r, int p) { top[r][p] = -INFINITY, total[r][p] = 0.0f; });
+  }
+  FASTCAPS_DEVICE void load() {
+    each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, 1.0f, query[r][p]); });
   }
 
   static FASTCAPS_DEVICE float shift(float top) { return fmaxf(top, -FLT_MAX); }
@@ -78,12 +82,9 @@ struct PoolingForward {
   }
 
   FASTCAPS_DEVICE void finish(int iteration) {
-    each_patch<Pose, R>([&](int r, int p) {
-      conclude(iteration, r, p);
-      update_query<true>(lane, r, p, iteration, !asks, sums[r][p], query[r][p]);
-      top[r][p] = -INFINITY;
-      total[r][p] = 0.0f;
-    });
+    each_patch<Pose, R>([&](int r, int p) { conclude(iteration, r, p); });
+    update_queries<true>(lane, iteration, !asks, sums, query);
+    clear();
     asks = true;
   }
 
@@ -97,7 +98,7 @@ struct PoolingForward {
 };
 
 PassKernels pooling_forward_kernels() {
-  return forward_kernels<PoolingForward, false, Built<Pose4x4x8>, Built<Pose4x4x32>, Built<Pose1x8, 4>,
+  return forward_kernels<PoolingForward, false, Built<Pose4x4x8>, Built<Pose1x8, 4>,
                          Built<SinglePose1x16<4>, 1, 256, 2>, Built<Pose1x16, 4>, Built<PoseMatrix, 1, 256, 2>,
                          Built<PoseVector, 1, 256, 2>>();
 }

@@ -43,14 +43,9 @@ using Tensor4x4x32Widened = TensorPose<4, 4, 1, false>;  // backward
 using Tensor4x4x16Widened = TensorPose<4, 2, 1, false>;
 using Tensor6x6Widened = TensorPose<6, 1, 1, false>;
 using Tensor8x8Widened = TensorPose<8, 1, 1, false>;
-template <int PRODUCTS>
-using Tensor6x6 = TensorPose<6, 1, PRODUCTS>;
-template <int PRODUCTS>
-using Tensor8x8 = TensorPose<8, 1, PRODUCTS>;
-template <int PRODUCTS>
-using Tensor1x8 = TensorPose1x16<8, 5, PRODUCTS>;
-template <int PRODUCTS>
-using Tensor1x16 = TensorPose1x16<16, 5, PRODUCTS>;
+using Tensor6x6 = TensorPose<6, 1, 1>;
+using Tensor8x8 = TensorPose<8, 1, 1>;
+using Tensor1x8 = TensorPose1x8<5>;
 template <int PRODUCTS>
 using Tensor1x64 = TensorPose1x64<PRODUCTS>;
 template <int PRODUCTS>

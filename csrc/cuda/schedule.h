@@ -50,6 +50,13 @@ struct Task {
   bool ordered = false;
   bool identity = false;  // votes are the children: there are no weights
   bool whole = false;     // children must not be split over blocks
+
+  // By the bits of `options`. Half-precision values lose nothing by rounding; the backward also rounds the gradients of
+  // votes, to as many digits as float16 has.
+  static Task of(const Pass* pass, bool backward, int64_t options, Storage storage, bool identity) {
+    const int products = storage != Storage::kFloat32 ? 1 : !(options & kTf32) ? 0 : options & kTf32x3 ? 3 : 1;
+    return {pass, backward, products, (options & kDeterministic) != 0, identity};
+  }
 };
 
 // What an experiment prescribes; an empty name and 0 leave the choice to the schedule.

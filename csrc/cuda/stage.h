@@ -55,15 +55,16 @@ FASTCAPS_DEVICE void widen_vector(float2 pairs, float (&to)[4]) {
   for (int k = 0; k < 4; ++k) to[k] = widened(uint16_t(bits[k / 2] >> k % 2 * 16), S);
 }
 
-// Applies a rule to a pose of sums, without LayerNorm's affine. With kUnit the last parents are the sums.
-template <class Pose>
+// Applies a rule to a pose of sums, without LayerNorm's affine. With kUnit the last parents are the sums. UNITS: the
+// rule is one of pooling's, else one of attention's.
+template <bool UNITS, class Pose>
 FASTCAPS_DEVICE void between(const ParentArgs& args, const Pose& pose, bool last) {
-  if (args.rule == Rule::kLayerNorm) {
-    standardise(pose, args.eps);
-  } else if (args.rule == Rule::kSquash) {
+  if (args.rule == Rule::kSquash) {
     squash(pose);
-  } else if (args.rule == Rule::kUnit && !last) {
-    unit(pose);
+  } else if constexpr (UNITS) {
+    if (!last) unit(pose);
+  } else if (args.rule == Rule::kLayerNorm) {
+    standardise(pose, args.eps);
   }
 }
 
@@ -91,21 +92,15 @@ FASTCAPS_DEVICE int64_t offset_of_parent(const View& view, int64_t parent, int M
 
 // Values are copied to shared memory as they are stored: T is float, or the 16 bits of half precision.
 
-// Copies V neighbours of a row; `inside` says how many of them exist.
+// Copies V values of a row that are `step` apart; `inside` says how many of them exist.
 template <int V, class T>
-FASTCAPS_DEVICE void stage_vector(const PassArgs& args, T* to, int64_t at, int inside) {
-  const T* from = static_cast<const T*>(args.children.data);
-  const int64_t step = args.children.stride[5];
-  if (args.children_copy) {
-    copy_async<V * sizeof(T)>(to, from + (inside > 0 ? at : 0), inside > 0);
-    return;
-  }
+FASTCAPS_DEVICE void stage_scattered(T* to, const T* from, int64_t step, int inside) {
   FASTCAPS_UNROLL
   for (int v = 0; v < V; ++v) {
     if constexpr (sizeof(T) == 4)
-      copy_async<4>(to + v, from + (v < inside ? at + v * step : 0), v < inside);
+      copy_async<4>(to + v, from + (v < inside ? v * step : 0), v < inside);
     else
-      to[v] = v < inside ? from[at + v * step] : T(0);  // asynchronous copies have at least 4 bytes
+      to[v] = v < inside ? from[v * step] : T(0);  // asynchronous copies have at least 4 bytes
   }
 }
 
@@ -120,11 +115,19 @@ FASTCAPS_DEVICE void stage_children(const Lane<Pose, R>& lane, int count, const 
     const auto [in_tile, c, d] = lane.vector_of_child(unit);
     const Position& position = lane.tile[in_tile];
     const int inside = Pose::kFixed ? V : c >= args.C ? 0 : args.D - d < V ? args.D - d : V;
+    const T* from = static_cast<const T*>(args.children.data);
     const int64_t at = position.children + c * args.children.stride[4] + d * args.children.stride[5];
     T* target = to + in_tile * lane.child_stride() + c * lane.row_stride() + d;
-    for (int k = 0; k < count; ++k) {
-      stage_vector<V>(args, target, at + offsets[k].children, offsets[k].exists(args, position) ? inside : 0);
-      target += args.tile_size * lane.child_stride();
+    const int step = args.tile_size * lane.child_stride();
+    const auto exists = [&](int k) { return inside > 0 && offsets[k].exists(args, position); };
+    const auto begin = [&](int k) { return from + (exists(k) ? at + offsets[k].children : 0); };
+    if (args.children_copy) {
+      _Pragma("unroll 2") for (int k = 0; k < count; ++k, target += step)
+          copy_async<V * sizeof(T)>(target, begin(k), exists(k));
+    } else {
+      FASTCAPS_NO_UNROLL
+      for (int k = 0; k < count; ++k, target += step)
+        stage_scattered<V>(target, begin(k), args.children.stride[5], exists(k) ? inside : 0);
     }
   }
 }
@@ -143,7 +146,7 @@ FASTCAPS_DEVICE void stage_weights(const Lane<Pose, R>& lane, int first, int cou
     T* target = to + m * Pose::kWeightStride + number / Pose::kE * Pose::kWeightRow + number % Pose::kE;
     if constexpr (Pose::kSwaps)
       target += m / Pose::kParents * (Pose::kGroupStride - Pose::kParents * Pose::kWeightStride);
-    for (int k = 0; k < count; ++k) {
+    _Pragma("unroll 2") for (int k = 0; k < count; ++k) {
       const int64_t group = exists ? args.by_group.quotient(first + k) : 0;
       copy_async<V * sizeof(T)>(target, from + group * args.M * kNumbers, exists);
       target += lane.matrices();

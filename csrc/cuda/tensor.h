@@ -86,12 +86,12 @@ struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 4, 4, 1, 1, STAGED ? 64 * 68 : 
   static constexpr int kWeightRow = STAGED ? 68 : 64;
 };
 
-// 1 x D children and 1 x 16 parents. One instruction takes 16 positions (rows) and 8 columns of one parent's pose.
+// 1 x 8 children and 1 x 16 parents. One instruction takes 16 positions (rows) and 8 columns of one parent's pose.
 // Column n of the k-th instruction is column 2 n + k of the pose: a lane reads two neighbours of a weight's row for two
 // instructions, and ends with four neighbours at two positions.
-template <int D, int EACH, int PRODUCTS>
-struct TensorPose1x16 : FixedPose<1, D, 16, 4, 4, 4, 1, EACH, D * 16> {
-  static constexpr int kProducts = PRODUCTS;
+template <int EACH>
+struct TensorPose1x8 : FixedPose<1, 8, 16, 4, 4, 4, 1, EACH, 8 * 16> {
+  static constexpr int kProducts = 1;
   static constexpr bool kStored = true;
   static constexpr int kChildPad = 4;  // 8 positions x 4 columns of a fragment use 32 banks
 };
@@ -143,23 +143,18 @@ FASTCAPS_DEVICE void take_matrix(const Element<S>* from, int t, Factor<PRODUCTS,
 
 // d += (column one of W, column two) * a pair of rows, in two steps: small products, which three products alone have,
 // and large ones. The other step's instructions lie between those that continue each other's sums.
-template <Storage S, int N>
 FASTCAPS_DEVICE void multiply_small(float (&d)[4], const Factor<3, 2>& one, const Factor<3, 2>& two,
                                     const Factor<3, 2>& child) {
-  if constexpr (N == 4) {  // both small products at once: the depth of 4 fills half of an instruction
-    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.remainder[0], two.remainder[0]},
-                    {child.remainder[0], child.number[0]});
-  } else {
-    mma_tf32_16x8x8(d, {one.remainder[0], two.remainder[0], one.remainder[1], two.remainder[1]}, child.number);
-    mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.remainder);
-  }
+  // both small products at once: the depth of 4 fills half of an instruction
+  mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.remainder[0], two.remainder[0]},
+                  {child.remainder[0], child.number[0]});
 }
 template <Storage S, int N, int PRODUCTS>
 FASTCAPS_DEVICE void multiply_large(float (&d)[4], const Factor<PRODUCTS, 2>& one, const Factor<PRODUCTS, 2>& two,
                                     const Factor<PRODUCTS, 2>& child) {
   if constexpr (N > 4 && S != Storage::kFloat32) {
     multiply_add_halves<S>(d, {one.number[0], two.number[0]}, child.number[0]);
-  } else if constexpr (N == 6 || (N > 4 && PRODUCTS == 3)) {
+  } else if constexpr (N == 6) {
     mma_tf32_16x8x8(d, {one.number[0], two.number[0], one.number[1], two.number[1]}, child.number);
   } else {  // as weights are read: for a depth of 8, the compiler moves them
     FASTCAPS_UNROLL
@@ -195,6 +190,7 @@ template <Storage S, class Pose, int W>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const Element<S>* from, int t, const ChildFactors<Pose>& child,
                                               float (&vote)[Pose::kC][W]) {
   constexpr int N = Pose::kD, kPairs = N / 2, PRODUCTS = Pose::kProducts;
+  static_assert(N == 4 || PRODUCTS == 1);
   Factor<PRODUCTS, 2> columns[W];
   take_matrix<S, N>(from, t, columns);
   float d[W / 2][kPairs][4] = {};
@@ -206,7 +202,7 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Element<S>* from, int t, con
     }
   };
   if constexpr (PRODUCTS == 3)
-    each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_small<S, N>(d, one, two, child); });
+    each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_small(d, one, two, child); });
   each_tile([](auto& d, auto& one, auto& two, auto& child) { multiply_large<S, N>(d, one, two, child); });
   FASTCAPS_UNROLL
   for (int e = 0; e < W; e += 2) {
@@ -309,54 +305,45 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS
   }
 }
 
-template <Storage S, int D, int EACH, int PRODUCTS, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x16<D, EACH, PRODUCTS>, R>& lane,
-                                              const Stage<TensorPose1x16<D, EACH, PRODUCTS>>& stage,
-                                              Patch<TensorPose1x16<D, EACH, PRODUCTS>> (&votes)[R][EACH]) {
-  using Pose = TensorPose1x16<D, EACH, PRODUCTS>;
+template <Storage S, int EACH, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x8<EACH>, R>& lane,
+                                              const Stage<TensorPose1x8<EACH>>& stage,
+                                              Patch<TensorPose1x8<EACH>> (&votes)[R][EACH]) {
+  using Pose = TensorPose1x8<EACH>;
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   constexpr bool kFloat = S == Storage::kFloat32;
-  constexpr int kSteps = kFloat ? D / 8 : 1;  // instructions along the depth
   const int t = lane.column;
-  Factor<PRODUCTS, 4> children[kSteps] = {};
+  Factor<1, 4> child = {};
   FASTCAPS_UNROLL
-  for (int x = 0; x < (kFloat ? 4 : D / 4); ++x) {
-    const auto* row = stage.template children_as<S>() + lane.in_tile(x % 2) * (D + Pose::kChildPad);
-    if constexpr (kFloat) {
-      FASTCAPS_UNROLL
-      for (int step = 0; step < kSteps; ++step) children[step].take(x, row[step * 8 + x / 2 * 4 + t]);
-    } else {
-      children[0].number[x] = *reinterpret_cast<const uint32_t*>(row + x / 2 * 8 + 2 * t);
-    }
+  for (int x = 0; x < (kFloat ? 4 : 2); ++x) {
+    const auto* row = stage.template children_as<S>() + lane.in_tile(x % 2) * (Pose::kD + Pose::kChildPad);
+    if constexpr (kFloat)
+      child.take(x, row[x / 2 * 4 + t]);
+    else
+      child.number[x] = *reinterpret_cast<const uint32_t*>(row + 2 * t);
   }
   FASTCAPS_UNROLL
   for (int p = 0; p < EACH; ++p) {
     const auto* from = Weights<Pose, R, S>(lane, stage, p).from + 2 * lane.position;
     float d[2][4] = {};
-    FASTCAPS_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      Factor<PRODUCTS, 2> columns[2] = {};
-      FASTCAPS_UNROLL
-      for (int k = 0; k < (kFloat ? 2 : D / 8); ++k) {
-        if constexpr (kFloat) {
-          const float2 pair = load2(from + (step * 8 + k * 4 + t) * 16);
-          columns[0].take(k, pair.x), columns[1].take(k, pair.y);
-        } else {
-          const auto word = [&](int row) { return *reinterpret_cast<const uint32_t*>(from + (k * 8 + row) * 16); };
-          const uint32_t row = word(2 * t), next = word(2 * t + 1);
-          columns[0].number[k] = pair_of(row, next, false), columns[1].number[k] = pair_of(row, next, true);
-        }
-      }
+    Factor<1, 2> columns[2] = {};
+    if constexpr (kFloat) {
       FASTCAPS_UNROLL
       for (int k = 0; k < 2; ++k) {
-        if constexpr (kFloat || D == 16)
-          multiply_add_as<S>(d[k], children[step], columns[k]);
-        else
-          multiply_add_halves<S>(d[k], {children[0].number[0], children[0].number[1]}, columns[k].number[0]);
+        const float2 pair = load2(from + (k * 4 + t) * 16);
+        columns[0].take(k, pair.x), columns[1].take(k, pair.y);
       }
+    } else {
+      const auto word = [&](int row) { return *reinterpret_cast<const uint32_t*>(from + row * 16); };
+      const uint32_t row = word(2 * t), next = word(2 * t + 1);
+      columns[0].number[0] = pair_of(row, next, false), columns[1].number[0] = pair_of(row, next, true);
     }
     FASTCAPS_UNROLL
     for (int k = 0; k < 2; ++k) {
+      if constexpr (kFloat)
+        multiply_add(d[k], child, columns[k]);
+      else
+        multiply_add_halves<S>(d[k], {child.number[0], child.number[1]}, columns[k].number[0]);
       FASTCAPS_UNROLL
       for (int x = 0; x < 4; ++x) votes[x / 2][p][0][x % 2 * 2 + k] = d[k][x];
     }
