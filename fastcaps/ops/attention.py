@@ -85,7 +85,8 @@ class AttentionRouting(QueryRouting):
         return LIBRARY if products.serves(votes, backward) else None
 
     def by_library(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
-        return self.joined_by(products.attention_routing, products.cleaned(votes), own)
+        votes = votes if votes.weight is not None else products.cleaned(votes)
+        return self.joined_by(products.attention_routing, votes, own)
 
     def backward_by_library(self, heads: Gradients, votes: VoteInputs, rest: Backward, needs: int) -> Sequence[Tensor]:
         (grad,) = heads
@@ -99,7 +100,8 @@ class AttentionRouting(QueryRouting):
             found = reverse.ask(k, (grad[k].unsqueeze(0),), rest, names & {"query"}, bool(needs & DETACH))
         found |= reverse.gradients
         empty = votes.children.new_empty
-        return [found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors]
+        made = [found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors]
+        return self.with_weight_strides(made, votes, needs)
 
     def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
         if eager and self.library(votes, backward=True) is not None:
@@ -110,8 +112,9 @@ class AttentionRouting(QueryRouting):
         self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results, eps: float = 0.0
     ) -> None:
         """Compute the gradients of a call: on a GPU all iterations by one call of the native library."""
-        chosen, options = backends.choose(self.stem, votes) if reverse.run == self.run_backward else ("", 0)
-        if chosen != "cuda" or eps:
+        native = type(reverse) is Reverse and reverse.run == self.run_backward
+        chosen, options = backends.choose(self.stem, votes) if native else ("", 0)
+        if chosen != "cuda":
             return super().backward(reverse, grads, votes, own, history, eps)
         (grad,), (sums,), needs = grads, history, reverse.needs - (self.constant if own.detach else set())
         assert grad is not None
