@@ -183,6 +183,19 @@ def test_a_gate_of_0_leaves_no_trace_in_products(trash: float, folds: tuple[mock
         torch.testing.assert_close(one, value, rtol=1e-6, atol=1e-6 * value.abs().max().item(), msg=name)
 
 
+@pytest.mark.parametrize("weight", [None, torch.randn(2, 3, 4, 4)], ids=["none", "shared"])
+def test_autocast_around_a_backward_alone_rounds_no_product(
+    weight: Tensor | None, folds: tuple[mock.Mock, mock.Mock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_SMALL", 0)
+    children, found = torch.randn(2, 16, 1, 4, requires_grad=True), []
+    for autocasts in (False, True):
+        parents = dynamic_routing(children, weight, parents=3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            found += torch.autograd.grad(parents, children, torch.ones_like(parents))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("gate", [None, "some"])
 def test_products_store_a_block_of_coefficients(gate: str | None) -> None:
     """Of ``li-capnet-dynamic``'s 134 million at batch 128, and no value more for each child and group."""
