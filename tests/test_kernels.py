@@ -136,6 +136,7 @@ WITH_SHARED_MATRICES = [
         *ATTENTION.pairs,
         *ATTENTION.table.lanes,
         ATTENTION.make("positions", grid=(3, 5), types=8, gate="some", iterations=2),
+        ATTENTION.make("detached", types=8, gate="some", iterations=2, detach=True),
     )
     if case.window == SET_WINDOW or (case.window[:2] == case.grid and case.window[4:] == SET_WINDOW[4:])
     if case.products < 1e5 and case.groups != "none"
@@ -164,6 +165,9 @@ def test_products_of_votes_with_shared_matrices(
         monkeypatch.setattr(folded, "_BLOCK", block)
         test_results_and_gradients(ATTENTION, case)
     assert all(one.called for one in folds) or not (case.start or case.iterations > 1)  # torch runs the first one
+    if case.layout in DENSE:
+        call = ATTENTION.call(case)
+        assert strides(call.training(by_op)["dweight"]) == strides(call.given["weight"])
 
 
 @pytest.mark.parametrize("trash", [torch.inf, 3e38])
