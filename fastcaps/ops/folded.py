@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastcaps import backends
 from fastcaps.checks import accumulation_dtype
+from fastcaps.ops.define import declare
 from fastcaps.ops.signature import gradient_strides
 from fastcaps.votes import SET_WINDOW, VoteInputs, pose_of, positions_of, seen_of
 
@@ -34,7 +35,17 @@ _SHARING = 8  # children of a matrix from which products are less work than vote
 # of an iteration, in multiply-adds of our kernels: what products take for a child and a parent, their launches, and how
 # much longer votes take for so many parents that those of a position are in several blocks, and votes are made twice
 _PAIR, _LAUNCHES, _BLOCKS, _MOST_IN_ONE = 128, 1 << 29, 8, 32
+_POSE, _PARENTS = 16, 512  # values and parents that a kernel between the products takes at most
 _CUBLAS = (":4096:8", ":16:8")  # the workspaces with which its products have the same bits in every run
+
+_kernel = declare(
+    "cuda",
+    "folded",
+    (
+        "Tensor children, Tensor? gate, Tensor pulled, Tensor? targets",
+        "(Tensor sums, Tensor dpulled, Tensor dchildren, Tensor dgate)",
+    ),
+)
 
 
 def serves(votes: VoteInputs) -> bool:
@@ -66,6 +77,14 @@ def takes(votes: VoteInputs) -> bool:
     except RuntimeError:  # strides that no view can have
         return False
     return True
+
+
+def fuses(votes: VoteInputs) -> bool:
+    """Return whether a kernel of the CUDA library does what is between the products with matrices."""
+    rows, depth, _ = pose_of(votes)
+    if not votes.children.is_cuda or rows * depth > _POSE or votes.parents > _PARENTS:
+        return False
+    return backends.choose("attention", votes)[0] == "cuda"
 
 
 def _by_sample(votes: VoteInputs) -> Tensor:
@@ -100,7 +119,7 @@ class _Block(NamedTuple):
 class _Call:
     """A call's tensors by sample and group, in the accumulation dtype but for children and gate."""
 
-    def __init__(self, votes: VoteInputs, query: Tensor | None, scale: float) -> None:
+    def __init__(self, votes: VoteInputs, query: Tensor | None, scale: float, tensors: int, fuses: bool) -> None:
         assert votes.weight is not None
         self.weight, self.parents = votes.weight.to(accumulation_dtype(votes.weight.dtype)), votes.parents
         children, gate = _by_sample(votes), votes.gate
@@ -108,6 +127,12 @@ class _Call:
         self.gate = None if gate is None else self.grouped(gate.reshape(children.shape[:2]))
         self.pose, self.asked = self.children.shape[3:], None if query is None else self.by_sample(query) * scale
         self.m = "" if query is None else "m"  # without queries all parents have the same coefficients
+        self.fuses = fuses and query is not None
+        batch, groups, count = self.children.shape[:3]
+        each = tensors * groups * self.parents  # values of a child of each group, of which blocks have ``tensors``
+        self.most = max(1, min(count, _BLOCK // each))
+        size = max(1, _BLOCK // (each * max(1 if self.fuses else self.most, self.pose.numel())))
+        self.samples = [slice(b, min(b + size, batch)) for b in range(0, batch, size)]
 
     def grouped(self, values: Tensor) -> Tensor:
         """Return a view of values of children ``[b, I, ...]`` as ``[b, G, I / G, ...]``."""
@@ -117,47 +142,57 @@ class _Call:
         """Return poses of parents ``[*places, M, C, E]`` as ``[b, M, C, E]``."""
         return poses.flatten(0, -4).to(self.weight.dtype)
 
-    def samples(self, tensors: int) -> Iterator[tuple[slice, Iterator[_Block]]]:
-        """Yield samples with their blocks, so large that ``tensors`` of coefficients fit the limit."""
-        batch, groups, count = self.children.shape[:3]
-        each = tensors * groups * self.parents
-        most = max(1, min(count, _BLOCK // each))
-        size = max(1, _BLOCK // (each * max(most, self.pose.numel())))
-        for b in range(0, batch, size):
-            here = slice(b, min(b + size, batch))
-            yield here, (self._block(here, slice(i, min(i + most, count))) for i in range(0, count, most))
+    # ---- products with matrices: of poses [M, b, C, G, D], without M for equal coefficients --------------------------
 
-    def _block(self, samples: slice, children: slice) -> _Block:
-        wide, gate, closed = self.weight.dtype, None, None
-        poses = self.children[samples, :, children].to(wide).flatten(0, 1).flatten(2)
-        if self.gate is not None:
-            gate = self.gate[samples, :, children].to(wide).flatten(0, 1).unsqueeze(2)
-            closed = gate == 0
-            poses = poses.masked_fill(closed & ~poses.isfinite().all(2, keepdim=True), 0.0)
-        return _Block(children, poses, gate, closed)
+    def pulled(self, values: Tensor) -> Tensor:
+        """Return ``x_m W_gm^T`` of x ``[b, M, C, E]``, or their mean over m."""
+        found = torch.einsum(f"bmce,gmde->{self.m}bcgd", values, self.weight)
+        return found if self.m else found / self.parents
+
+    def pushed(self, sums: Tensor) -> Tensor:
+        """Return ``sum_g T_gm W_gm`` ``[b, M, C, E]``."""
+        return torch.einsum(f"{self.m}bcgd,gmde->bmce", sums, self.weight)
+
+    def outer(self, sums: Tensor, values: Tensor) -> Tensor:
+        """Return ``sum_b T_gm^T x_m`` ``[G, M, D, E]``."""
+        return torch.einsum(f"{self.m}bcgd,bmce->gmde", sums, values)
+
+    def by_group(self, poses: Tensor) -> Tensor:
+        """Return such poses as ``[b G, M or 1, C D]``."""
+        each = poses if self.m else poses.unsqueeze(0)
+        return each.permute(1, 3, 0, 2, 4).flatten(3).flatten(0, 1)
+
+    def by_matrix(self, poses: Tensor) -> Tensor:
+        """Return the inverse, a view."""
+        found = poses.unflatten(2, self.pose).unflatten(0, (-1, self.weight.shape[0])).permute(2, 0, 3, 1, 4)
+        return found if self.m else found.squeeze(0)
+
+    # ---- what is between them ----------------------------------------------------------------------------------------
+
+    def kernel(self, samples: slice, pulled: Tensor, targets: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Run the CUDA library's kernel: return T and, for targets, dU, dP and dg."""
+        gate = None if self.gate is None else self.gate[samples]
+        targets = None if targets is None else targets.contiguous()
+        sums, dpulled, *others = _kernel(self.children[samples], gate, pulled.contiguous(), targets)
+        ranges = (x.squeeze(0) if len(x) == 1 else x.sum(0) for x in (sums, dpulled))
+        return (*ranges, *others)
+
+    def blocks(self, samples: slice) -> Iterator[_Block]:
+        """Yield the children of some samples in blocks."""
+        count, wide = self.children.shape[2], self.weight.dtype
+        for i in range(0, count, self.most):
+            where = samples, slice(None), slice(i, min(i + self.most, count))
+            poses, gate, closed = self.children[where].to(wide).flatten(0, 1).flatten(2), None, None
+            if self.gate is not None:
+                gate = self.gate[where].to(wide).flatten(0, 1).unsqueeze(2)
+                closed = gate == 0
+                poses = poses.masked_fill(closed & ~poses.isfinite().all(2, keepdim=True), 0.0)
+            yield _Block(where[2], poses, gate, closed)
 
     def zeros(self, samples: slice) -> Tensor:
         """Return sums over no poses ``[b G, M or 1, C D]``."""
         count = len(self.children[samples]) * self.weight.shape[0]
         return self.weight.new_zeros(count, self.parents if self.m else 1, self.pose.numel())
-
-    def pulled(self, values: Tensor) -> Tensor:
-        """Return ``x_m W_gm^T`` of x ``[b, M, C, E]``, or their mean over m, as ``[b G, M or 1, C D]``."""
-        found = torch.einsum(f"bmce,gmde->bg{self.m}cd", values, self.weight)
-        found = found.reshape(found.shape[0] * found.shape[1], -1, self.pose.numel())
-        return found if self.m else found / self.parents
-
-    def pushed(self, sums: Tensor) -> Tensor:
-        """Return ``sum_g T_gm W_gm`` ``[b, M, C, E]``."""
-        return torch.einsum(f"bg{self.m}cd,gmde->bmce", self._split(sums), self.weight)
-
-    def outer(self, sums: Tensor, values: Tensor) -> Tensor:
-        """Return ``sum_b T_gm^T x_m`` ``[G, M, D, E]``."""
-        return torch.einsum(f"bg{self.m}cd,bmce->gmde", self._split(sums), values)
-
-    def _split(self, sums: Tensor) -> Tensor:
-        split = sums.unflatten(2, self.pose).unflatten(0, (-1, self.weight.shape[0]))
-        return split if self.m else split.squeeze(2)
 
     def add(self, sums: Tensor, coefficients: Tensor | None, poses: Tensor) -> None:
         """Add sums of poses ``[b G, i, C D]``, for coefficients ``[b G, i, M]`` or 1 / M, to ``sums``."""
@@ -166,21 +201,55 @@ class _Call:
         else:
             sums.baddbmm_(coefficients.mT, poses)
 
+    def forward(self, samples: slice, pulled: Tensor | None) -> Tensor:
+        """Return T of some samples."""
+        if pulled is not None and self.fuses:
+            return self.kernel(samples, pulled)[0]
+        found, asked = self.zeros(samples), None if pulled is None else self.by_group(pulled)
+        for block in self.blocks(samples):
+            gated = block.gated(block.poses)
+            r = None if asked is None else torch.bmm(block.opened(block.poses), asked.mT).softmax(2)
+            self.add(found, r, gated)
+        return self.by_matrix(found)
+
+    def backward(
+        self, samples: slice, pulled: Tensor | None, targets: Tensor, flows: bool, needs_gate: bool
+    ) -> tuple[Tensor, ...]:
+        """Return T, dU, dP ``[b, G, n, C D]`` and dg ``[b, G, n]`` of some samples; ``flows``: through coefficients."""
+        if pulled is not None and flows and self.fuses:
+            return self.kernel(samples, pulled, targets)
+        targets, pulled = self.by_group(targets), None if pulled is None else self.by_group(pulled)
+        found, dpulled, dposes, dgate = self.zeros(samples), self.zeros(samples), [], []
+        for block in self.blocks(samples):
+            gated, r = block.gated(block.poses), None
+            if pulled is None:
+                shares = targets.expand(block.poses.shape)
+            else:
+                r = torch.bmm(block.poses, pulled.mT).softmax(2)
+                shares = torch.bmm(r, targets)
+            if needs_gate:
+                dgate.append(block.dgate(shares))
+            if pulled is not None and flows:
+                gains = torch.bmm(block.poses, targets.mT)
+                dlogits = block.opened(torch.ops.aten._softmax_backward_data(gains, r, 2, gains.dtype))
+                shares.baddbmm_(dlogits, pulled)
+                self.add(dpulled, dlogits, gated)
+            self.add(found, None if r is None else block.opened(r), gated)
+            dposes.append(block.gated(shares))
+        found, dpulled = self.by_matrix(found), self.by_matrix(dpulled)
+        return found, dpulled, torch.cat(dposes, 1), torch.cat(dgate, 1) if needs_gate else found.new_empty(0)
+
 
 def sums(votes: VoteInputs, query: Tensor | None, scale: float) -> Tensor:
     """Return ``S_m = sum_i g_i r_im V_im`` ``[*places, M, C, E]`` for ``r = softmax_m(scale <Q_m, V_im>)``.
 
     ``query`` is ``[*places, M, C, E]``, or None for ``r = 1 / M``. S has the accumulation dtype.
     """
-    call = _Call(votes, query, scale)
+    call = _Call(votes, query, scale, 2, fuses(votes))
     total = call.weight.new_empty(votes.poses)
-    for samples, blocks in call.samples(2):
-        targets, found = None if call.asked is None else call.pulled(call.asked[samples]), call.zeros(samples)
-        for block in blocks:
-            poses = block.gated(block.poses)
-            r = None if targets is None else torch.bmm(block.opened(block.poses), targets.mT).softmax(2)
-            call.add(found, r, poses)
-        total.flatten(0, -4)[samples] = call.pushed(found)
+    for samples in call.samples:
+        pulled = None if call.asked is None else call.pulled(call.asked[samples])
+        total.flatten(0, -4)[samples] = call.pushed(call.forward(samples, pulled))
     return total
 
 
@@ -198,37 +267,21 @@ def gradients(
     ``grad`` is that of its result, in the accumulation dtype. With ``detach`` coefficients are constants. The gradient
     of the children is added to ``dchildren``, if given.
     """
-    call, shape = _Call(votes, query, scale), _by_sample(votes).shape
+    call, shape = _Call(votes, query, scale, 3, fuses(votes)), _by_sample(votes).shape
     heads, flows = call.by_sample(grad), query is not None and not detach
     like: dict[str, Any] = {"children": votes.children, "weight": votes.weight, "gate": votes.gate, "query": query}
     made = {name: heads.new_zeros(like[name].shape) for name in needs if dchildren is None or name != "children"}
     if dchildren is not None and "children" in needs:
         made["children"] = dchildren
     into = {n: call.grouped(made[n].view(shape[:k])) for n, k in (("children", 4), ("gate", 2)) if n in made}
-    for samples, blocks in call.samples(3):
+    for samples in call.samples:
         head, asked = heads[samples], None if call.asked is None else call.asked[samples]
-        targets, pulled = call.pulled(head), None if asked is None else call.pulled(asked)
-        found, dpulled = call.zeros(samples), call.zeros(samples)
-        for block in blocks:
-            poses, r = block.gated(block.poses), None
-            if pulled is None:
-                shares = targets.expand(poses.shape)
-            else:
-                r = torch.bmm(block.poses, pulled.mT).softmax(2)
-                shares = torch.bmm(r, targets)
-            if "gate" in made:
-                into["gate"][samples, :, block.children] = block.dgate(shares).unflatten(0, (len(head), -1))
-            if flows:
-                assert pulled is not None
-                gains = torch.bmm(block.poses, targets.mT)
-                dlogits = block.opened(torch.ops.aten._softmax_backward_data(gains, r, 2, gains.dtype))
-                shares.baddbmm_(dlogits, pulled)
-                call.add(dpulled, dlogits, poses)
-            if "weight" in made:
-                call.add(found, None if r is None else block.opened(r), poses)
-            if "children" in made:
-                out = into["children"][samples, :, block.children]
-                out += block.gated(shares).view(out.shape)
+        pulled = None if asked is None else call.pulled(asked)
+        found, dpulled, dposes, dgate = call.backward(samples, pulled, call.pulled(head), flows, "gate" in made)
+        if "children" in made:
+            into["children"][samples] += dposes.view(into["children"][samples].shape)
+        if "gate" in made:
+            into["gate"][samples] = dgate.view(into["gate"][samples].shape)
         if "weight" in made:
             made["weight"] += call.outer(found, head)
             if flows and asked is not None:
