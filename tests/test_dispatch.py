@@ -274,6 +274,7 @@ FOLDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "grid": (True, {"grid": (8, 8), "types": 32, "window": (8, 8, 1, 1, 0, 0, 1, 1)}),
     "half": (True, {"dtype": torch.bfloat16}),
     "few parents of long poses": (True, {"parents": 10, "pose": (8, 8, 8)}),
+    "many parents": (True, {"parents": 513}),
     "few parents of short poses": (False, {"parents": 32, "pose": (1, 8, 16)}),
     "few votes": (False, {"batch": 1, "parents": 64}),
     "few children a matrix": (False, {"groups": 512}),
@@ -300,6 +301,8 @@ def test_products_run_attention_of_shared_matrices_where_they_are_faster(
         return [ATTENTION.border.library(votes, backward) is not None for backward in (False, True)]
 
     assert runs() == [folds, folds]
+    fused = "cuda" if votes.pose[0] * votes.pose[1] <= 16 and votes.parents <= 512 else "torch"
+    assert not folds or ATTENTION.border.library(votes, False)[0] == fused
     with fastcaps.backend("cuda"):
         assert runs() == [False, False]
     torch.set_float32_matmul_precision("high")

@@ -195,7 +195,7 @@ struct Folded {
     return total(3, memory.found[warp]);
   }
 
-  // e becomes g r, and h g dl, from a tile's totals.
+  // e becomes g r, and h g dl ln 2, from a tile's totals.
   FASTCAPS_DEVICE void compete(int tile, float sum) {
     const int c = lane % kTile, child = first + tile * kTile + c;
     const float gate = memory.gates[tile % kTiles][c], one = reciprocal(sum);
@@ -217,7 +217,7 @@ struct Folded {
       FASTCAPS_UNROLL
       for (int p = 0; p < kEach; ++p) {
         e[k][p] = BACKWARD && closed ? 0.0f : e[k][p] * factor;  // forward it has no pose
-        if constexpr (BACKWARD) h[k][p] = closed ? 0.0f : e[k][p] * (h[k][p] - memory.found[warp][k + kTile]);
+        if constexpr (BACKWARD) h[k][p] = closed ? 0.0f : kLn2 * e[k][p] * (h[k][p] - memory.found[warp][k + kTile]);
       }
     }
   }
@@ -234,7 +234,7 @@ struct Folded {
       }
     });
   }
-  // The warp's parts of dP. U is in units of log2.
+  // The warp's parts of dP.
   FASTCAPS_DEVICE void add_dposes(int tile) {
     FASTCAPS_UNROLL
     for (int begin = 0; begin < kTile * K; begin += kShared) {
@@ -244,7 +244,10 @@ struct Folded {
         const int c = (begin + j) / K, k = (begin + j) % K;
         x[j] = 0.0f;
         FASTCAPS_UNROLL
-        for (int p = 0; p < kEach; ++p) x[j] += e[c][p] * targets[p][k] + kLn2 * h[c][p] * pulled[p][k];
+        for (int p = 0; p < kEach; ++p) {
+          x[j] += e[c][p] * targets[p][k];
+          x[j] += h[c][p] * pulled[p][k];
+        }
       }
       const float mine = join_values<kShared>(x, lane, plus);
       if (lane < kShared) memory.dposes[tile % 2][warp][begin + value] = mine;
@@ -297,7 +300,7 @@ struct Folded {
     for (int p = 0; p < kEach; ++p)
       each_value(block_y(), p, [&](int k, int64_t at, bool exists) {
         if (exists) args.sums[at] = sums[p][k];
-        if (BACKWARD && exists) args.dpulled[at] = dpulled[p][k];
+        if (BACKWARD && exists) args.dpulled[at] = kLog2E * dpulled[p][k];
       });
   }
 };

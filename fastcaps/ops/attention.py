@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.ops import products, uniform
+from fastcaps.ops import folded, products, uniform
 from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
-from fastcaps.ops.shared import EVEN, LIBRARY
+from fastcaps.ops.shared import EVEN, FUSED, LIBRARY
 from fastcaps.ops.signature import Gradients, Results
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.verbs import blocks_of
@@ -82,6 +82,8 @@ class AttentionRouting(QueryRouting):
             return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
 
     def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
+        if folded.serves(votes):
+            return FUSED if folded.fuses(votes) else LIBRARY
         return LIBRARY if products.serves(votes, backward) else None
 
     def by_library(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:

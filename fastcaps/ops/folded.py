@@ -121,7 +121,8 @@ class _Call:
 
     def __init__(self, votes: VoteInputs, query: Tensor | None, scale: float, tensors: int, fuses: bool) -> None:
         assert votes.weight is not None
-        self.weight, self.parents = votes.weight.to(accumulation_dtype(votes.weight.dtype)), votes.parents
+        self.wide, (self.groups, self.parents, *_) = accumulation_dtype(votes.children.dtype), votes.weight.shape
+        self.matrices = votes.weight.to(self.wide).transpose(0, 1).flatten(1, 2)  # [M, G * D, E]
         children, gate = _by_sample(votes), votes.gate
         self.children = self.grouped(children)
         self.gate = None if gate is None else self.grouped(gate.reshape(children.shape[:2]))
@@ -129,33 +130,34 @@ class _Call:
         self.m = "" if query is None else "m"  # without queries all parents have the same coefficients
         self.fuses = fuses and query is not None
         batch, groups, count = self.children.shape[:3]
-        each = tensors * groups * self.parents  # values of a child of each group, of which blocks have ``tensors``
+        # values of a child of each group, in the tensors that a block has of it
+        each = tensors * groups * (self.parents if self.m else 1)
         self.most = max(1, min(count, _BLOCK // each))
         size = max(1, _BLOCK // (each * max(1 if self.fuses else self.most, self.pose.numel())))
         self.samples = [slice(b, min(b + size, batch)) for b in range(0, batch, size)]
 
     def grouped(self, values: Tensor) -> Tensor:
         """Return a view of values of children ``[b, I, ...]`` as ``[b, G, I / G, ...]``."""
-        return values.unflatten(1, (-1, self.weight.shape[0])).transpose(1, 2)
+        return values.unflatten(1, (-1, self.groups)).transpose(1, 2)
 
     def by_sample(self, poses: Tensor) -> Tensor:
         """Return poses of parents ``[*places, M, C, E]`` as ``[b, M, C, E]``."""
-        return poses.flatten(0, -4).to(self.weight.dtype)
+        return poses.flatten(0, -4).to(self.wide)
 
     # ---- products with matrices: of poses [M, b, C, G, D], without M for equal coefficients --------------------------
 
     def pulled(self, values: Tensor) -> Tensor:
         """Return ``x_m W_gm^T`` of x ``[b, M, C, E]``, or their mean over m."""
-        found = torch.einsum(f"bmce,gmde->{self.m}bcgd", values, self.weight)
+        found = torch.einsum(f"bmce,mke->{self.m}bck", values, self.matrices).unflatten(-1, (self.groups, -1))
         return found if self.m else found / self.parents
 
     def pushed(self, sums: Tensor) -> Tensor:
         """Return ``sum_g T_gm W_gm`` ``[b, M, C, E]``."""
-        return torch.einsum(f"{self.m}bcgd,gmde->bmce", sums, self.weight)
+        return torch.einsum(f"{self.m}bck,mke->bmce", sums.flatten(-2), self.matrices)
 
     def outer(self, sums: Tensor, values: Tensor) -> Tensor:
-        """Return ``sum_b T_gm^T x_m`` ``[G, M, D, E]``."""
-        return torch.einsum(f"{self.m}bcgd,bmce->gmde", sums, values)
+        """Return ``sum_b T_gm^T x_m`` ``[M, G * D, E]``."""
+        return torch.einsum(f"{self.m}bck,bmce->mke", sums.flatten(-2), values)
 
     def by_group(self, poses: Tensor) -> Tensor:
         """Return such poses as ``[b G, M or 1, C D]``."""
@@ -164,7 +166,7 @@ class _Call:
 
     def by_matrix(self, poses: Tensor) -> Tensor:
         """Return the inverse, a view."""
-        found = poses.unflatten(2, self.pose).unflatten(0, (-1, self.weight.shape[0])).permute(2, 0, 3, 1, 4)
+        found = poses.unflatten(2, self.pose).unflatten(0, (-1, self.groups)).permute(2, 0, 3, 1, 4)
         return found if self.m else found.squeeze(0)
 
     # ---- what is between them ----------------------------------------------------------------------------------------
@@ -173,13 +175,14 @@ class _Call:
         """Run the CUDA library's kernel: return T and, for targets, dU, dP and dg."""
         gate = None if self.gate is None else self.gate[samples]
         targets = None if targets is None else targets.contiguous()
-        sums, dpulled, *others = _kernel(self.children[samples], gate, pulled.contiguous(), targets)
-        ranges = (x.squeeze(0) if len(x) == 1 else x.sum(0) for x in (sums, dpulled))
-        return (*ranges, *others)
+        every = _kernel(self.children[samples], gate, pulled.contiguous(), targets)
+        # T and dU have a part for each range of children
+        found = [x[0] if len(x) == 1 else x.sum(0) for x in every[: 1 if targets is None else 2]]
+        return (*found, *every[2:])
 
     def blocks(self, samples: slice) -> Iterator[_Block]:
         """Yield the children of some samples in blocks."""
-        count, wide = self.children.shape[2], self.weight.dtype
+        count, wide = self.children.shape[2], self.wide
         for i in range(0, count, self.most):
             where = samples, slice(None), slice(i, min(i + self.most, count))
             poses, gate, closed = self.children[where].to(wide).flatten(0, 1).flatten(2), None, None
@@ -191,8 +194,8 @@ class _Call:
 
     def zeros(self, samples: slice) -> Tensor:
         """Return sums over no poses ``[b G, M or 1, C D]``."""
-        count = len(self.children[samples]) * self.weight.shape[0]
-        return self.weight.new_zeros(count, self.parents if self.m else 1, self.pose.numel())
+        count = len(self.children[samples]) * self.groups
+        return self.matrices.new_zeros(count, self.parents if self.m else 1, self.pose.numel())
 
     def add(self, sums: Tensor, coefficients: Tensor | None, poses: Tensor) -> None:
         """Add sums of poses ``[b G, i, C D]``, for coefficients ``[b G, i, M]`` or 1 / M, to ``sums``."""
@@ -246,7 +249,7 @@ def sums(votes: VoteInputs, query: Tensor | None, scale: float) -> Tensor:
     ``query`` is ``[*places, M, C, E]``, or None for ``r = 1 / M``. S has the accumulation dtype.
     """
     call = _Call(votes, query, scale, 2, fuses(votes))
-    total = call.weight.new_empty(votes.poses)
+    total = call.matrices.new_empty(votes.poses)
     for samples in call.samples:
         pulled = None if call.asked is None else call.pulled(call.asked[samples])
         total.flatten(0, -4)[samples] = call.pushed(call.forward(samples, pulled))
@@ -269,7 +272,7 @@ def gradients(
     """
     call, shape = _Call(votes, query, scale, 3, fuses(votes)), _by_sample(votes).shape
     heads, flows = call.by_sample(grad), query is not None and not detach
-    like: dict[str, Any] = {"children": votes.children, "weight": votes.weight, "gate": votes.gate, "query": query}
+    like: dict[str, Any] = {"children": votes.children, "weight": call.matrices, "gate": votes.gate, "query": query}
     made = {name: heads.new_zeros(like[name].shape) for name in needs if dchildren is None or name != "children"}
     if dchildren is not None and "children" in needs:
         made["children"] = dchildren
@@ -289,6 +292,7 @@ def gradients(
         if "query" in made:
             made["query"].flatten(0, -4)[samples] = call.pushed(dpulled) * scale
     if "weight" in made:
-        weight = like["weight"]
-        made["weight"] = call.weight.new_empty_strided(weight.shape, gradient_strides(weight)).copy_(made["weight"])
+        weight: Any = votes.weight
+        dense = made["weight"].unflatten(1, (call.groups, -1)).transpose(0, 1)
+        made["weight"] = dense.new_empty_strided(weight.shape, gradient_strides(weight)).copy_(dense)
     return made

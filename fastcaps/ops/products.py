@@ -48,8 +48,6 @@ def serves(votes: VoteInputs, backward: bool) -> bool:
     """Return whether products run a call of attention, or its backward, instead of a backend: of the CPU's kernels
     where products are faster, of the reference (float16 on a CPU, other devices, no native library) always."""
     children = votes[0]
-    if folded.serves(votes):
-        return True
     if not takes(votes):
         return False
     if not backends.on_cpu("attention", children):
