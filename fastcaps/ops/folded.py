@@ -10,8 +10,9 @@ and its backward, with ``Y_gm = dS_m W_gm^T``, ``h_im = <Y_gm, P_i>`` and ``dl_i
     dg_i = <P_i, sum_m r_im Y_gm>                  dQ_m = s sum_g dU_gm W_gm      dW_gm = T_gm^T dS_m + s dU_gm^T Q_m
 
 Blocks of samples, and of the children of each group, limit what is stored of children times parents to 256 MB (in
-float32), or to one child of each group of a sample. All is computed in the accumulation dtype. A child with a gate of 0
-has a coefficient of exactly 0, and no NaN.
+float32), or to one child of each group of a sample. For short poses and not too many parents a CUDA kernel does what is
+between the products with matrices (``csrc/cuda/folded.cu``), and stores nothing of it. All is computed in the
+accumulation dtype. A child with a gate of 0 has a coefficient of exactly 0, and no NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def serves(votes: VoteInputs) -> bool:
     What they take is predicted from bytes (logits and coefficients are written once and read once) and from the times
     of the kernels; nobody has measured it.
     """
-    if not votes.children.is_cuda or votes.weight is None or backends.forced() or backends.tf32x3_wanted():
+    if not votes.children.is_cuda or votes.weight is None or backends.tf32x3_wanted():
         return False
     if torch.are_deterministic_algorithms_enabled() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _CUBLAS:
         return False  # torch would raise
@@ -65,10 +66,10 @@ def serves(votes: VoteInputs) -> bool:
 
 
 def takes(votes: VoteInputs) -> bool:
-    """Return whether products can run a call: enough children share each matrix, there is no bias, and every child is
-    seen from one position (in a set, under a 1 x 1 window, or under one window over the whole grid)."""
+    """Return whether products can run a call, and no backend must: enough children share each matrix, there is no bias,
+    and every child is seen from one position (in a set, under a 1 x 1 window, or under one over the whole grid)."""
     children, weight, window = votes.children, votes.weight, tuple(votes.window)
-    if weight is None or votes.bias is not None or weight.shape[0] * _SHARING > seen_of(votes):
+    if weight is None or votes.bias is not None or backends.forced() or weight.shape[0] * _SHARING > seen_of(votes):
         return False
     if window != SET_WINDOW and (window[:2] != tuple(children.shape[1:3]) or window[4:] != SET_WINDOW[4:]):
         return False
