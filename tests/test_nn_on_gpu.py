@@ -120,15 +120,16 @@ def test_inductor(row: Row, options: dict[str, Any]) -> None:
     hold({name.removeprefix("_orig_mod."): value for name, value in found.items()}, wanted)
 
 
-@pytest.mark.parametrize("block", [300, folded._BLOCK])
+@pytest.mark.parametrize(("block", "fuses"), [(300, False), (folded._BLOCK, False), (folded._BLOCK, True)])
 @pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["folded-4x4", "folded-sharing-1x8", "folded-by-type", "broken-shared"])
 def test_products_of_shared_matrices(
-    name: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, block: int, fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results, every gradient, and the same results in a CUDA graph."""
+    """Results, every gradient, and the same results in a CUDA graph; with the kernel between them, and without."""
     monkeypatch.setattr(folded, "serves", folded.takes)
     monkeypatch.setattr(folded, "_BLOCK", block)
+    monkeypatch.setattr(folded, "fuses", lambda votes: fuses)
     case = replace(ATTENTION.case(name), dtype=dtype)
     call = ATTENTION.call(case)
     moved = call.having([on_device(tensor, "cuda") for tensor in call.tensors])
