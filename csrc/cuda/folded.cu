@@ -190,7 +190,7 @@ struct Folded {
     FASTCAPS_UNROLL
     for (int c = 0; c < kShared; ++c) x[c] = c < kTile ? fmaxf(e[c % kTile][0], e[c % kTile][1]) : 0.0f;
     const float highest = exchange(2, x, [](float a, float b) { return fmaxf(a, b); });
-    if (lane < kShared) memory.found[warp][lane] = fmaxf(highest, -FLT_MAX);
+    if (lane < kShared) memory.found[warp][lane] = highest;
     barrier_warp();
     return total(3, memory.found[warp]);
   }
