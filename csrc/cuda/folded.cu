@@ -22,6 +22,7 @@ struct FoldedArgs {
   float *dchildren, *dgate;       // [b, G, n, C D], [b, G, n]
   int64_t samples;
   int M, G, n, D, CD, chunk_children;
+  bool vector;  // whether poses of parents are read and written four values at once
   Storage storage;
 };
 
@@ -76,18 +77,40 @@ struct Folded {
 
   FASTCAPS_DEVICE int parent(int p) const { return thread + p * block_threads(); }
 
-  // The values of the p-th parent's poses, from or to [.., M, b, C, G, D].
-  template <class Body>
-  FASTCAPS_DEVICE void each_value(int64_t chunk, int p, Body&& body) const {
-    const bool there = parent(p) < args.M;
-    int64_t at = (((chunk * args.M + parent(p)) * args.samples + sample) * args.CD * args.G) + group * args.D;
-    int d = 0;
+  // Calls body(p, k, at, exists) for every STEP-th value k of the thread's parents, in [.., M, b, C, G, D].
+  template <int STEP, class Body>
+  FASTCAPS_DEVICE void each_value(int64_t chunk, Body&& body) const {
     FASTCAPS_UNROLL
-    for (int k = 0; k < K; ++k) {
-      body(k, at, there && k < args.CD);
-      ++at;
-      if (++d == args.D) d = 0, at += (args.G - 1) * args.D;
+    for (int p = 0; p < kEach; ++p) {
+      int64_t at = ((chunk * args.M + parent(p)) * args.samples + sample) * args.CD * args.G + group * args.D;
+      int d = 0;
+      FASTCAPS_UNROLL
+      for (int k = 0; k < K; k += STEP) {
+        body(p, k, at, parent(p) < args.M && k < args.CD);
+        at += STEP, d += STEP;
+        if (d == args.D) d = 0, at += (args.G - 1) * args.D;
+      }
     }
+  }
+  FASTCAPS_DEVICE void load_parents(const float* from, float factor, float (&to)[kEach][K]) const {
+    if (args.vector)
+      each_value<4>(0, [&](int p, int k, int64_t at, bool exists) {
+        const float4 x = exists ? load4(from + at) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        to[p][k] = factor * x.x, to[p][k + 1] = factor * x.y, to[p][k + 2] = factor * x.z, to[p][k + 3] = factor * x.w;
+      });
+    else
+      each_value<1>(0, [&](int p, int k, int64_t at, bool exists) { to[p][k] = exists ? factor * from[at] : 0.0f; });
+  }
+  FASTCAPS_DEVICE void store_parents(float* to, float factor, const float (&from)[kEach][K]) const {
+    if (args.vector)
+      each_value<4>(block_y(), [&](int p, int k, int64_t at, bool exists) {
+        const float* x = &from[p][k];
+        if (exists) store4(to + at, make_float4(factor * x[0], factor * x[1], factor * x[2], factor * x[3]));
+      });
+    else
+      each_value<1>(block_y(), [&](int p, int k, int64_t at, bool exists) {
+        if (exists) to[at] = factor * from[p][k];
+      });
   }
 
   // A tile's poses and gates, from memory: a thread has every (threads / K)-th child's k-th value. A child with a gate
@@ -155,7 +178,7 @@ struct Folded {
     });
   }
 
-  // A value for each child (and backward another one, behind those) of all parents; the lane's is number lane %
+  // A value for each child (and backward another one, behind those) of all parents; lane k has the one of number k mod
   // kShared.
   template <class Join>
   FASTCAPS_DEVICE float exchange(int region, const float (&x)[kShared], Join&& join) {
@@ -266,13 +289,13 @@ struct Folded {
   }
 
   FASTCAPS_DEVICE void run() {
+    load_parents(args.pulled, kLog2E, pulled);
+    if constexpr (BACKWARD) load_parents(args.targets, 1.0f, targets);
     FASTCAPS_UNROLL
-    for (int p = 0; p < kEach; ++p)
-      each_value(0, p, [&](int k, int64_t at, bool exists) {
-        pulled[p][k] = exists ? kLog2E * args.pulled[at] : 0.0f;
-        if constexpr (BACKWARD) targets[p][k] = exists ? args.targets[at] : 0.0f;
-        sums[p][k] = dpulled[p][k] = 0.0f;
-      });
+    for (int p = 0; p < kEach; ++p) {
+      FASTCAPS_UNROLL
+      for (int k = 0; k < K; ++k) sums[p][k] = dpulled[p][k] = 0.0f;
+    }
     float pose[kLoads], gate[kLoads];
     load(0, pose, gate);
     store(0, pose, gate);
@@ -296,12 +319,8 @@ struct Folded {
       barrier();
       if (tiles > 0) store_dposes(tiles - 1);
     }
-    FASTCAPS_UNROLL
-    for (int p = 0; p < kEach; ++p)
-      each_value(block_y(), p, [&](int k, int64_t at, bool exists) {
-        if (exists) args.sums[at] = sums[p][k];
-        if (BACKWARD && exists) args.dpulled[at] = kLog2E * dpulled[p][k];
-      });
+    store_parents(args.sums, 1.0f, sums);
+    if constexpr (BACKWARD) store_parents(args.dpulled, kLog2E, dpulled);
   }
 };
 
@@ -357,6 +376,10 @@ std::vector<Tensor> folded(Stack from) {
   const auto at = [](const Tensor& x) { return x.numel() ? static_cast<float*>(data_of(x)) : nullptr; };
   args.pulled = at(pulled), args.targets = targets ? at(*targets) : nullptr;
   args.sums = at(sums), args.dpulled = at(dpulled), args.dchildren = at(dchildren), args.dgate = at(dgate);
+  args.vector = D % 4 == 0;
+  for (const float* poses :
+       {args.pulled, args.targets, static_cast<const float*>(args.sums), static_cast<const float*>(args.dpulled)})
+    args.vector = args.vector && reinterpret_cast<uintptr_t>(poses) % 16 == 0;
   const auto run = CD <= 8 ? (targets ? launch_folded<8, true> : launch_folded<8, false>)
                            : (targets ? launch_folded<16, true> : launch_folded<16, false>);
   run(args, blocks, chunks);
