@@ -150,7 +150,7 @@ stage_rehearse() {
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
-CUDA_TESTS=(tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/test_nn_on_gpu.py
+CUDA_TESTS=(tests/test_cuda_kernels.py tests/test_cuda_extremes.py tests/test_cuda_folded.py tests/test_nn_on_gpu.py
   -m "slow or not slow" -k "on-cuda or gpu and not triton and not inductor")
 TRITON_TESTS=(tests/test_verbs_triton.py::test_every_verb tests/test_triton.py tests/test_nn_on_gpu.py
   -k "every_verb or on_a_gpu and triton or ways_to_run and (tiny or set) or step and triton and not function")

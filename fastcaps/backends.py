@@ -8,8 +8,8 @@ round to TF32 keep about the precision of float32.
 
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (Under every backend except
 the reference, torch's own products usually compute the first iteration of inverted attention, and agreement and sum of
-votes of children that share matrices or have none. Where no backend is forced, they also run attention without matrices
-on the CPU where they are faster than the kernels.)
+votes of children that share matrices or have none. Where no backend is forced, they also run attention where they are
+faster than the kernels: on the CPU without matrices, on a GPU with matrices that children share.)
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in any thread. New threads, such as those of ``nn.DataParallel``, start without it;

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case
 from features import Called
-from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing
+from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, votes_of
 from suite import every_routing
 from torch._subclasses import FakeTensorMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries
-from fastcaps.rules import DETACH
+from fastcaps.ops import folded
+from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW, VoteInputs
 
 GPU = torch.device("cuda:0")
@@ -267,6 +269,53 @@ def test_a_product_that_would_round_against_the_users_word_is_left_to_our_kernel
         assert ("fastcaps::attention_routing" in dict(seen.calls)) == (ours and dtype == torch.float32)
 
 
+FOLDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "li-capnet-dynamic": (True, {}),
+    "grid": (True, {"grid": (8, 8), "types": 32, "window": (8, 8, 1, 1, 0, 0, 1, 1)}),
+    "half": (True, {"dtype": torch.bfloat16}),
+    "few parents of long poses": (True, {"parents": 10, "pose": (8, 8, 8)}),
+    "many parents": (True, {"parents": 513}),
+    "few parents of short poses": (False, {"parents": 32, "pose": (1, 8, 16)}),
+    "few votes": (False, {"batch": 1, "parents": 64}),
+    "few children a matrix": (False, {"groups": 512}),
+    "bias": (False, {"bias": "1M"}),
+    "windows": (False, {"grid": (8, 8), "types": 32, "window": (4, 4, 2, 2, 0, 0, 1, 1)}),
+}
+
+
+@needs_fake_gpu_tensors
+@pytest.mark.parametrize("name", FOLDS)
+def test_products_run_attention_of_shared_matrices_where_they_are_faster(
+    gpu: pytest.MonkeyPatch, settings_kept: None, name: str
+) -> None:
+    """Unless somebody asks for what they do not have: a backend, three products of one, the same bits every time."""
+    folds, options = FOLDS[name]
+    sizes = {"batch": 128, "types": 2048, "parents": 512, "pose": (1, 8, 16), "groups": 32, **options}
+    with torch.device("meta"):
+        given = ATTENTION.call(ATTENTION.make(name, **sizes)).given
+    with FakeTensorMode():
+        tensors = {n: torch.empty(x.shape, dtype=x.dtype, device=GPU) for n, x in given.items() if torch.is_tensor(x)}
+    votes = votes_of(given | tensors)
+
+    def runs() -> list[bool]:
+        return [ATTENTION.border.library(votes, backward) is not None for backward in (False, True)]
+
+    assert runs() == [folds, folds]
+    fused = "cuda" if votes.pose[0] * votes.pose[1] <= 16 and votes.parents <= 512 else "torch"
+    assert not folds or ATTENTION.border.library(votes, False)[0] == fused
+    with fastcaps.backend("cuda"):
+        assert runs() == [False, False]
+    torch.set_float32_matmul_precision("high")
+    with backends.tf32x3():
+        assert runs() == [False, False]
+    assert runs() == [folds, folds]
+    torch.use_deterministic_algorithms(True)
+    gpu.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert runs() == [False, False]
+    gpu.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert runs() == [folds, folds]
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +372,18 @@ def test_iterations_are_one_call_where_the_library_takes_them(
     assert [one for one, _ in seen] == [routing.name] * forward + [f"{routing.name}_backward"] * 3
     counts = {routing.name: len(call.given), f"{routing.name}_backward": len(routing.backward_op._schema.arguments)}
     assert all(given[-1] == 3 and len(given) == counts[one] + 1 for one, given in seen)
+
+
+def test_products_run_the_backward_of_a_call_that_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too, where otherwise one call of the library runs it."""
+    seen = serve(monkeypatch, "")
+    case = Case("shared", Rule.SQUASH, types=16, groups=2, iterations=3, dtype=torch.float64, start=False)
+    monkeypatch.setattr(folded, "serves", folded.takes)
+    call = ATTENTION.call(case)
+    found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
+    assert not seen
 
 
 def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,24 @@
-"""Every routing layer whose calls never wait for the device, on a GPU, against itself in float64 on the CPU."""
+"""Every routing layer whose calls never wait for the device, on a GPU, against itself in float64 on the CPU; and
+attention of shared matrices by products, which serve large calls there.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from cases import GPU_DTYPES, on_device
 from features import number
 from nn_layers import LAYERS, Row, draw_for
+from registry import ATTENTION, Call
 from torch import Tensor, nn
 
 import fastcaps
 from fastcaps import backends
+from fastcaps.ops import folded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 KERNELS = [entry.name for entry in backends.listing()[:2] if entry.available]
@@ -112,3 +118,26 @@ def test_inductor(row: Row, options: dict[str, Any]) -> None:
     compiled = torch.compile(layer)
     found = step(compiled, children)
     hold({name.removeprefix("_orig_mod."): value for name, value in found.items()}, wanted)
+
+
+@pytest.mark.parametrize(("block", "fuses"), [(300, False), (folded._BLOCK, False), (folded._BLOCK, True)])
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["folded-4x4", "folded-sharing-1x8", "folded-by-type", "broken-shared"])
+def test_products_of_shared_matrices(
+    name: str, dtype: torch.dtype, block: int, fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results, every gradient, and the same results in a CUDA graph; with the kernel between them, and without."""
+    monkeypatch.setattr(folded, "serves", folded.takes)
+    monkeypatch.setattr(folded, "_BLOCK", block)
+    monkeypatch.setattr(folded, "fuses", lambda votes: fuses)
+    case = replace(ATTENTION.case(name), dtype=dtype)
+    call = ATTENTION.call(case)
+    moved = call.having([on_device(tensor, "cuda") for tensor in call.tensors])
+    found = moved.training(Call.by_op)
+    ATTENTION.bar(case).hold({name: result.cpu() for name, result in found.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        again = moved.by_op()
+    again["sums"].zero_()
+    graph.replay()
+    torch.testing.assert_close(again["sums"], found["sums"])

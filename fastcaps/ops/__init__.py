@@ -22,6 +22,10 @@ and ``dbias`` for each group of samples into which the call is split; about 1 Mi
 
 CPU, by PyTorch's products (attention without matrices): some blocks of 2^20 values, forward and backward, and 2 P.
 
+GPU, by PyTorch's products (attention of shared matrices): at most 256 MB for each of the values of children and parents
+and of a pose for each group and parent, in blocks of samples and children; of one sample if that is more. A backward
+also has the gradients of children and weight in float32, and 2 P.
+
 CUDA, forward: 1 P for each range of at least 8 children, if there are too few positions to fill the device; if the
 parents do not fit into one block, 2 * B * L * I values for each block of them, in parts of at most 64 MiB; a copy of
 weights that are rounded to TF32; 1 P for several iterations of dynamic routing. Backward: 1 P, with 1 or 2 M for

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
-from fastcaps.ops import products, uniform
+from fastcaps.ops import folded, products, uniform
 from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
-from fastcaps.ops.shared import EVEN, LIBRARY
+from fastcaps.ops.shared import EVEN, FUSED, LIBRARY
 from fastcaps.ops.signature import Gradients, Results
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.verbs import blocks_of
@@ -82,10 +82,13 @@ class AttentionRouting(QueryRouting):
             return uniform.uniform_parents(votes, own.norm_weight, own.norm_bias, own.eps, norm)
 
     def library(self, votes: VoteInputs, backward: bool) -> tuple[str, str] | None:
+        if folded.serves(votes):
+            return FUSED if folded.fuses(votes) else LIBRARY
         return LIBRARY if products.serves(votes, backward) else None
 
     def by_library(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
-        return self.joined_by(products.attention_routing, products.cleaned(votes), own)
+        votes = votes if votes.weight is not None else products.cleaned(votes)
+        return self.joined_by(products.attention_routing, votes, own)
 
     def backward_by_library(self, heads: Gradients, votes: VoteInputs, rest: Backward, needs: int) -> Sequence[Tensor]:
         (grad,) = heads
@@ -99,7 +102,8 @@ class AttentionRouting(QueryRouting):
             found = reverse.ask(k, (grad[k].unsqueeze(0),), rest, names & {"query"}, bool(needs & DETACH))
         found |= reverse.gradients
         empty = votes.children.new_empty
-        return [found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors]
+        made = [found[name].to(votes.children.dtype) if name in names else empty(0) for name in self.tensors]
+        return self.with_weight_strides(made, votes, needs)
 
     def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
         if eager and self.library(votes, backward=True) is not None:
@@ -110,8 +114,9 @@ class AttentionRouting(QueryRouting):
         self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results, eps: float = 0.0
     ) -> None:
         """Compute the gradients of a call: on a GPU all iterations by one call of the native library."""
-        chosen, options = backends.choose(self.stem, votes) if reverse.run == self.run_backward else ("", 0)
-        if chosen != "cuda" or eps:
+        native = type(reverse) is Reverse and reverse.run == self.run_backward
+        chosen, options = backends.choose(self.stem, votes) if native else ("", 0)
+        if chosen != "cuda":
             return super().backward(reverse, grads, votes, own, history, eps)
         (grad,), (sums,), needs = grads, history, reverse.needs - (self.constant if own.detach else set())
         assert grad is not None

@@ -23,7 +23,7 @@ from torch import Tensor
 from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, is_tracing, widen
 from fastcaps.made import MadeVotes
-from fastcaps.ops import reverse, shared
+from fastcaps.ops import folded, reverse, shared
 from fastcaps.ops.signature import Gradients
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.derivatives import inverse_or_zero
@@ -34,6 +34,7 @@ from fastcaps.votes import (
     VoteInputs,
     hidden,
     positions_of,
+    without_autocast,
 )
 from fastcaps.watchers import are_batched, are_plain, is_transformed, is_watched
 
@@ -273,7 +274,11 @@ def gradients(
 
 def attention_routing(votes: VoteInputs, own: Any) -> tuple[Tensor, Tensor]:
     """Return parents and S of one iteration, as :func:`fastcaps.reference.attention_routing` does."""
-    dtype, total = votes.children.dtype, sums(votes, own.query, None, own.scale)
+    if votes.weight is None:
+        total = sums(votes, own.query, None, own.scale)
+    else:
+        total = folded.sums(votes, own.query, own.scale)
+    dtype = votes.children.dtype
     norm_weight, norm_bias = widen(dtype, own.norm_weight, own.norm_bias)
     parents = parents_of(total, norm_weight, norm_bias, own.eps, own.rule)
     return parents.to(dtype, copy=parents is total), total.unsqueeze(0)
@@ -287,7 +292,8 @@ class Reverse(reverse.Reverse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.votes = cleaned(self.votes)
+        if self.votes.weight is None:
+            self.votes = cleaned(self.votes)
 
     def ask(
         self, k: int | None, heads: Gradients, rest: Any, own: Iterable[str] = (), detach: bool = False
@@ -299,7 +305,12 @@ class Reverse(reverse.Reverse):
             grad, *affine = _layer_norm_backward(grad, rest.sums[k], rest.norm_weight, rest.eps)
             found = dict(zip(("norm_weight", "norm_bias"), affine, strict=True))
         wanted, total = {*own, *self.summed} - found.keys(), self.gradients
-        found |= gradients(self.votes, query, self.prior, rest.scale, grad, wanted, detach, total.get("children"))
+        before = total.get("children")
+        with without_autocast(grad.device.type):  # a user's, around the backward alone
+            if self.votes.weight is None:
+                found |= gradients(self.votes, query, self.prior, rest.scale, grad, wanted, detach, before)
+            else:
+                found |= folded.gradients(self.votes, query, rest.scale, grad, wanted, detach, before)
         for name in self.summed:
             if name in total and name != "children":
                 found[name] = total[name] + found[name]
