@@ -34,9 +34,9 @@ PATHS = {
                 "nobody-no-eps-one-5 bias-6x6:bf16 bias-6x6:f16 plain-6x6-5:f16 conv:bf16 "
                 "pose-1x16:bf16 plain-1x16-5:f16",
         "ordered": "padded conv sweeps one-position-any same-2x3 plain-1x64-5",
-        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5 bias-6x6 plain-6x6-5 pose-1x16 plain-1x16-5",
+        "tf32": "plain-4x4-5 bias-1x64 conv sweeps plain-1x64-5 bias-6x6 plain-6x6-5 pose-1x8 plain-1x8-5 plain-1x16-5",
         "tf32-ordered": "plain-4x4-33",
-        "tf32x3": "plain-4x4-5 pose-4x4 bias-6x6 plain-6x6-5 pose-1x8 plain-1x8-5",
+        "tf32x3": "plain-4x4-5 pose-4x4 plain-6x6-5",
     },
     "pooling": {
         "fast": "pose-4x4 same-4x4 one-parent pose-1x8 pose-1x16 primes one-position sharp broken stay-float32 "
