@@ -45,7 +45,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
     float* found = floats(sums) + k * poses;
     args.iterations = 0;
     const Tensor statistics = args.query.data ? call.collect(c, 2) : Tensor();
-    const bool whole = c.chunks == 1 && !adds && !call.is_lean(c);  // a lean kernel makes no parents
+    const bool whole = c.chunks == 1 && !adds && !call.is_lean(c);  // a lean walk makes no parents
     args.sums = c.chunks == 1 ? found : parts, args.iterations = whole;
     call.launch(c, 0, c.parent_blocks);
     end.parts = args.sums, end.sums = c.chunks == 1 ? nullptr : found;

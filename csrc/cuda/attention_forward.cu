@@ -19,8 +19,8 @@ struct AttentionForward {
     set_to_zero<Pose, R>(sums);
   }
 
-  // What makes logits in units of log2 of products: a single query is multiplied by it, as a lean walk's, to the last
-  // bit; of several iterations, the products.
+  // scale * log2 e makes logits of products. In one iteration the query takes it, so that this walk has the bits of a
+  // lean one; in several, where queries change, each product does.
   FASTCAPS_DEVICE float factor(bool of_query) const {
     return of_query == (args.iterations == 0) ? args.scale * kLog2E : 1.0f;
   }
@@ -57,7 +57,8 @@ struct AttentionForward {
   }
 };
 
-// Totals as unsigned numbers, from 1 / kMostTotal on; above kRange they are lost.
+// The bits of positive floats order them as unsigned numbers: a total is lost if its bits less kLeast are above kRange,
+// as those of NaN are.
 constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
                    kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
 

@@ -57,7 +57,7 @@ struct Call : OpCall {
   bool fuses(int64_t iterations) const;
   void take(const Schedule& c);
 
-  // Whether a lean kernel takes the call (see PassKernel), if a launch makes one iteration.
+  // Whether a launch of one iteration may walk lean (see PassKernel).
   bool is_lean(const Schedule& c) const {
     return c.kernel->takes_lean(args.weight, args.bias, args.gate.data, args.padded, args.query.data, c.parent_blocks);
   }

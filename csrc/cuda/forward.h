@@ -73,9 +73,10 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
 }
 
 // A lean walk (see PassKernel) has no branch in its loop: totals that are out of range are only noted, and then the
-// tile is walked over again, with all options. It takes absent children for zeros; if these make a NaN, with weights
-// that are not finite, the total is lost, too. A lean policy has a constructor before the first child; score(r, votes,
-// weight), an exponential, and add(r, votes, weight, total), for one of the lane's positions; lost(); and store.
+// tile is walked over again, with all options, and so are all later tiles of the block. It takes absent children for
+// zeros; if these make a NaN, with weights that are not finite, the total is lost, too. A lean policy has a constructor
+// before the first child; score(r, votes, weight), an exponential, and add(r, votes, weight, total), for one of the
+// lane's positions; lost(); and store.
 //
 // Rounds: a lane goes through its positions, child after child, and while the parents compete for one position's votes,
 // it makes the next one's. So it always has something to do, though a competition is one long chain of an exponential,
@@ -120,7 +121,7 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
     meanwhile();
     state.score(r, votes[now], weight[now]);
     FASTCAPS_UNROLL
-    for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], lane.args.iterations);  // lean: 0
+    for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], unknown_zero(lane.args));
     state.add((r + R - 1) % R, votes[before], weight[before], total);
   };
   nothing();
@@ -260,7 +261,7 @@ struct Built {
   using Pose = Pose_;
   static constexpr int kPositions = R, kThreads = THREADS, kBlocks = BLOCKS;
 
-  // As the host sees it, with a kernel for all calls and a lean one; they may be the same.
+  // As the host sees it, with a kernel for all calls and one that can walk lean: of a forward the same.
   static PassKernel kernel(void (*run)(const PassArgs), void (*run_lean)(const PassArgs)) {
     PassKernel k{};
     k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.patch_rows = Pose::kPatchRows,

@@ -94,8 +94,8 @@ template <class Pose>
 constexpr bool kByParent = Pose::kProducts > 0 && !kLargeWeights<Pose>;
 
 // Where a block adds up the gradients that it makes for the children of a stage, one child after another. Where a
-// single warp has all parents, its lanes add dP, and Gaussians' and pooling's gates, to memory themselves; else they
-// put them here. Attention adds a gate's gradient from the lane of the first parent.
+// single warp has all parents, and matrices lie in shared memory, its lanes add dP, and Gaussians' and pooling's gates,
+// to memory themselves; else they put them here. Attention adds a gate's gradient from the lane of the first parent.
 template <class Pose, int R>
 struct StageGradients {
   static constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns, WV = Pose::kWeightVector;

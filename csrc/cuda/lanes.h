@@ -109,6 +109,9 @@ FASTCAPS_DEVICE float join_lanes(float x, Join&& join) {
     return x;
 }
 
+// 0, which a compiler does not know. Only in lean walks and in backwards, which have no iterations.
+FASTCAPS_DEVICE int unknown_zero(const PassArgs& args) { return args.iterations; }
+
 // Weights too large for shared memory: they are read in place, and their gradient is made by the whole block.
 template <class Pose>
 constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
@@ -163,10 +166,11 @@ struct Lane : LaneCut<Pose> {
   }
   // From one position's child to the next one's, in shared memory.
   FASTCAPS_DEVICE int child_stride() const { return padded_rows() * row_stride() + Pose::kChildPad; }
-  // Parents of the block, and its warps that take other positions.
+  // Parents of the block.
   FASTCAPS_DEVICE int block_parents() const { return args.warps_parents * parents * Pose::kEach; }
   // Floats of a child's matrices towards them.
   FASTCAPS_DEVICE int matrices() const { return args.warps_parents * Pose::kEach * Pose::kGroupStride; }
+  // The block's warps that take other positions.
   FASTCAPS_DEVICE int warps_positions() const { return int(unsigned(args.tile_size) / unsigned(R * positions)); }
 
   // The r-th of the lane's positions: its place within the block's tile, and what the tile has there.

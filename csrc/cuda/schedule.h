@@ -78,7 +78,7 @@ bool forward_rounds(Task task, const Votes& v);
 
 // Without a kernel if the poses do not fit (see refusal), or if `fits_30_bits` is false; or, in builds for experiments,
 // if it cannot be as the environment wants it, of which `why_not` then tells. `bias`: the bias gradient; empty if it is
-// not wanted. A thread keeps its latest schedules.
+// not wanted. A thread keeps up to 256 schedules, then begins anew.
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine,
                        std::string* why_not = nullptr);
 

@@ -44,7 +44,7 @@ FASTCAPS_DEVICE const T* exchange(const Lane<Pose, R>& lane, int parity, const T
   return all;
 }
 
-// Totals over the parents of all warps, all of them relative to 0 (lean kernels).
+// Totals over the parents of all warps, all of them relative to 0 (lean walks).
 template <class Pose, int R>
 FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, float (&total)[R]) {
   const float* all = exchange(lane, parity, total);
@@ -95,8 +95,8 @@ join_kernel(const FASTCAPS_CONSTANT PassArgs args) {
   }
 }
 
-// A lane's coefficients before they are divided by their total, and these totals over the warp's parents: relative to a
-// logit of 0, which no exchange between lanes has to find, and only where that loses digits to the largest logit.
+// Exponentials of a lane's logits and their totals over the warp's parents, relative to a logit of 0: so no exchange
+// has to find the largest one. Where a total is out of range, again, relative to the largest.
 template <int N, class Pose, int R>
 FASTCAPS_DEVICE void add_up(const Lane<Pose, R>& lane, const Numbers<Pose, R>& logit, const Numbers<Pose, R>& gain,
                             Numbers<Pose, R>& coefficient, SoftmaxPart<N> (&part)[R]) {

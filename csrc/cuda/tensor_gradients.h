@@ -14,7 +14,7 @@
 
 namespace fastcaps::gpu {
 
-constexpr float kLift = 1.0f + 0.3466f / 1024;
+constexpr float kLift = 1.0f + 0.3466f / 1024;  // ln 2 / 2 of the last bit: mantissas are spread evenly over 1 to 2
 
 // What a lane follows from child to child. (Were it made anew for each, from the lane's number, that would take dozens
 // of instructions.)
@@ -56,7 +56,7 @@ struct TensorGradients {
   FASTCAPS_DEVICE void next() {
     const int children = lane.args.tile_size * lane.child_stride();
     rows += children, columns += children, matrix += lane.matrices(), matrices += lane.matrices();
-    const unsigned nothing = lane.args.iterations;  // a compiler would make them anew
+    const unsigned nothing = unknown_zero(lane.args);  // a compiler would make them anew
     turned |= nothing, turned_rows[0] |= nothing;
   }
 

@@ -33,10 +33,12 @@ from fastcaps.votes import SET_WINDOW, VoteInputs, pose_of, positions_of, seen_o
 
 _BLOCK = 1 << 26  # values: each block is some launches
 _SHARING = 8  # children of a matrix from which products are less work than votes
-# of an iteration, in multiply-adds of our kernels: what products take for a child and a parent, their launches, and how
-# much longer votes take for so many parents that those of a position are in several blocks, and votes are made twice
-_PAIR, _LAUNCHES, _BLOCKS, _MOST_IN_ONE = 128, 1 << 29, 8, 32
 _POSE, _PARENTS = 16, 512  # values and parents that a kernel between the products takes at most
+# What an iteration takes, in multiply-adds of our kernels (predicted, nobody has measured it): launches; for a pair of
+# child and parent logits and coefficients, written once and read once, where there is no kernel between the products,
+# else 2 for each value of a pose; for each value of U and of T, both products. Votes take so much longer where a block
+# does not hold all parents, and they are made twice.
+_LAUNCHES, _PAIR, _VALUE, _TWICE, _PARENTS_OF_A_BLOCK = 1 << 29, 128, 160, 8, 128
 _CUBLAS = (":4096:8", ":16:8")  # the workspaces with which its products have the same bits in every run
 
 _kernel = declare(
@@ -50,19 +52,16 @@ _kernel = declare(
 
 
 def serves(votes: VoteInputs) -> bool:
-    """Return whether products run a call of attention on a GPU, or its backward, instead of a backend.
-
-    What they take is predicted from bytes (logits and coefficients are written once and read once) and from the times
-    of the kernels; nobody has measured it.
-    """
+    """Return whether products run a call of attention on a GPU, or its backward, instead of a backend."""
     if not votes.children.is_cuda or votes.weight is None or backends.tf32x3_wanted():
         return False
     if torch.are_deterministic_algorithms_enabled() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _CUBLAS:
         return False  # torch would raise
     rows, depth, columns = pose_of(votes)
-    vote = rows * depth * columns * (_BLOCKS if votes.parents > _MOST_IN_ONE else 1)
+    vote = rows * depth * columns * (_TWICE if votes.parents > _PARENTS_OF_A_BLOCK else 1)
+    pair = (2 if _is_small(votes) else 1 + _PAIR / (rows * depth)) + _VALUE * votes.weight.shape[0] / seen_of(votes)
     pairs = prod(positions_of(votes)) * seen_of(votes) * votes.parents
-    return pairs * vote > pairs * (_PAIR + rows * depth) + _LAUNCHES and takes(votes)
+    return pairs * vote > pairs * pair * rows * depth + _LAUNCHES and takes(votes)
 
 
 def takes(votes: VoteInputs) -> bool:
@@ -80,12 +79,15 @@ def takes(votes: VoteInputs) -> bool:
     return True
 
 
+def _is_small(votes: VoteInputs) -> bool:
+    """Return whether the kernel between the products has room for a call's poses and parents."""
+    rows, depth, _ = pose_of(votes)
+    return rows * depth <= _POSE and votes.parents <= _PARENTS
+
+
 def fuses(votes: VoteInputs) -> bool:
     """Return whether a kernel of the CUDA library does what is between the products with matrices."""
-    rows, depth, _ = pose_of(votes)
-    if not votes.children.is_cuda or rows * depth > _POSE or votes.parents > _PARENTS:
-        return False
-    return backends.choose("attention", votes)[0] == "cuda"
+    return votes.children.is_cuda and _is_small(votes) and backends.choose("attention", votes)[0] == "cuda"
 
 
 def _by_sample(votes: VoteInputs) -> Tensor:
@@ -220,7 +222,7 @@ class _Call:
         self, samples: slice, pulled: Tensor | None, targets: Tensor, flows: bool, needs_gate: bool
     ) -> tuple[Tensor, ...]:
         """Return T, dU, dP ``[b, G, n, C D]`` and dg ``[b, G, n]`` of some samples; ``flows``: through coefficients."""
-        if pulled is not None and flows and self.fuses:
+        if pulled is not None and self.fuses:
             return self.kernel(samples, pulled, targets)
         targets, pulled = self.by_group(targets), None if pulled is None else self.by_group(pulled)
         found, dpulled, dposes, dgate = self.zeros(samples), self.zeros(samples), [], []
@@ -271,7 +273,7 @@ def gradients(
     ``grad`` is that of its result, in the accumulation dtype. With ``detach`` coefficients are constants. The gradient
     of the children is added to ``dchildren``, if given.
     """
-    call, shape = _Call(votes, query, scale, 3, fuses(votes)), _by_sample(votes).shape
+    call, shape = _Call(votes, query, scale, 3, not detach and fuses(votes)), _by_sample(votes).shape
     heads, flows = call.by_sample(grad), query is not None and not detach
     like: dict[str, Any] = {"children": votes.children, "weight": call.matrices, "gate": votes.gate, "query": query}
     made = {name: heads.new_zeros(like[name].shape) for name in needs if dchildren is None or name != "children"}
