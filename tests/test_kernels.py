@@ -137,6 +137,7 @@ WITH_SHARED_MATRICES = [
         *ATTENTION.table.lanes,
         ATTENTION.make("positions", grid=(3, 5), types=8, gate="some", iterations=2),
         ATTENTION.make("detached", types=8, gate="some", iterations=2, detach=True),
+        ATTENTION.make("grid", grid=(3, 4), types=4, window=(3, 4, 1, 1, 0, 0, 1, 1), gate="some", layout="transposed"),
     )
     if case.window == SET_WINDOW or (case.window[:2] == case.grid and case.window[4:] == SET_WINDOW[4:])
     if case.products < 1e5 and case.groups != "none"

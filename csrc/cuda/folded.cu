@@ -1,6 +1,7 @@
 // Attention of children that share matrices, between two products of the library that make U = scale Q W^T, and S of
-// sums of poses (fastcaps/ops/folded.py has the algebra). No logit is stored. A block has one group of one sample: its
-// parents in registers, kEach a thread, its children in shared memory, a few at a time.
+// sums of poses (fastcaps/ops/folded.py has the algebra). No logit is stored. A block has a range of the
+// children of one group of one sample: its parents in registers, kEach a thread, its children in shared memory, a few
+// at a time.
 //   forward:  r = softmax over m of <U_m, P_i>, T_m = sum_i g_i r_im P_i
 //   backward: h = <Y_m, P_i>, mean_i = sum_m r h, dl = r (h - mean_i), and T; dU_m = sum_i g_i dl P_i,
 //             dP_i = g_i sum_m (r Y_m + dl U_m), dg_i = mean_i

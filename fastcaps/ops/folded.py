@@ -70,13 +70,7 @@ def takes(votes: VoteInputs) -> bool:
     children, weight, window = votes.children, votes.weight, tuple(votes.window)
     if weight is None or votes.bias is not None or backends.forced() or weight.shape[0] * _SHARING > seen_of(votes):
         return False
-    if window != SET_WINDOW and (window[:2] != tuple(children.shape[1:3]) or window[4:] != SET_WINDOW[4:]):
-        return False
-    try:
-        _by_sample(votes)
-    except RuntimeError:  # strides that no view can have
-        return False
-    return True
+    return window == SET_WINDOW or (window[:2] == tuple(children.shape[1:3]) and window[4:] == SET_WINDOW[4:])
 
 
 def _is_small(votes: VoteInputs) -> bool:
@@ -91,9 +85,9 @@ def fuses(votes: VoteInputs) -> bool:
 
 
 def _by_sample(votes: VoteInputs) -> Tensor:
-    """Return a view of the children ``[b, I, C, D]``; a sample is what one position sees."""
+    """Return the children ``[b, I, C, D]``, a copy where no view has such strides; a sample is what a position sees."""
     children = votes.children
-    return children.view(prod(positions_of(votes)), seen_of(votes), *children.shape[-2:])
+    return children.reshape(prod(positions_of(votes)), seen_of(votes), *children.shape[-2:])
 
 
 class _Block(NamedTuple):
@@ -273,7 +267,8 @@ def gradients(
     ``grad`` is that of its result, in the accumulation dtype. With ``detach`` coefficients are constants. The gradient
     of the children is added to ``dchildren``, if given.
     """
-    call, shape = _Call(votes, query, scale, 3, not detach and fuses(votes)), _by_sample(votes).shape
+    call, pose = _Call(votes, query, scale, 3, not detach and fuses(votes)), votes.children.shape[-2:]
+    shape = (prod(positions_of(votes)), seen_of(votes), *pose)
     heads, flows = call.by_sample(grad), query is not None and not detach
     like: dict[str, Any] = {"children": votes.children, "weight": call.matrices, "gate": votes.gate, "query": query}
     made = {name: heads.new_zeros(like[name].shape) for name in needs if dchildren is None or name != "children"}
