@@ -94,7 +94,12 @@ def test_one_child_in_tf32(pose: tuple[int, int, int], seed: int, target: Target
 @pytest.mark.parametrize("size", [1e3, -1e3, 1e30, torch.nan])
 @pytest.mark.parametrize(
     ("pose", "parents"),
-    [*(((4, 4, 4), m) for m in (5, 10, 20, 40)), *(((1, 8, 16), m) for m in (10, 13)), ((8, 8, 8), 9)],
+    [
+        *(((4, 4, 4), m) for m in (5, 10, 20, 40, 300)),
+        *(((1, 8, 16), m) for m in (10, 13, 130)),
+        ((8, 8, 8), 9),
+        ((1, 64, 64), 9),
+    ],
     ids=str,
 )
 def test_logits_out_of_range(pose: tuple[int, int, int], parents: int, size: float, target: Target) -> None:
@@ -140,6 +145,19 @@ def test_gradients_of_any_size(logit: float, size: float, target: Target) -> Non
     scaled = target.backward(BackwardCall(ATTENTION, given | {"grad": size * given["grad"]}))
     for name, gradient in found.items():
         torch.testing.assert_close(scaled[name] / size, gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()))
+
+
+@on_every_target
+@pytest.mark.parametrize("option", ["fast", "tf32"])
+@pytest.mark.parametrize("pose", [(4, 4, 4), (6, 6, 6), (1, 64, 64)], ids=str)
+def test_positions_that_do_not_exist_leave_no_trace(pose: tuple[int, int, int], option: str, target: Target) -> None:
+    """A lane without one has a child of zeros, which an infinite matrix makes NaN; its parent has a share of 0."""
+    case = Case("absent", Rule.PLAIN, batch=1, types=2, parents=2, pose=pose, detach=True)
+    given = ATTENTION.backward_call(case).given
+    for name in ("children", "query"):
+        given[name] = given[name].abs() + 0.1
+    given["weight"][0, 0, 0, 0] = -torch.inf
+    assert not target.backward(BackwardCall(ATTENTION, given), option)["dweight"].isnan().any()
 
 
 @on_every_target

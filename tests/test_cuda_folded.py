@@ -115,6 +115,36 @@ def test_what_is_not_finite_stays_where_it_is(name: str, number: float, target: 
 
 
 @on_every_target
+@pytest.mark.parametrize(("logit", "size"), [(25.0, 2.0**95), (-25.0, 2.0**-95)], ids=["large", "small"])
+def test_gradients_of_any_size(logit: float, size: float, target: Target, fuses: mock.Mock) -> None:
+    """What a child's gains add up to neither overflows nor vanishes, though its logits are all far from 0."""
+    call = ATTENTION.call(
+        Case("size", Rule.PLAIN, batch=1, types=9, parents=2, pose=(1, 1, 1), groups="one", scale=1.0)
+    )
+    call.given["children"].fill_(1.0)
+    call.given["query"].copy_(logit / call.given["weight"].view_as(call.given["query"]))
+    found = run(call, target)
+    for name, value in run(replace(call, grads={"parents": size * call.grads["parents"]}), target).items():
+        if name.startswith("d"):
+            torch.testing.assert_close(value / size, found[name], rtol=1e-4, atol=1e-4 * float(found[name].abs().max()))
+
+
+@on_every_target
+def test_an_infinite_logit_stays_with_its_children(target: Target, fuses: mock.Mock) -> None:
+    """Of the places of a tile, some have no child; of the children, some are closed."""
+    case = Case("far", Rule.PLAIN, batch=1, types=9, parents=2, pose=(1, 1, 1), groups="one", gate="some", scale=1.0)
+    call = ATTENTION.call(case)
+    for name in ("children", "weight", "gate"):
+        call.given[name].fill_(1.0)
+    call.given["gate"].view(-1)[0] = 0.0
+    call.given["query"].view(-1).copy_(torch.tensor([-torch.inf, 1.0]))
+    assert run(call, target)["parents"].flatten().tolist() == [0.0, 8.0]
+    call.given["query"].view(-1)[0] = torch.nan
+    dchildren = run(call, target)["dchildren"].flatten()
+    assert dchildren[0] == 0.0 and dchildren[1:].isnan().all()
+
+
+@on_every_target
 @pytest.mark.parametrize("trash", [torch.inf, 3e38])
 def test_a_gate_of_0_leaves_no_trace(trash: float, target: Target, fuses: mock.Mock) -> None:
     call = ATTENTION.call(Case("shared", Rule.PLAIN, types=20, groups=2, gate="some", scale=8.0, iterations=2))

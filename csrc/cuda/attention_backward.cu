@@ -36,15 +36,18 @@ struct AttentionBackward : QueryGradients<Pose, R> {
     });
     if (!compete<1, LEAN>(lane, stage, logit, gain, weight, average)) return false;
     each_patch<Pose, R>([&](int r, int p) {
-      counts[r][p] = true;  // lean: positions and parents that do not exist have zeros for all that is theirs
+      // Lean: positions and parents that do not exist have zeros for all that is theirs. Votes of zeros that matrices
+      // make NaN show in what exists, too, but where coefficients are constants.
+      counts[r][p] = !LEAN || !args.detach || lane.at(r).exists();
       if constexpr (!LEAN) {
         const int at = lane.in_tile(r);
         const Seen seen = stage.seen[at];
         if (args.dgate && lane.m(p) == 0 && lane.speaks_for_pose())
           gradients.add_gate(seen, lane.tile[at].cell + gradients.offset->cell, average[r]);
         counts[r][p] = seen.gate != 0.0f && lane.alive(p);  // padding has a gate of 0
-        weight[r][p] = counts[r][p] ? weight[r][p] * seen.gate : 0.0f;
+        weight[r][p] *= seen.gate;
       }
+      if (!counts[r][p]) weight[r][p] = 0.0f;
       const bool pulls = counts[r][p] && (LEAN || args.query.data) && !args.detach;
       dlogit[r][p] = pulls ? attention::dlogit(weight[r][p], gain[r][p], average[r], 1.0f) : 0.0f;
     });

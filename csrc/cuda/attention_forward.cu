@@ -22,7 +22,7 @@ struct AttentionForward {
   // scale * log2 e makes logits of products. In one iteration the query takes it, so that this walk has the bits of a
   // lean one; in several, where queries change, each product does.
   FASTCAPS_DEVICE float factor(bool of_query) const {
-    return of_query == (args.iterations == 0) ? args.scale * kLog2E : 1.0f;
+    return of_query == (args.iterations <= 1) ? args.scale * kLog2E : 1.0f;
   }
   FASTCAPS_DEVICE void load() {
     each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, factor(true), query[r][p]); });

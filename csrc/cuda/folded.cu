@@ -240,7 +240,7 @@ struct Folded {
       const bool closed = memory.gates[tile % kTiles][k] == 0.0f;
       FASTCAPS_UNROLL
       for (int p = 0; p < kEach; ++p) {
-        e[k][p] = BACKWARD && closed ? 0.0f : e[k][p] * factor;  // forward it has no pose
+        e[k][p] = closed ? 0.0f : e[k][p] * factor;
         if constexpr (BACKWARD) h[k][p] = closed ? 0.0f : kLn2 * e[k][p] * (h[k][p] - memory.found[warp][k + kTile]);
       }
     }
@@ -285,6 +285,7 @@ struct Folded {
       float sum = 0.0f;
       FASTCAPS_NO_UNROLL
       for (int w = 0; w < warps; ++w) sum += memory.dposes[tile % 2][w][at];
+      if (memory.gates[tile % kTiles][at / K] == 0.0f) sum = 0.0f;
       args.dchildren[(block_x() * args.n + child) * args.CD + k] = sum;
     }
   }
@@ -309,7 +310,10 @@ struct Folded {
       // other warps may still read the poses of the tile before, but not those before
       store(tile + 1, pose, gate);
       float sum = total(tile % 2, nullptr);
-      const bool fits = (BACKWARD && lane % kShared >= kTile) || (sum >= 1 / kMostTotal && sum <= kMostTotal);
+      constexpr float kMost = BACKWARD ? 0x1p40f : kMostTotal;  // as in add_up
+      const bool of_gains = BACKWARD && lane % kShared >= kTile;
+      const float size = fabsf(sum), most = of_gains ? kMostTotal : kMost;
+      const bool fits = (size > 1 / most && size < most) || (of_gains && size == 0.0f);
       if (BACKWARD && tile > 0) store_dposes(tile - 1);
       if (any_lane(!fits)) sum = safe_total(tile);  // all warps have the same totals
       compete(tile, sum);
