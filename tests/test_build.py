@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from graphlib import TopologicalSorter
@@ -136,7 +137,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leave_library(tree)
     archive = build("sdist", tree)
     assert archive.name == f"fastcaps-{fastcaps.__version__}.tar.gz"
-    shutil.unpack_archive(archive, folder, filter="data")
+    shutil.unpack_archive(archive, folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (root,) = folder.iterdir()
     held = {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
     assert len(wanted) > 300 and wanted <= held, sorted(wanted - held)[:5]

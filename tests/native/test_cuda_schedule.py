@@ -193,7 +193,7 @@ def test_the_kernel_is_the_best_of_those_that_may(native: ModuleType, op: str, b
         return
     assert (kernel["C"], kernel["D"], kernel["E"]) == call.pose
     if op != "pooling" and call.pose[1] * call.pose[2] < 1024:  # a block for all parents, if a kernel has one
-        whole = [k for k in fixed if k["threads"] // 32 * k["parents"] * k["each"] >= call.parents]
+        whole = [k for k in fixed if not k["by_name"] and k["threads"] // 32 * k["parents"] * k["each"] >= call.parents]
         fixed = whole or fixed
     assert kernel["products"] == max(k["products"] for k in fixed), "tensor cores, where values may be rounded"
     a_warp = [k["parents"] * k["each"] for k in fixed if k["products"] == kernel["products"]]
