@@ -202,7 +202,7 @@ def test_autocast_around_a_backward_alone_rounds_no_product(
 
 
 @pytest.mark.parametrize("gate", [None, "some"])
-def test_products_store_a_block_of_coefficients(gate: str | None) -> None:
+def test_products_store_a_block_of_coefficients(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ``li-capnet-dynamic``'s 134 million at batch 128, and no value more for each child and group."""
     sizes: dict[str, Any] = {"batch": 128, "types": 2048, "parents": 512, "pose": (1, 8, 16), "groups": 32}
     with torch.device("meta"):
@@ -214,6 +214,10 @@ def test_products_store_a_block_of_coefficients(gate: str | None) -> None:
             folded.sums(votes, query, 1.0)
             folded.gradients(votes, query, 1.0, grad, needs if query is not None else needs - {"query"})
         assert made.numbers <= folded._BLOCK // 2
+    monkeypatch.setattr(folded, "fuses", lambda votes: True)  # no kernel takes detached gradients
+    with Largest() as made:
+        folded.gradients(votes, call.given["query"], 1.0, grad, needs, detach=True)
+    assert made.numbers <= folded._BLOCK // 2
 
 
 @pytest.mark.parametrize("sizes", [(2, 64, 64, 8), (1, 2001, 64, 8), (8, 1024, 16, 24)], ids=str)
