@@ -20,8 +20,8 @@ settings.register_profile("fixed", settings.get_profile("drawn"), derandomize=Tr
 settings.load_profile("fixed" if os.environ.get("CI") else "drawn")
 
 POISONED = (
-    "test_kernels", "test_registry", "test_reference", "test_ops", "test_errors", "test_functional", "test_nn",
-    "test_compat", "test_verbs", "test_made",
+    "test_kernels", "test_products", "test_registry", "test_reference", "test_ops", "test_errors", "test_functional",
+    "test_nn", "test_compat", "test_verbs", "test_made",
 )  # fmt: skip
 """Modules whose tests run with poisoned allocations; elsewhere (timings, memory, training) filling would disturb."""
 

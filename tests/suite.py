@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from case_rows import allowed
-from cases import Case
+from cases import DENSE, Case, strides
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from registry import GAUSSIAN, ROUTINGS, BackwardCall, Call, Routing, every_case
@@ -68,6 +68,23 @@ def cases_named(names: Iterable[str]) -> pytest.MarkDecorator:
     """Return the mark that gives a test the cases of these names, of whatever routings have them."""
     wanted = set(names)
     return cases_where(lambda case: case.name in wanted, pairs=False)
+
+
+def by_op(call: Call) -> dict[str, Tensor]:
+    results = call.by_op()
+    assert all(result.is_contiguous() for result in results.values())
+    return results
+
+
+def hold_training_and_backward(routing: Routing, case: Case) -> None:
+    """By autograd; and by the backward, with other parents in every iteration: what iterations share, in one call."""
+    routing.bar(case).hold(routing.call(case).training(by_op))
+    backward = routing.backward_call(case)
+    found = backward.results(routing.backward_op)
+    for name, gradient in found.items():
+        as_given = name == "dweight" and case.layout in DENSE
+        assert strides(gradient) == strides(backward.given["weight"] if as_given else torch.empty(gradient.shape))
+    routing.backward_bar(case).hold(found)
 
 
 def hold_far_from_zero(run: Callable[[Call], dict[str, Tensor]], types: int, start: bool) -> None:

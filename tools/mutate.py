@@ -45,8 +45,8 @@ SOURCES = {
 LEFT = {"introspection.cu", "capability.cpp", "poses.h", "static.py"}
 """What no kernel is made from: what a library says of itself, which instruction set it is, what compiles for a GPU."""
 TESTS = {
-    "cpu": ("tests/test_kernels.py", "tests/test_errors.py", "tests/test_ops.py", "tests/test_functional_extremes.py",
-            "tests/test_explain.py", "tests/test_verbs_cpu.py",
+    "cpu": ("tests/test_kernels.py", "tests/test_products.py", "tests/test_errors.py", "tests/test_ops.py",
+            "tests/test_functional_extremes.py", "tests/test_explain.py", "tests/test_verbs_cpu.py",
             # sums of 512 numbers err by 4 % more than may be without FMA, beside an eager torch that has it
             "-k", "not (has_a_case or 32_bits or largest-pose or cuda or triton or reference)"),
     "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "-k", "on-cpu and not random"),
