@@ -22,7 +22,6 @@ it breaks the graph.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ from fastcaps.votes import VoteInputs
 __all__ = [
     "NAMES", "Backend", "BackendError", "Call", "backend", "choose", "choose_formula", "chosen", "forced",
     "is_explaining", "listing", "native_capability", "native_serves", "observer", "on_cpu", "refusal",
-    "refuse_unless_reference", "settings", "takes_iterations", "tf32_allowed", "tf32x3", "tf32x3_wanted",
+    "refuse_unless_reference", "settings", "tf32_allowed", "tf32x3", "tf32x3_wanted",
     "triton_kernels", "under",
 ]  # fmt: skip
 
@@ -333,18 +332,6 @@ def refuse_unless_reference(stem: str) -> None:
             f"backend {forced()!r} is forced and cannot take this call: torch.func transforms, forward-mode "
             f"derivatives and votes in blocks run on the reference ({stem})"
         )
-
-
-def takes_iterations(stem: str, votes: VoteInputs, count: int, begins: bool, options: int) -> bool:
-    """Return whether the CUDA library runs all iterations in one call; ``begins``: the call has first parents."""
-    if count == 1:
-        return True
-    bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
-    element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(votes.children.dtype)
-    machine: Any = torch.cuda.get_device_properties(votes.children.device)
-    limits = machine.multi_processor_count, machine.shared_memory_per_block_optin
-    facts = (ctypes.c_int64 * 8)(0, element, bias, int(begins), count, options, *limits)
-    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", stem, votes.sizes_in_c(), facts) == ""
 
 
 def on_cpu(stem: str, children: Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -80,16 +80,6 @@ class Target:
         answer: str = function(*(as_c[type(argument)](argument) for argument in arguments)).decode()
         return answer
 
-    def taken(self, routing: Routing, case: Case, option: str = "fast") -> Case:
-        """Return a case as one call takes it: with one iteration where its parents need several launches."""
-        if (
-            routing is not ATTENTION
-            and case.iterations > 1
-            and "parents take" in self.ask("routing_refusal", *question(routing, case, option))
-        ):
-            return replace(case, iterations=1)
-        return case
-
     def guarded(self) -> Any:
         return nullcontext() if self.device == "cuda" else build.guarded(self.library)
 
@@ -132,7 +122,7 @@ class Target:
     def run(self, routing: Routing, case: Case, option: str = "fast", seed: int = 0) -> list[dict[str, Tensor]]:
         """Return a case's results and its gradients, every tensor fenced in."""
         with self.guarded():
-            results = self.forward(routing.call(self.taken(routing, case, option), seed), option)
+            results = self.forward(routing.call(case, seed), option)
             # votes that are rounded to tf32 differ from the reference's by more than what cancels in a gate's gradient
             rounds = routing.rounds and option.startswith("tf32")
             back = routing.backward_call(case, seed, forward=partial(self.forward, option=option) if rounds else None)
@@ -142,7 +132,7 @@ class Target:
         """Hold what ``run`` returns to the rule, and return it."""
         tf32 = option in ("tf32", "tf32-ordered") and case.dtype == torch.float32  # three products keep float32's rule
         found = self.run(routing, case, option, seed)
-        routing.bar(self.taken(routing, case, option), seed, tf32, training=False).hold(found[0])
+        routing.bar(case, seed, tf32, training=False).hold(found[0])
         routing.backward_bar(case, seed, tf32).hold(found[1])
         return found
 

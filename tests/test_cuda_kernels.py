@@ -199,14 +199,29 @@ def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: 
         "set", batch=3, types=7, parents=5, pose=(4, 4, 4), groups=groups, bias="IM",
         gate="some", iterations=2, layout="transposed",
     )  # fmt: skip
-    one = target.taken(routing, case, "ordered")
-    call, back = routing.call(one), routing.backward_call(case)
+    call, back = routing.call(case), routing.backward_call(case)
     pairs = [(target.forward(call, "ordered"), target.forward(call.as_set(), "ordered"))]
     pairs += [(target.backward(back, "ordered"), target.backward(back.as_set(), "ordered"))]
     for wanted, found in pairs:
         for key, value in wanted.items():
             assert torch.equal(found[key].reshape(value.shape), value), key
     assert pairs[0][1][routing.results[0]].dim() in (2, 4)
+
+
+@on_every_target
+@every_routing
+@pytest.mark.parametrize(
+    "sizes", [{"iterations": 17, "types": 5}, {"types": 600}, {"parents": 1100, "types": 2}], ids=str
+)
+def test_iterations_that_are_several_launches(routing: Routing, sizes: dict[str, Any], target: Target) -> None:
+    """More of them than one launch takes; children that are better split over blocks; parents of several blocks."""
+    given = {"batch": 1, "parents": 3, "pose": (4, 4, 4), "iterations": 3, "start": False, **sizes}
+    for rule in sorted(routing.rules):
+        case = routing.make("launches", gate="some", rule=rule, **given)
+        answer = target.ask("schedule", *question(routing, case))
+        assert ("iterations=fused" in answer) == (routing is POOLING and "parents" in sizes)  # which are independent
+        target.check(routing, case)
+        target.check(routing, replace(case, start=True))
 
 
 @on_every_target
@@ -258,11 +273,6 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         ("has no rule 7", {**given_all, "rule": 7}),
         ("512", routing.call(replace(case, types=1, parents=1, pose=(27, 2, 19), bias=None)).given),
     ]
-    if routing is not ATTENTION:
-        wrong.append(("iterations, got 17", routing.call(replace(case, iterations=17)).given))
-    if routing.stem == "gaussian":
-        many = replace(case, types=2, parents=1100, pose=(4, 4, 4), bias=None, betas="11", iterations=2)
-        wrong.append(("1100 parents take several blocks", routing.call(many).given))
     for message, each in wrong:
         with pytest.raises(RuntimeError, match=message):
             target.forward(Call(routing, each, {}))
@@ -282,8 +292,7 @@ def test_every_kernel_has_a_case(routing: Routing, target: Target) -> None:
     met: dict[str, set[str]] = {}
     for _, case, option in (run for run in (*paths(True), *paths(False)) if run[0] is routing):
         for backward in (False, True):
-            one = case if backward else target.taken(routing, case, option)
-            answer = target.ask("schedule", *question(routing, one, option, backward))
+            answer = target.ask("schedule", *question(routing, case, option, backward))
             for field in answer.split(";"):
                 key, value = field.split("=")
                 single = key in ("kernel", "iterations")

@@ -25,14 +25,13 @@ import fastcaps
 from fastcaps import Window, backends, functional, libraries
 from fastcaps.ops import folded
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import SET_WINDOW, VoteInputs
 
 GPU = torch.device("cuda:0")
 POSE = (4, 4, 4)
 
 
 class FakeLibrary:
-    """The CUDA library as far as the choice asks it: it takes poses of up to 512 values, and all iterations at once."""
+    """The CUDA library as far as the choice asks it: it takes poses of up to 512 values."""
 
     problem = ""
 
@@ -40,7 +39,7 @@ class FakeLibrary:
         if function == "fastcaps_cuda_refusal":
             _, rows, _, columns, _ = arguments
             return "" if rows * columns <= 512 else "it takes poses of up to 512 numbers"
-        answers = {"toolkit": "13.0.88", "architectures": "80-real,90", "routing_refusal": ""}
+        answers = {"toolkit": "13.0.88", "architectures": "80-real,90"}
         return answers.get(function.removeprefix("fastcaps_cuda_"))
 
 
@@ -84,11 +83,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
     clear()
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, refusal: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """Have a made-up CUDA library serve the CPU by the reference, and return the list of its calls, as it grows.
-
-    ``refusal`` is its answer to whether it takes all iterations at once.
-    """
+def serve(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """Have a made-up CUDA library serve the CPU by the reference, and return the list of its calls, as it grows."""
     seen: list[tuple[str, tuple[Any, ...]]] = []
 
     def forward(routing: Routing, *arguments: Any) -> Any:
@@ -119,10 +115,6 @@ def serve(monkeypatch: pytest.MonkeyPatch, refusal: str) -> list[tuple[str, tupl
     for routing in ROUTINGS:
         monkeypatch.setitem(routing.border.native, "cuda", partial(forward, routing))
         monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
-    library = SimpleNamespace(ask=lambda function, *_: refusal if function.endswith("routing_refusal") else None)
-    monkeypatch.setattr(libraries, "library", lambda _: library)
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(backends, "choose", lambda *_: ("cuda", 3))
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     return seen
@@ -350,34 +342,28 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 
 
 @every_routing
-@pytest.mark.parametrize("refusal", ["", "too many parents"])
-def test_iterations_are_one_call_where_the_library_takes_them(
-    routing: Routing, refusal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere an iteration a call; the backward asks every one that has parents for their gradient. Attention's takes
-    them always, and its backward too.
+def test_iterations_are_one_call_of_the_library(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward asks every one that has parents for their gradient; attention's is one call, too.
 
     Kernels get what the ops got but the flags, and the settings of the moment at the end.
     """
     monkeypatch.setattr(backends, "_options", lambda _: 3)
-    seen = serve(monkeypatch, refusal)
+    seen = serve(monkeypatch)
     call = routing.call(replace(routing.case("padded"), iterations=3, dtype=torch.float64))
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
-    if routing is ATTENTION:
-        assert [one for one, _ in seen] == [routing.name, f"{routing.name}_reverse"]
-        assert all(given[-1] == 3 for _, given in seen)
-        return
-    forward = 3 if refusal else 1
-    assert [one for one, _ in seen] == [routing.name] * forward + [f"{routing.name}_backward"] * 3
-    counts = {routing.name: len(call.given), f"{routing.name}_backward": len(routing.backward_op._schema.arguments)}
-    assert all(given[-1] == 3 and len(given) == counts[one] + 1 for one, given in seen)
+    backward = [f"{routing.name}_reverse"] if routing is ATTENTION else [f"{routing.name}_backward"] * 3
+    assert [one for one, _ in seen] == [routing.name, *backward]
+    assert all(given[-1] == 3 for _, given in seen)
+    assert len(seen[0][1]) == len(call.given) + 1
+    if routing is not ATTENTION:
+        assert {len(given) for _, given in seen[1:]} == {len(routing.backward_op._schema.arguments) + 1}
 
 
 def test_products_run_the_backward_of_a_call_that_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, too, where otherwise one call of the library runs it."""
-    seen = serve(monkeypatch, "")
+    seen = serve(monkeypatch)
     case = Case("shared", Rule.SQUASH, types=16, groups=2, iterations=3, dtype=torch.float64, start=False)
     monkeypatch.setattr(folded, "serves", folded.takes)
     call = ATTENTION.call(case)
@@ -385,22 +371,3 @@ def test_products_run_the_backward_of_a_call_that_they_ran(monkeypatch: pytest.M
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
     assert not seen
-
-
-def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
-    """Sizes, type, bias, whether the first iteration has parents, iterations, settings, and the device's two limits."""
-    heard: list[Any] = []
-
-    class Asked(FakeLibrary):
-        def ask(self, function: str, *arguments: Any) -> str | None:
-            heard.append((function, arguments[0], list(arguments[1]), list(arguments[2])))
-            return "no"
-
-    gpu.setattr(libraries, "library", lambda name: Asked())
-    with torch.device("meta"):
-        children, bias = torch.empty(2, 1, 1, 5, 4, 4).bfloat16(), torch.empty(1, 3, 4, 4)
-    votes = VoteInputs(children, None, bias, None, 3, SET_WINDOW)
-    assert backends.takes_iterations("attention", votes, 1, False, backends.ALLOW_TF32) and not heard
-    assert not backends.takes_iterations("attention", votes, 3, False, backends.ALLOW_TF32)
-    sizes = [2, 1, 1, 5, 4, 4, 1, 1, 3, 4, 0, *SET_WINDOW]
-    assert heard == [("fastcaps_cuda_routing_refusal", "attention", sizes, [0, 2, 1, 0, 3, 2, 132, 232448])]

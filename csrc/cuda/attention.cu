@@ -5,12 +5,6 @@
 namespace fastcaps::gpu {
 namespace {
 
-// [B, Ho, Wo, M, C, E], dense
-View dense_poses(const void* data, const Votes& v) {
-  const int64_t row = v.Wo * v.parents_size();
-  return {data, {v.Ho * row, row, v.parents_size(), v.parent_size(), v.E, 1}};
-}
-
 std::vector<Tensor> attention_routing(Stack stack) {
   const AttentionRouting op{stack};
   const Tensor& children = op.votes.children;
@@ -22,7 +16,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   args.query = call.view(op.query);
   args.scale = float(op.scale), args.eps = float(op.eps), args.rule = op.rule;
   const bool fused = op.iterations > 1 && call.fuses(op.iterations);
-  const Schedule c = call.schedule_forward(fused ? op.iterations : 1);
+  const Schedule c = call.schedule_forward(fused);
   const Tensor result = new_tensor(children, call.poses(), children.scalar_type(), "parents");
   const Tensor sums = call.empty(call.poses(op.iterations));
   if (v.positions() == 0) return {result, sums};

@@ -122,15 +122,10 @@ bool Call::fuses(int64_t iterations) const {
   return iterations <= kMostIterations && routing_refusal(task(false), votes, machine()).empty();
 }
 
-Schedule Call::schedule_forward(int64_t iterations) const {
-  STD_TORCH_CHECK(iterations >= 1 && iterations <= kMostIterations, "fastcaps: one launch has 1 to ", kMostIterations,
-                  " iterations, got ", iterations);
+Schedule Call::schedule_forward(bool whole) const {
   Task one = task(false);
-  one.whole = iterations > 1;
-  const Schedule c = cut(one, {});
-  STD_TORCH_CHECK(!one.whole || !pass.parents_compete || c.parent_blocks == 1,
-                  "fastcaps: one launch cannot take this routing: its ", votes.M, " parents take several blocks");
-  return c;
+  one.whole = whole;
+  return cut(one, {});
 }
 
 void Call::take(const Schedule& c) {

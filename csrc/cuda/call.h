@@ -51,8 +51,9 @@ struct Call : OpCall {
   Task task(bool backward) const { return Task::of(&pass, backward, options, args.storage, !args.weight); }
   // How a task is cut, or an error that says why no kernel takes it.
   Schedule cut(const Task& task, const Bias& bias) const;
-  // The schedule of a forward. Several iterations are one launch, whose blocks see all children of their positions.
-  Schedule schedule_forward(int64_t iterations) const;
+  // The schedule of a forward. `whole`: of all iterations in one launch, whose blocks see all children of their
+  // positions.
+  Schedule schedule_forward(bool whole) const;
   // Whether several iterations should be one launch.
   bool fuses(int64_t iterations) const;
   void take(const Schedule& c);

@@ -101,7 +101,12 @@ FASTCAPS_DEVICE float top_of(const EndArgs& args, int64_t parent, bool exists) {
 // From S to what the rule makes of it: the next parents, or what is added to the query.
 template <int PER>
 FASTCAPS_DEVICE void take_step(const EndArgs& args, const HeldPose<PER>& pose) {
-  between<false>(args, pose, true);
+  if (args.rule == Rule::kUnit) {  // the last parents are the stored sums
+    pose.each([&](float& number, int) { number = rounded(number, args.storage); });
+    if (args.queries) unit(pose);
+  } else {
+    between<false>(args, pose, true);
+  }
   if (args.rule == Rule::kLayerNorm)
     pose.each([&](float& number, int k) { number = affine(args, number, pose.index(k)); });
 }
@@ -110,7 +115,7 @@ FASTCAPS_DEVICE void take_step(const EndArgs& args, const HeldPose<PER>& pose) {
 template <int PER>
 FASTCAPS_DEVICE void store_query(const EndArgs& args, const HeldPose<PER>& pose, int64_t parent, const void* query,
                                  void* next) {
-  if (query && args.rule == Rule::kSquash)
+  if (query && (args.rule == Rule::kSquash || args.rule == Rule::kUnit))
     pose.each([&](float& number, int k) {
       const int64_t at = parent * pose.numbers + pose.index(k);
       number = rounded(number, args.storage) + load_number(query, at, args.storage);

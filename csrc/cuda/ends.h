@@ -116,6 +116,12 @@ struct EndArgs : ParentArgs {
   Zeros zeros;
 };
 
+// [B, Ho, Wo, M, C, E], dense
+inline View dense_poses(const void* data, const Votes& v) {
+  const int64_t row = v.Wo * v.parents_size();
+  return {data, {v.Ho * row, row, v.parents_size(), v.parent_size(), v.E, 1}};
+}
+
 inline EndArgs end_args(const Call& call, int chunks = 1) {
   EndArgs args{};
   static_cast<ParentArgs&>(args) = call.args;

@@ -12,6 +12,7 @@ struct JoinArgs {
   int64_t count;  // parents in all: B * Ho * Wo * M
   int numbers;    // of a parent
   float *counts, *scores;
+  float* log_weight;  // of the next iteration; null after the last
 };
 
 // What a range of children has found of four neighbours of a parent's pose; 0 where there is none.
@@ -98,6 +99,8 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
       evidence = gaussian::em_score(args.temperatures[0], args.activation[m],
                                     float(join.numbers) * args.cost_of_numbers[m], log_sigma, float(n));
     join.counts[parent] = float(n), join.scores[parent] = args.score[parent] = evidence;
+    if (join.log_weight)
+      join.log_weight[parent] = Number<float>::log_sigmoid(evidence) - (args.rule == Rule::kKMeans ? 0.0f : log_sigma);
   });
 }
 
@@ -166,8 +169,8 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
     args.cost_of_numbers = call.table(op.beta_use), args.activation = call.table(op.beta_ignore);
   else
     args.betas = call.betas(op.beta_use, op.beta_ignore);
-  const Schedule c = call.schedule_forward(iterations);
-  for (int64_t k = 0; k < iterations; ++k) args.temperatures[k] = float(op.temperatures[size_t(k)]);
+  const bool fused = iterations > 1 && call.fuses(iterations);
+  const Schedule c = call.schedule_forward(fused);
   const Tensor score = call.empty(call.numbers()), last_mean = call.empty(call.poses());
   const Tensor last_variance = call.empty(call.poses()), counts = call.empty(call.numbers(iterations));
   const Tensor means = call.empty(call.poses(iterations)), variances = call.empty(call.poses(iterations));
@@ -175,25 +178,41 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   const std::vector<Tensor> results{score, last_mean, last_variance, counts, means, variances, scores};
   if (v.positions() == 0) return results;
   call.take(c);
-  const Tensor statistics = op.mean || op.log_weight ? call.collect(c, 2) : Tensor();
   args.score = floats(score), args.last_mean = floats(last_mean), args.last_variance = floats(last_variance);
   args.means = floats(means), args.variances = floats(variances);
-  if (c.chunks == 1) {
+  if (fused || (iterations == 1 && c.chunks == 1)) {
+    const Tensor statistics = op.mean || op.log_weight ? call.collect(c, 2) : Tensor();
+    for (int64_t k = 0; k < iterations; ++k) args.temperatures[k] = float(op.temperatures[size_t(k)]);
     args.iterations = int(iterations);
     args.counts = floats(counts), args.evidence = floats(scores);
     call.launch(c, 0, c.parent_blocks);
     return results;
   }
-  const int64_t values = call.parts(c, false).all(), poses = call.parts(c).all();
+  const int64_t values = call.parts(c, false).all(), parts = call.parts(c).all();
+  const int64_t count = v.positions() * v.M, numbers = v.parent_size();
+  float* log_weight;
   const Tensor memory = call.workspace({{&args.counts, values},
                                         {&args.evidence, values},
-                                        {&args.offsets, poses},
-                                        {&args.spread, poses},
-                                        {&args.base, op.mean ? 0 : poses}});
-  call.launch(c, 0, c.parent_blocks);
-  const int64_t count = v.positions() * v.M, numbers = v.parent_size();
-  const JoinArgs join{args, Sharing(numbers, c.chunks), count, int(numbers), floats(counts), floats(scores)};
-  launch(&gaussian_join_kernel, join.by.grid(count), join);
+                                        {&args.offsets, parts},
+                                        {&args.spread, parts},
+                                        {&args.base, op.mean ? 0 : parts},
+                                        {&log_weight, iterations > 1 ? count : 0}});
+  for (int64_t k = 0; k < iterations; ++k) {
+    const Tensor statistics = args.mean || args.log_weight ? call.collect(c, 2) : Tensor();
+    args.temperatures[0] = float(op.temperatures[size_t(k)]);
+    call.launch(c, 0, c.parent_blocks);
+    const JoinArgs join{args,
+                        Sharing(numbers, c.chunks),
+                        count,
+                        int(numbers),
+                        floats(counts) + k * count,
+                        floats(scores) + k * count,
+                        k + 1 < iterations ? log_weight : nullptr};
+    launch(&gaussian_join_kernel, join.by.grid(count), join);
+    args.mean = args.means, args.variance = op.rule == Rule::kKMeans ? nullptr : args.last_variance;
+    args.log_weight = log_weight;
+    args.means += count * numbers, args.variances += count * numbers;
+  }
   return results;
 }
 

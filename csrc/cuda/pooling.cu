@@ -15,26 +15,37 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   const MaybeTensor query = call.posed(op.query);
   args.query = call.view(query);
   args.scale = float(op.scale), args.normalize = op.normalize, args.rule = op.rule;
-  const Schedule c = call.schedule_forward(op.iterations);
+  const bool fused = op.iterations > 1 && call.fuses(op.iterations);
+  const Schedule c = call.schedule_forward(fused);
   const Tensor result = new_tensor(children, call.poses(), call.storage, "parents");
   const Tensor sums = new_tensor(children, call.poses(op.iterations), call.storage, "sums");
   const Tensor logsumexp = call.empty(call.numbers(op.iterations));
   const std::vector<Tensor> results{result, sums, logsumexp};
   if (call.votes.positions() == 0) return results;
   call.take(c);
-  if (c.chunks == 1) {
+  if (fused || (op.iterations == 1 && c.chunks == 1)) {
     args.iterations = int(op.iterations);
     args.history = data_of(sums), args.logsumexp = floats(logsumexp), args.result = data_of(result);
     call.launch(c, 0, c.parent_blocks);
     return results;
   }
-  const Tensor memory =
-      call.workspace({{&args.sums, call.parts(c).all()}, {&args.logsumexp, call.parts(c, false).all()}});
-  call.launch(c, 0, c.parent_blocks);
   EndArgs end = end_args(call, c.chunks);
-  end.parts = args.sums, end.logsumexps = args.logsumexp;
-  end.stored = data_of(sums), end.logsumexp = floats(logsumexp), end.parents = data_of(result);
-  finish(end);
+  const int64_t poses = end.count * call.votes.parent_size();
+  float* queries;
+  const Tensor memory = call.workspace({{&args.sums, call.parts(c).all()},
+                                        {&args.logsumexp, call.parts(c, false).all()},
+                                        {&queries, op.iterations > 1 ? poses : 0}});
+  end.parts = args.sums, end.logsumexps = args.logsumexp, end.parents = data_of(result);
+  end.query = call.as_given(query);
+  for (int64_t k = 0; k < op.iterations; ++k) {
+    call.launch(c, 0, c.parent_blocks);
+    end.stored = static_cast<char*>(data_of(sums)) + k * poses * bytes_of(call.args.storage);
+    end.logsumexp = floats(logsumexp) + k * end.count;
+    end.queries = k + 1 == op.iterations ? nullptr : queries;
+    finish(end);
+    end.query = queries;
+    args.query = dense_poses(queries, call.votes);
+  }
   return results;
 }
 

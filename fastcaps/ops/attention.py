@@ -53,7 +53,6 @@ class AttentionRouting(QueryRouting):
     Own, Rest = Attention, Backward
     history = ("sums",)
     constant = frozenset(("query",))
-    iterates = frozenset(("cuda",))
 
     def __init__(self) -> None:
         """Define both ops, and the CUDA library's backward through all iterations."""

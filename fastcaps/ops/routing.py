@@ -147,19 +147,8 @@ class Routing(Signature, ABC):
         if self.library(votes, backward=False) is not None:
             return self.by_library(votes, own)
         chosen, options = backends.choose(self.stem, votes)
-        if chosen == "cpu":
+        if chosen in NATIVE:
             results: Results = self.native[chosen](*votes, *own[: self.native_count], options)
-            return (*results, self._coefficients(votes, own, results))
-        if chosen == "cuda":
-
-            def run(votes: VoteInputs, own: Any) -> Any:
-                return self.native[chosen](*votes, *own[: self.native_count], options)
-
-            begins = getattr(own, self.state[0]) is not None
-            whole = chosen in self.iterates or backends.takes_iterations(
-                self.stem, votes, self.iterations(own), begins, options
-            )
-            results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
             return (*results, self._coefficients(votes, own, results))
         if chosen == "triton":
             kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=options)

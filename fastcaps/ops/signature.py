@@ -39,8 +39,8 @@ class Signature:
     moments = 1  # of an iteration: how many sums over the votes
     wide = False  # whether the tensors of Own have the children's accumulation dtype
     constant: frozenset[str] = frozenset()  # the tensors that have no gradient with detached coefficients
-    iterates: frozenset[str] = frozenset()  # the backends whose op takes any number of iterations
     competing = True  # parents for a child, or else children for a parent
+    native_reverse: Any = None  # the CUDA library's backward through all iterations, if it has one
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
