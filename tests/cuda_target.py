@@ -39,7 +39,7 @@ def library(target: str) -> ctypes.CDLL:
     built = build.library(target)
     schemas = torch.library.Library(target, "FRAGMENT")
     names = [name for routing in ROUTINGS for name in (routing.name, f"{routing.name}_backward")]
-    for name in (*names, "attention_routing_reverse", "folded"):
+    for name in (*names, "attention_routing_reverse", "gaussian_routing_reverse", "folded"):
         schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
         schemas.define(schema.removeprefix("fastcaps_cuda::"))
     built.schemas = schemas  # they live as long as it does
@@ -106,16 +106,21 @@ class Target:
         return {name: gradient.cpu() for name, gradient in found.items()}
 
     def reverse(self, call: Call, option: str = "fast") -> dict[str, Tensor]:
-        """Return the results of a call of attention, and its gradients through all iterations, by name."""
-        results = self.forward(call, option)
-        moved = self.moved({**call.given, "sums": results["sums"]})
-        constant = ATTENTION.border.constant if call.detach else ()
+        """Return the results of a call of attention or of Gaussians, and its gradients through all iterations."""
+        results, border = self.forward(call, option), call.routing.border
+        moved = self.moved({**call.given, **results})
+        constant = border.constant if call.detach else ()
         wanted = [name for name in call.names if name not in constant]
-        names = (*VOTES, "query", "norm_weight", "norm_bias", "sums", "scale", "eps", "rule")
-        bits = ATTENTION.border.bits(wanted) | (DETACH if call.detach else 0)
-        grad = on_device(call.grads["parents"], self.device).to(results["sums"].dtype)
-        found = self.op("attention_routing_reverse")(grad, *(moved[name] for name in names), bits, OPTIONS[option])
-        gradients = dict(zip(ATTENTION.border.tensors, found, strict=True))
+        if call.routing is ATTENTION:
+            names = (*VOTES, "query", "norm_weight", "norm_bias", "sums", "scale", "eps", "rule")
+        else:
+            names = (*VOTES, "beta_use", "beta_ignore", *border.history, "temperatures", "rule", "eps")
+        bits = border.bits(wanted) | (DETACH if call.detach else 0)
+        wide = results[border.history[0]].dtype
+        grads = [on_device(call.grads[name], self.device).to(wide) for name in border.finals]
+        op = self.op(f"{call.routing.name}_reverse")
+        found = op(*grads, *(moved[name] for name in names), bits, OPTIONS[option])
+        gradients = dict(zip(border.tensors, found, strict=True))
         results |= {f"d{name}": gradients[name].cpu() for name in wanted}
         return results | {f"d{name}": torch.zeros_like(call.given[name]) for name in call.names if name in constant}
 

@@ -37,21 +37,27 @@ def ops_of(host: Host, routing: Routing, case: Case, option: str = "fast", devic
     """Return a case's forward and backward, ready to be called."""
     forward = getattr(torch.ops.fastcaps_cuda, routing.name).default
     backward = getattr(torch.ops.fastcaps_cuda, f"{routing.name}_backward").default
-    iterations = case.iterations if case.parents <= 32 else 1  # so many parents take several blocks
-    given = Host.moved([*routing.call(replace(case, iterations=iterations)).given.values()], device)
+    given = Host.moved([*routing.call(case).given.values()], device)
     back = Host.moved([*routing.backward_call(case).given.values()], device)
     return (lambda: forward(*given, OPTIONS[option])), (lambda: backward(*back, OPTIONS[option]))
 
 
 def reverse_of(host: Host, call: Call) -> Op:
-    """Return attention's backward through all iterations of a call."""
-    given, grad = call.given, call.grads["parents"].float()
-    sums = grad.new_zeros((call.iterations, *grad.shape))
-    names = ("query", "norm_weight", "norm_bias")
-    fixed = [given["scale"], given["eps"], given["rule"], ATTENTION.border.bits(call.names), 0]
-    tensors = [grad, *(given[name] for name in VOTES), *(given[name] for name in names), sums]
+    """Return the backward through all iterations of a call of attention, or of Gaussians without a first state."""
+    given, border = call.given, call.routing.border
+    parents = call.grads[border.finals[0]].float()
+    grads = [call.grads[name].float() for name in border.finals]
+    if call.routing is ATTENTION:
+        history = [parents.new_zeros((call.iterations, *parents.shape))]
+        names, fixed = ("query", "norm_weight", "norm_bias"), ("scale", "eps", "rule")
+    else:
+        means = call.grads["means"].float()
+        history = [x.new_zeros((call.iterations, *x.shape)) for x in (parents, means, means, parents)]
+        names, fixed = ("beta_use", "beta_ignore"), ("temperatures", "rule", "eps")
+    tensors = [*grads, *(given[name] for name in (*VOTES, *names)), *history]
     moved = [Host.moved(one, 0) for one in tensors]
-    return lambda: torch.ops.fastcaps_cuda.attention_routing_reverse.default(*moved, *fixed)
+    op = getattr(torch.ops.fastcaps_cuda, f"{call.routing.name}_reverse").default
+    return lambda: op(*moved, *(given[name] for name in fixed), border.bits(call.names), 0)
 
 
 def both(host: Host, name: str, **options: Any) -> tuple[Op, Op]:
@@ -142,6 +148,10 @@ LAUNCHES = {
     "pooling": (POOLING, replace(SET, rule=Rule.UNIT), [FORWARD, FINISH], [FIRST, PASS, LAST], 6),
     "gaussian": (GAUSSIAN, replace(SET, rule=Rule.EM), [FORWARD, "gaussian_join_kernel"],
                  ["torch zero_", "gaussian_prepare_kernel", PASS, PASS, LAST], 11),
+    "em": (GAUSSIAN, replace(SET, rule=Rule.EM, start=False, iterations=3), [FORWARD, "gaussian_join_kernel"] * 3,
+           ["torch zero_", *["gaussian_prepare_kernel", PASS, PASS] * 3, LAST], 12),
+    "pooling-split": (POOLING, replace(SET, rule=Rule.UNIT, start=False, iterations=3), [FORWARD, FINISH] * 3,
+                      [FIRST, PASS] * 3, 12),
 }  # fmt: skip
 """Of each call: the launches forward and backward, and how often the backward allocates memory."""
 
@@ -152,7 +162,7 @@ def test_launches_of_a_call(host: Host, name: str) -> None:
     routing, case, forward, backward, most = LAUNCHES[name]
     call = routing.call(case)
     ops = [*ops_of(host, routing, case)]
-    if routing is ATTENTION:
+    if routing is ATTENTION or name == "em":
         ops[1] = reverse_of(host, call)
     found = []
     for op in ops:
@@ -168,7 +178,7 @@ def test_launches_of_a_call(host: Host, name: str) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_an_empty_batch_only_makes_zeros(host: Host, routing: Routing, option: str) -> None:
     case = replace(routing.case("pose-4x4-20"), batch=0)
-    reverse = [reverse_of(host, routing.call(case))] if routing is ATTENTION else []
+    reverse = [] if routing is POOLING else [reverse_of(host, routing.call(replace(case, start=False)))]
     for op in (*ops_of(host, routing, case, option), *reverse):
         host.begin()
         op()

@@ -18,7 +18,7 @@ from cuda_on_cpu import build
 from cuda_target import ON_DEVICE, OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, POOLING, ROUTINGS, Call, Routing, gpu_cases
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, gpu_cases
 from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from bench import sweep
@@ -118,6 +118,26 @@ def test_gradients_through_all_iterations(option: str, name: str, detach: bool, 
     with target.guarded():
         found = target.reverse(ATTENTION.call(case), option)
     ATTENTION.bar(case).hold(found)
+
+
+GAUSSIANS_REVERSED = {
+    "fast": "stay-float32 conv primes primes:bf16 pose-1x16:f16 sharing-float32",
+    "ordered": "conv stay-float32",
+}
+
+
+@on_every_target
+@pytest.mark.parametrize(("option", "name"), [(o, n) for o, names in GAUSSIANS_REVERSED.items() for n in names.split()])
+@pytest.mark.parametrize("rule", [Rule.EM, Rule.HEINSEN, Rule.KMEANS], ids=lambda rule: rule.name)
+def test_gradients_through_all_iterations_of_gaussians(option: str, name: str, rule: Rule, target: Target) -> None:
+    """With a bias of every child, one that children share, and one that parents share, too."""
+    name, _, dtype = name.partition(":")
+    for bias, iterations in (("IM", 3), ("1M", 2), ("11", 2), (None, 1)):
+        case = replace(GAUSSIAN.case(name), rule=rule, start=False, bias=bias, iterations=iterations)
+        case = replace(case, dtype=HALVES[dtype]) if dtype else case
+        with target.guarded():
+            found = target.reverse(GAUSSIAN.call(case), option)
+        GAUSSIAN.bar(case).hold(found)
 
 
 @on_every_target

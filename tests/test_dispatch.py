@@ -17,7 +17,7 @@ import pytest
 import torch
 from cases import Case
 from features import Called
-from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, votes_of
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, votes_of
 from suite import every_routing
 from torch._subclasses import FakeTensorMode
 
@@ -97,21 +97,23 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
         names = [argument.name for argument in routing.backward_op._schema.arguments]
         return BackwardCall(routing, dict(zip(names, arguments[:-1], strict=True))).by_reference()
 
-    taken = [argument.name for argument in ATTENTION.border.native_reverse._schema.arguments]
-    order = [argument.name for argument in ATTENTION.op._schema.arguments]
-
-    def reverse(*arguments: Any) -> Any:
-        seen.append(("attention_routing_reverse", arguments))
+    def reverse(routing: Routing, taken: list[str], *arguments: Any) -> Any:
+        seen.append((f"{routing.name}_reverse", arguments))
         given = dict(zip(taken, arguments, strict=True))
-        given["iterations"] = len(given["sums"])
-        call = Call(
-            ATTENTION, {n: given[n] for n in order if n in given}, {"parents": given["grad"]}, given["needs"] >= DETACH
-        )
+        order = [argument.name for argument in routing.op._schema.arguments]
+        own = {n: given.get(n) for n in order if n not in ("detach", "coefficients")}
+        if "iterations" in order:
+            own["iterations"] = len(given["sums"])
+        grads = zip(routing.results, arguments, strict=False)
+        call = Call(routing, own, dict(grads), given["needs"] >= DETACH)
         with torch.enable_grad():
             made = call.training(Call.by_loop)
-        return [made.get(f"d{name}") for name in ATTENTION.border.tensors]
+        return [made.get(f"d{name}") for name in routing.border.tensors]
 
-    monkeypatch.setattr(ATTENTION.border, "native_reverse", reverse)
+    for routing in ROUTINGS:
+        if routing.border.native_reverse is not None:
+            taken = [argument.name for argument in routing.border.native_reverse._schema.arguments]
+            monkeypatch.setattr(routing.border, "native_reverse", partial(reverse, routing, taken))
     for routing in ROUTINGS:
         monkeypatch.setitem(routing.border.native, "cuda", partial(forward, routing))
         monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
@@ -231,14 +233,14 @@ def test_a_forced_backend_is_obeyed_or_raises(gpu: object) -> None:
 
 @every_routing
 def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked once for the forward and once for every backward; attention also asks whether one call makes them all."""
+    """Asked once for the forward and once for every backward; all but pooling also ask whether that is one call."""
     heard: list[backends.Call] = []
     monkeypatch.setattr(backends, "chosen", lambda _, call: heard.append(call) or "reference")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     case = replace(routing.case("padded"), iterations=1)
     routing.call(case).training(Call.by_op)
     wanted = backends.Call(routing.stem, torch.device("cpu"), torch.float32, case.pose, case.parents, True, 0)
-    assert heard == [wanted] * (3 if routing is ATTENTION else 2)
+    assert heard == [wanted] * (2 if routing is POOLING else 3)
 
 
 @needs_fake_gpu_tensors
@@ -342,22 +344,26 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 
 
 @every_routing
-def test_iterations_are_one_call_of_the_library(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward asks every one that has parents for their gradient; attention's is one call, too.
+@pytest.mark.parametrize("start", [False, True])
+def test_iterations_are_one_call_of_the_library(routing: Routing, start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pooling's backward asks every one that has parents for their gradient, and so does that of Gaussians with a first
+    state; else it is one call, too.
 
     Kernels get what the ops got but the flags, and the settings of the moment at the end.
     """
     monkeypatch.setattr(backends, "_options", lambda _: 3)
     seen = serve(monkeypatch)
-    call = routing.call(replace(routing.case("padded"), iterations=3, dtype=torch.float64))
+    call = routing.call(replace(routing.case("padded"), iterations=3, dtype=torch.float64, start=start))
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
-    backward = [f"{routing.name}_reverse"] if routing is ATTENTION else [f"{routing.name}_backward"] * 3
-    assert [one for one, _ in seen] == [routing.name, *backward]
+    whole = routing is ATTENTION or (routing is GAUSSIAN and not start)
+    assert [one for one, _ in seen] == [
+        routing.name, *([f"{routing.name}_reverse"] if whole else [f"{routing.name}_backward"] * 3)
+    ]  # fmt: skip
     assert all(given[-1] == 3 for _, given in seen)
     assert len(seen[0][1]) == len(call.given) + 1
-    if routing is not ATTENTION:
+    if not whole:
         assert {len(given) for _, given in seen[1:]} == {len(routing.backward_op._schema.arguments) + 1}
 
 

@@ -1,8 +1,11 @@
-// The ops of routings whose parents are Gaussians: check, schedule, allocate, launch.
+// The op of routings whose parents are Gaussians: check, schedule, allocate, launch.
 #include "../algebra/gaussian.h"
 #include "ends.h"
 
 namespace fastcaps::gpu {
+
+std::vector<Tensor> gaussian_routing_backward(Stack stack);
+
 namespace {
 
 // ---- behind the forward kernel: the moments of several ranges of children, joined -----------------------------------
@@ -104,56 +107,6 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
   });
 }
 
-// ---- before the backward kernel: what a vote's weight gains, as a parabola in the vote ------------------------------
-struct PrepareArgs {
-  PassArgs pass;  // of the next launch, for which this one makes u, s and the constant
-  Sharing by;
-  int64_t count;
-  const float* dcounts;  // [count] or null
-  PosesView dmeans, dvariances;
-  const float* variances;
-  float *u, *s, *constant;
-  float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
-  Zeros zeros;
-};
-
-FASTCAPS_KERNEL(256, 1)
-gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
-  if (set_to_zero(prepare.zeros)) return;
-  const PassArgs& args = prepare.pass;
-  const Sharing& by = prepare.by;
-  const int numbers = args.C * args.E;
-  const bool vector = numbers % 4 == 0;
-  each_parent(prepare.count, by.lanes, prepare.zeros.working, [&](int64_t parent, bool exists) {
-    const int64_t from_means = offset_of_parent(prepare.dmeans, exists ? parent : 0, args.M, args.Ho, args.Wo);
-    const int64_t from_variances = offset_of_parent(prepare.dvariances, exists ? parent : 0, args.M, args.Ho, args.Wo);
-    const float inverse = exists ? inverse_or_zero(args.counts[parent] + args.eps) : 0.0f;
-    float constant = 0.0f, tight = 0.0f;
-    for (int number = by.first(); exists && number < numbers; number += by.lanes * 4) {
-      const int inside = numbers - number;
-      const int64_t at = parent * numbers + number;
-      float mean[4], variance[4], u[4], s[4];
-      load_four(args.means + at, inside, vector, mean);
-      load_four(prepare.variances + at, inside, vector, variance);
-      prepare.dmeans.load(from_means, number, inside, u);
-      prepare.dvariances.load(from_variances, number, inside, s);
-      FASTCAPS_UNROLL
-      for (int v = 0; v < 4; ++v) {
-        s[v] *= inverse;
-        u[v] = u[v] * inverse - 2.0f * (args.eps * inverse) * mean[v] * s[v];
-        constant -= s[v] * variance[v];
-        if (64.0f * variance[v] < mean[v] * mean[v]) tight = 1.0f;
-      }
-      store_four(prepare.s, at, inside, vector, s, Storage::kFloat32);
-      store_four(prepare.u, at, inside, vector, u, Storage::kFloat32);
-    }
-    by.add_lanes(constant), by.add_lanes(tight);
-    if (!exists || by.first() != 0) return;
-    prepare.constant[parent] = constant + (prepare.dcounts ? prepare.dcounts[parent] : 0.0f);
-    if (tight != 0.0f && prepare.tight) atomic_add(prepare.tight + parent / args.M, 1.0f);
-  });
-}
-
 std::vector<Tensor> gaussian_routing(Stack stack) {
   const GaussianRouting op{stack};
   const Tensor& children = op.votes.children;
@@ -214,71 +167,6 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
     args.means += count * numbers, args.variances += count * numbers;
   }
   return results;
-}
-
-std::vector<Tensor> gaussian_routing_backward(Stack stack) {
-  const GaussianBackward op{stack};
-  const Tensor& children = op.votes.children;
-  const DeviceGuard guard(children);
-  Call call("gaussian", op.votes, op.options);
-  const Votes& v = call.votes;
-  PassArgs& args = call.args;
-  const Iterations all = op.check(v);
-  const bool listens = op.has_evidence(), empty = v.positions() == 0 || !op.any();
-  args.betas = call.betas(op.beta_use, op.beta_ignore);
-  const bool wants_mean = op.wants_mean(), wants_variance = op.wants_variance(), wants_log = op.wants_log_weight();
-  const bool wants_use = listens && op.wants(kBetaUse, op.beta_use);
-  const bool wants_ignore = listens && op.wants(kBetaIgnore, op.beta_ignore);
-  const bool own_use = args.betas.use_stride_i, own_ignore = args.betas.ignore_stride_i;  // every child has its own
-  args.eps = float(op.eps);
-  VoteGradients gradients(call, op.needs, !empty, v.I * v.M * ((wants_use && own_use) + (wants_ignore && own_ignore)));
-  const Made poses_made = call.parts(gradients.schedule), numbers_made = call.parts(gradients.schedule, false);
-  const ScalarType wide = call.compute;
-  const Tensor dmean = gradients.add(wants_mean, args.dquery, poses_made, call.poses(), wide);
-  const Tensor dvariance = gradients.add(wants_variance, args.dvariance, poses_made, call.poses(), wide);
-  const Tensor dlog_weight = gradients.add(wants_log, args.dlog_weight, numbers_made, call.numbers(), wide);
-  float *duse = nullptr, *dignore = nullptr;  // of children, or, where these share a beta, of positions
-  const auto add_betas = [&](bool wanted, const MaybeTensor& beta, bool own, float*& place) {
-    const Shape shape = wanted ? shape_of(*beta) : Shape{0, 0};
-    const int64_t parts = own ? gradients.parts() : all.count * numbers_made.parts * v.positions();
-    return gradients.add(wanted, place, gradients.table(parts, own ? v.I : 1, 1, shape), shape, wide, own);
-  };
-  const Tensor dbeta_use = add_betas(wants_use, op.beta_use, own_use, duse);
-  const Tensor dbeta_ignore = add_betas(wants_ignore, op.beta_ignore, own_ignore, dignore);
-  const int64_t count = v.positions() * v.M, slots = numbers_made.all();
-  float *u = nullptr, *s = nullptr, *constant = nullptr;
-  gradients.reserve(u, count * v.parent_size()), gradients.reserve(s, count * v.parent_size());
-  gradients.reserve(constant, count);
-  Zeros zeros = gradients.allocate();
-  args.dsums = u, args.dsquares = s, args.dconstant = constant;
-  const size_t kept = call.kept.size();
-  const bool measures = op.grad_means || op.grad_variances;
-  Tensor tights = call.empty({measures && !empty ? all.count * v.positions() : 0});
-  if (tights.numel() > 0) torch::stable::zero_(tights);  // before the launches that count in it
-  for (int64_t k = 0; k < all.count && !empty; ++k) {
-    const auto of = [&](const MaybeTensor& x) { return all.at(x, k); };
-    float* tight = measures ? floats(tights) + k * v.positions() : nullptr;
-    call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
-    args.means = call.table(of(op.means)), args.counts = call.table(of(op.counts));
-    const float *spread = call.table(of(op.variances)), *dcounts = call.table(of(op.grad_counts));
-    const auto poses = [&](const MaybeTensor& x) { return PosesView(all.view(x, k), args.C, args.E); };
-    const Sharing by(v.parent_size());
-    Grid grid = by.grid(count);
-    zeros.add_blocks(grid);
-    launch(&gaussian_prepare_kernel, grid,
-           PrepareArgs{args, by, count, dcounts, poses(op.grad_means), poses(op.grad_variances), spread, u, s, constant,
-                       tight, zeros});
-    zeros.pieces = 0;
-    if (listens) args.devidence = call.table(of(op.grad_evidence));
-    args.duse = duse && !own_use ? duse + k * slots : duse;
-    args.dignore = dignore && !own_ignore ? dignore + k * slots : dignore;
-    if (measures) gradients.measure(3, u, s, tight);
-    gradients.run(3);
-    call.kept.resize(kept);
-  }
-  gradients.add_up();
-  return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dmean,
-          dvariance,          dlog_weight,      dbeta_use,      dbeta_ignore};
 }
 
 }  // namespace

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import reference
+from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype
+from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Routing
@@ -62,6 +63,15 @@ class GaussianRouting(Routing):
     heads = dict.fromkeys(("grad_counts", "grad_means", "grad_variances", "grad_evidence"), "Tensor | None")
     moments = 2
     wide = True
+
+    def __init__(self) -> None:
+        """Define both ops, and the CUDA library's backward through all iterations of a call without a first state."""
+        super().__init__()
+        grads = "Tensor? grad_scores, Tensor? grad_means, Tensor? grad_variances"
+        tensors = "Tensor? beta_use, Tensor? beta_ignore, Tensor counts, Tensor means, Tensor variances, Tensor scores"
+        taken = f"{grads}, {written(VoteInputs.__annotations__)}, {tensors}, float[] temperatures, int rule, float eps"
+        schema = f"{taken}, int needs, int options", self.native_backward_schema[1]
+        self.native_reverse = declare("cuda", f"{self.name}_reverse", schema)
 
     def iterations(self, own: Gaussian) -> int:
         return len(own.temperatures)
@@ -133,6 +143,15 @@ class GaussianRouting(Routing):
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Gaussian, history: Results) -> None:
         counts, means, narrow, scores = history
+        native = type(reverse) is Reverse and reverse.run == self.run_backward
+        chosen, options = backends.choose(self.stem, votes) if native else ("", 0)
+        if chosen == "cuda" and all(getattr(own, name) is None for name in STATE):
+            given = own.beta_use, own.beta_ignore, *history, own.temperatures, own.rule, own.eps
+            bits = self.bits(reverse.needs)
+            made = self.with_weight_strides(self.native_reverse(*grads, *votes, *given, bits, options), votes, bits)
+            by_name = zip(self.tensors, made, strict=True)
+            reverse.gradients = {name: one for name, one in by_name if name in reverse.needs}
+            return
         em, kmeans, count = own.rule == Rule.EM, own.rule == Rule.KMEANS, len(own.temperatures)
         variances, numbers = narrow + own.eps, means.shape[-2] * means.shape[-1]
         log_sigma = log_sigmas(variances)
