@@ -1,6 +1,7 @@
 // The ops of routings whose parents compete: check, schedule, allocate, launch.
 #ifndef __CUDA_ARCH__  // no kernels here: the compiler for the device has nothing to read
 #include "ends.h"
+#include "plain.h"
 
 namespace fastcaps::gpu {
 namespace {
@@ -21,13 +22,17 @@ std::vector<Tensor> attention_routing(Stack stack) {
   PassArgs& args = call.args;
   args.query = call.view(op.query);
   args.scale = float(op.scale), args.eps = float(op.eps), args.rule = op.rule;
-  const bool fused = op.iterations > 1 && call.fuses(op.iterations);
-  const Schedule c = call.schedule_forward(fused ? op.iterations : 1);
+  args.norm_weight = call.as_given(op.norm_weight), args.norm_bias = call.as_given(op.norm_bias);
   const Tensor result = new_tensor(children, call.poses(), children.scalar_type(), "parents");
   const Tensor sums = call.empty(call.poses(op.iterations));
   if (v.positions() == 0) return {result, sums};
+  if (std::optional<PlainArgs> plain = plain_args(call)) {
+    plain->eps = op.rule == Rule::kSquash ? 0.0f : args.eps;
+    if (run_plain_forward(call, *plain, op.query, op.iterations, result, sums)) return {result, sums};
+  }
+  const bool fused = op.iterations > 1 && call.fuses(op.iterations);
+  const Schedule c = call.schedule_forward(fused ? op.iterations : 1);
   call.take(c);
-  args.norm_weight = call.as_given(op.norm_weight), args.norm_bias = call.as_given(op.norm_bias);
   args.result = data_of(result);
   if (fused) {
     args.iterations = int(op.iterations), args.sums = floats(sums);

@@ -1,0 +1,319 @@
+// All iterations of attention without matrices in one launch: for each, every warp adds up S of its children, the block
+// adds up the warps', and makes the next queries of S.
+#include "forward.h"
+#include "plain.h"
+
+namespace fastcaps::gpu {
+namespace {
+
+// PARENTS: rows of tensor-core instructions, 8, 16 or 32. The first eight leave room for their remainders.
+template <int K_, int PARENTS, Storage S>
+struct PlainForward : PlainBlock<K_, S> {
+  using Block = PlainBlock<K_, S>;
+  using Block::args, Block::lane, Block::g, Block::t, Block::warp, Block::warps, Block::units, Block::K, Block::kPart;
+  static constexpr bool kPacked = PARENTS == 8;
+  static constexpr int kTiles = PARENTS == 32 ? 2 : 1, kEach = kPacked ? 2 : 4;
+  static constexpr int kPlanes = kPacked || !Block::kFloat ? 1 : 2;  // queries of half precision have no remainders
+  static constexpr int kFactor = kTiles * kPlanes * 16 * K;
+
+  float *factor, *query, *parts;  // of the queries; the queries themselves [M, K]; [warps][M][kPart]
+
+  FASTCAPS_DEVICE explicit PlainForward(const PlainArgs& given) : Block(given) {
+    factor = Block::rest;
+    query = factor + kFactor;
+    parts = query + args.M * K;
+  }
+  static int64_t shared_bytes(const PlainArgs& args, int warps) {
+    const int64_t own = kFactor + args.M * K + (args.resident ? warps * args.M * kPart : 0);
+    return Block::shared_bytes(args, warps) + 4 * own;
+  }
+  FASTCAPS_DEVICE float* part(int w) const {
+    return args.resident ? parts + w * args.M * kPart : reinterpret_cast<float*>(Block::ring_of(w));
+  }
+
+  // Value k of parent m's query, for the next iteration.
+  FASTCAPS_DEVICE void set_query(int m, int k, float x) {
+    query[m * K + k] = x;
+    const float number = bits_float(to_tf32(x)), remainder = bits_float(to_tf32(x - number));
+    factor[Block::template place<kPlanes>(m, 0, k)] = number;
+    if constexpr (kPacked) factor[Block::template place<1>(m + 8, 0, k)] = remainder;
+    if constexpr (kPlanes == 2) factor[Block::template place<2>(m, 1, k)] = remainder;
+  }
+  FASTCAPS_DEVICE void load_queries() {
+    for (int k = thread_index(); k < kFactor; k += block_threads()) factor[k] = 0.0f;
+    barrier();
+    for (int at = thread_index(); args.query && at < args.M * K; at += block_threads()) {
+      const int m = at / K, k = at % K;
+      const int64_t from = (Block::position * args.M + m) * args.K + k;
+      set_query(m, k, k < args.K ? load_number(args.query, from, S) : 0.0f);
+    }
+    barrier();
+  }
+
+  // Logits of a unit, [children's eight][tile][as an instruction leaves them], become coefficients.
+  FASTCAPS_DEVICE void compete(int u, float (&e)[2][kTiles][4]) const {
+    FASTCAPS_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (kPacked) e[n][0][0] += e[n][0][2], e[n][0][1] += e[n][0][3];
+      FASTCAPS_UNROLL
+      for (int b = 0; b < 2; ++b) {
+        const int in_slot = child_of_column(2 * t + b), child = Block::first_child(2 * u + n) + in_slot;
+        float top = -INFINITY, total = 0.0f;
+        each(e[n], b, [&](float& x, int m) {
+          x *= kLog2E * args.scale;
+          if (args.prior && Block::alive(m) && child < args.I) x += kLog2E * args.prior[child * args.prior_stride + m];
+          if (!Block::alive(m)) x = -INFINITY;
+          top = fmaxf(top, x);
+        });
+        top = join_lanes<4, 8>(top, [](float x, float y) { return fmaxf(x, y); });
+        each(e[n], b, [&](float& x, int) { total += x = exp2_fast(x - top); });
+        total = join_lanes<4, 8>(total, [](float x, float y) { return x + y; });
+        const float gate = Block::gate(2 * u + n, in_slot), one = gate * reciprocal(total);
+        each(e[n], b, [&](float& x, int) { x = gate == 0.0f ? 0.0f : x * one; });
+      }
+    }
+  }
+  // Calls body(value, parent) for the values of a child of column 2 t + b.
+  template <class Body>
+  FASTCAPS_DEVICE void each(float (&e)[kTiles][4], int b, Body&& body) const {
+    FASTCAPS_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      FASTCAPS_UNROLL
+      for (int x = 0; x < kEach; x += 2) body(e[tile][x + b], tile * 16 + x * 4 + g);
+    }
+  }
+
+  // S of the warp's children, to its part.
+  FASTCAPS_DEVICE void walk(bool asks) {
+    float sums[kTiles][K / 8][4] = {};
+    FASTCAPS_NO_UNROLL
+    for (int u = 0; u < units; ++u) {
+      Block::template wait<false>(u);
+      float e[2][kTiles][4] = {};
+      if (asks) Block::template multiply<kTiles, kPlanes>(factor, u, e);
+      compete(u, e);
+      FASTCAPS_UNROLL
+      for (int n = 0; n < 2; ++n) {
+        Block::template add<kTiles, kPacked>(e[n], 2 * u + n, sums);
+        barrier_warp();
+        if (!args.resident) Block::stage(2 * u + n + Block::kSlots);
+      }
+    }
+    barrier_warp();
+    Block::template store_sums<kTiles, kPacked>(sums, part(warp));
+  }
+  // The same without queries, of which all parents have one sum: the first's.
+  FASTCAPS_DEVICE void walk_evenly() {
+    constexpr int kLanes = K / 4 < kWarp ? K / 4 : kWarp, kFours = K / 4 / kLanes, kTogether = kWarp / kLanes;
+    float sums[kFours][4] = {};
+    FASTCAPS_NO_UNROLL
+    for (int u = 0; u < units; ++u) {
+      Block::template wait<false>(u);
+      for (int n = 2 * u; n < 2 * u + 2; ++n) {
+        FASTCAPS_UNROLL
+        for (int first = 0; first < kSlot; first += kTogether) {
+          const int child = first + lane / kLanes;
+          const float gate = Block::gate(n, child);
+          FASTCAPS_UNROLL
+          for (int k = 0; k < kFours; ++k) {
+            float x[4];
+            load_vector<S>(Block::slot(n) + child * Block::kRow + k * 128 + lane % kLanes * 4, x);
+            FASTCAPS_UNROLL
+            for (int v = 0; v < 4; ++v) sums[k][v] += gate * x[v];
+          }
+        }
+        barrier_warp();
+        if (!args.resident) Block::stage(n + Block::kSlots);
+      }
+    }
+    barrier_warp();
+    FASTCAPS_UNROLL
+    for (int k = 0; k < kFours; ++k) {
+      FASTCAPS_UNROLL
+      for (int v = 0; v < 4; ++v)
+        sums[k][v] = join_lanes<kLanes, kTogether>(sums[k][v], [](float x, float y) { return x + y; });
+      if (lane < kLanes)
+        store4(part(warp) + k * 128 + lane * 4, make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]));
+    }
+  }
+
+  // S from one child after the other, without tensor cores: an infinity times a remainder of 0 would be NaN.
+  FASTCAPS_DEVICE void walk_safely(bool asks) {
+    float *logits = Block::scratch, *coefficients = logits + kPlainParents, *sums = part(0);
+    for (int at = thread_index(); at < args.M * kPart; at += block_threads()) sums[at] = 0.0f;
+    FASTCAPS_NO_UNROLL
+    for (int child = 0; child < args.I; ++child) {
+      const float gate = Block::gate_of(child);
+      if (gate == 0.0f) continue;
+      const auto value = [&](int k) { return load_number(Block::poses, Block::offset(child, k), S); };
+      for (int m = warp; m < args.M; m += warps) {
+        float sum = 0.0f;
+        for (int k = lane; asks && k < args.K; k += kWarp) sum += query[m * K + k] * value(k);
+        sum = args.scale * join_lanes<1, kWarp>(sum, [](float x, float y) { return x + y; });
+        if (lane == 0) logits[m] = kLog2E * (args.prior ? sum + args.prior[child * args.prior_stride + m] : sum);
+      }
+      barrier();
+      if (warp == 0) {
+        const float logit = Block::alive(lane) ? logits[lane] : -INFINITY;
+        const float r = exp2_fast(logit - join_lanes<1, kWarp>(logit, [](float x, float y) { return fmaxf(x, y); }));
+        coefficients[lane] = gate * r / join_lanes<1, kWarp>(r, [](float x, float y) { return x + y; });
+      }
+      barrier();
+      for (int k = thread_index(); k < args.K; k += block_threads()) {
+        for (int m = 0; m < args.M; ++m) sums[m * kPart + k] += coefficients[m] * value(k);
+      }
+    }
+    barrier();
+  }
+
+  // Adds up the warps' parts in part 0. Returns whether all is finite.
+  FASTCAPS_DEVICE bool add_parts(int rows) {
+    bool finite = true;
+    const int active = (args.I + kUnit - 1) / kUnit < warps ? (args.I + kUnit - 1) / kUnit : warps;
+    for (int at = thread_index(); at < rows * K; at += block_threads()) {
+      const int place = at / K * kPart + at % K;
+      float sum = part(0)[place];
+      for (int w = 1; w < active; ++w) sum += part(w)[place];
+      part(0)[place] = sum;
+      finite = finite && (fabsf(sum) <= FLT_MAX || at % K >= args.K);
+    }
+    const bool broken = any_lane(!finite);
+    if (lane == 0) Block::scratch[2 * kPlainParents + warp] = broken ? 1.0f : 0.0f;
+    barrier();
+    for (int w = 0; w < warps; ++w) finite = finite && Block::scratch[2 * kPlainParents + w] == 0.0f;
+    return finite;
+  }
+
+  // From S in part 0 to the next queries, or to the parents. even: there was neither a query nor a prior.
+  FASTCAPS_DEVICE void step(int iteration, bool even, bool replaces) {
+    const int64_t before = iteration * args.positions + Block::position;
+    FASTCAPS_NO_UNROLL
+    for (int m = warp; m < args.M; m += warps) {
+      float x[Block::kPer] = {};
+      const PoseInWarp<Block::kPer> pose{x, args.K};
+      pose.each([&](float& number, int k) {
+        number = part(0)[(even ? 0 : m) * kPart + pose.index(k)];
+        if (even) number /= float(args.M);
+        args.sums[(before * args.M + m) * args.K + pose.index(k)] = number;
+      });
+      take_plain_step(args, pose);
+      pose.each([&](float& number, int k) {
+        number = rounded(number, S);
+        if (iteration + 1 == args.iterations) {
+          store_number(args.result, (Block::position * args.M + m) * args.K + pose.index(k), number, S);
+          return;
+        }
+        if (!replaces) number = rounded(query[m * K + pose.index(k)] + number, S);
+        set_query(m, pose.index(k), number);
+      });
+    }
+    barrier();
+  }
+
+  FASTCAPS_DEVICE void run() {
+    load_queries();
+    FASTCAPS_NO_UNROLL
+    for (int iteration = 0; iteration < args.iterations; ++iteration) {
+      const bool asks = iteration > 0 || args.query, even = !asks && !args.prior;
+      Block::begin(iteration == 0);
+      if (even)
+        walk_evenly();
+      else
+        walk(asks);
+      barrier();
+      if (!add_parts(even ? 1 : args.M) && !even) walk_safely(asks);
+      step(iteration, even, !asks || args.rule != Rule::kSquash);
+    }
+  }
+};
+
+template <int K, int PARENTS, Storage S>
+FASTCAPS_KERNEL(kWarp* kPlainWarps, K <= 64 && PARENTS < 32 ? 2 : 1)
+plain_forward_kernel(const FASTCAPS_CONSTANT PlainArgs args) {
+  PlainForward<K, PARENTS, S>(args).run();
+}
+
+struct PlainKernel {
+  int K, parents;
+  void (*run[3])(const PlainArgs);
+  int64_t (*shared_bytes[3])(const PlainArgs&, int warps);
+  int slots[3];
+};
+template <int K, int PARENTS>
+constexpr PlainKernel Built = {
+    K,
+    PARENTS,
+    {plain_forward_kernel<K, PARENTS, Storage::kFloat32>, plain_forward_kernel<K, PARENTS, Storage::kBFloat16>,
+     plain_forward_kernel<K, PARENTS, Storage::kFloat16>},
+    {PlainForward<K, PARENTS, Storage::kFloat32>::shared_bytes,
+     PlainForward<K, PARENTS, Storage::kBFloat16>::shared_bytes,
+     PlainForward<K, PARENTS, Storage::kFloat16>::shared_bytes},
+    {PlainBlock<K, Storage::kFloat32>::kSlots, PlainBlock<K, Storage::kBFloat16>::kSlots,
+     PlainBlock<K, Storage::kFloat16>::kSlots}};
+
+// clang-format off
+constexpr PlainKernel kKernels[] = {
+    Built<32, 8>, Built<32, 16>, Built<32, 32>, Built<64, 8>, Built<64, 16>, Built<64, 32>, Built<128, 8>,
+    Built<128, 16>, Built<128, 32>, Built<256, 8>, Built<256, 16>,
+};
+// clang-format on
+
+}  // namespace
+
+std::optional<PlainArgs> plain_args(Call& call) {
+  const Votes& v = call.votes;
+  const Window& w = v.window;
+  const int64_t* stride = v.children.stride;
+  const bool whole = v.Ho == 1 && v.Wo == 1 && w.kh == v.H && w.kw == v.W;  // one position sees all children
+  if (call.given.weight || call.given.bias || v.M > kPlainParents || v.child_size() > kPlainValues) return {};
+  if (!w.is_of_set() && !(whole && w.ph == 0 && w.pw == 0 && w.dh == 1 && w.dw == 1)) return {};
+  PlainArgs args{};
+  static_cast<ParentArgs&>(args) = call.args;
+  args.children = v.children, args.scale = call.args.scale;
+  if (whole) {
+    const int64_t child = v.N > 1 ? stride[3] : v.W > 1 ? stride[2] : stride[1];
+    if ((v.W > 1 && stride[2] != v.N * child) || (v.H > 1 && stride[1] != v.W * v.N * child)) return {};
+    args.children.stride[3] = child;
+  }
+  args.I = int(v.I), args.D = int(v.D), args.K = int(v.child_size());
+  args.by_depth = Divider(v.D);
+  args.positions = v.positions();
+  // a block has a sample: a few of them leave most of the chip alone
+  if (4 * args.positions < multiprocessors() && args.I > 256) return {};
+  const int64_t bytes = bytes_of(v.storage);
+  const bool dense = (v.D == 1 || stride[5] == 1) && (v.C == 1 || stride[4] == v.D);
+  args.vector = dense && args.K * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(v.children.data) % 16 == 0;
+  for (int k = 0; k < 4; ++k) args.vector = args.vector && args.children.stride[k] * bytes % 16 == 0;
+  args.gate = call.as_given(call.given.gate);
+  return args;
+}
+
+int cut_plain(PlainArgs& args, int most_slots, int64_t (*shared_bytes)(const PlainArgs&, int warps)) {
+  const int64_t units = ceil_div(args.I, kUnit);
+  for (int warps = int(units < kPlainWarps ? units : kPlainWarps); warps > 0; --warps) {
+    const int64_t slots = 2 * ceil_div(units, warps);
+    for (const bool resident : {true, false}) {
+      args.resident = resident, args.slots = resident ? int(slots) : most_slots;
+      if (slots <= most_slots || !resident)
+        if (shared_bytes(args, warps) <= shared_limit()) return warps;
+    }
+  }
+  return 0;
+}
+
+bool run_plain_forward(Call& call, PlainArgs args, const MaybeTensor& query, int64_t iterations, const Tensor& result,
+                       const Tensor& sums) {
+  args.query = call.as_given(query), args.iterations = int(iterations);
+  args.result = data_of(result), args.sums = floats(sums);
+  const int s = args.storage == Storage::kFloat32 ? 0 : args.storage == Storage::kBFloat16 ? 1 : 2;
+  for (const PlainKernel& kernel : kKernels) {
+    if (kernel.K < args.K || kernel.parents < args.M) continue;
+    const int warps = cut_plain(args, kernel.slots[s], kernel.shared_bytes[s]);
+    if (warps > 0)
+      launch(kernel.run[s], Grid{args.positions, 1, warps * kWarp, kernel.shared_bytes[s](args, warps)}, args);
+    return warps > 0;
+  }
+  return false;
+}
+
+}  // namespace fastcaps::gpu
