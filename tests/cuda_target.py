@@ -39,7 +39,7 @@ def library(target: str) -> ctypes.CDLL:
     built = build.library(target)
     schemas = torch.library.Library(target, "FRAGMENT")
     names = [name for routing in ROUTINGS for name in (routing.name, f"{routing.name}_backward")]
-    for name in (*names, "attention_routing_reverse", "folded"):
+    for name in (*names, "attention_routing_reverse", "folded", "plain_routing", "plain_routing_reverse"):
         schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
         schemas.define(schema.removeprefix("fastcaps_cuda::"))
     built.schemas = schemas  # they live as long as it does

@@ -57,9 +57,20 @@ CASES = [
 ]  # fmt: skip
 
 
+
 @on_every_target
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(case: Case, target: Target) -> None:
+def test_results_and_gradients(case: Case, target: Target) -> None:
+    """Through all iterations by one launch each."""
     with target.guarded():
-        found = target.forward(ATTENTION.call(case))
-    ATTENTION.bar(case, training=False).hold(found)
+        found = target.reverse(ATTENTION.call(case))
+    ATTENTION.bar(case).hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_of_iterations(case: Case, target: Target) -> None:
+    """Each with a gradient of its own parents."""
+    with target.guarded():
+        found = target.backward(ATTENTION.backward_call(case))
+    ATTENTION.backward_bar(case).hold(found)

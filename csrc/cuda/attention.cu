@@ -130,6 +130,19 @@ std::vector<Tensor> differentiate(const Op& op, Call& call, EndArgs& end, VoteGr
   return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dquery, dnorm_weight, dnorm_bias};
 }
 
+// The gradients of a call that the kernels of attention without matrices take, or nothing.
+template <class Op>
+std::optional<std::vector<Tensor>> differentiate_plain(const Op& op, Call& call, PlainArgs args) {
+  args.scale = float(op.scale), args.detach = op.needs & kDetach;
+  args.query = call.as_given(op.query), args.norm_weight = call.as_given(op.norm_weight);
+  args.sums = call.table(op.sums);
+  const auto found = differentiate_plain(call, args, op.query, op.needs);
+  if (!found) return {};
+  const auto none = [&] { return new_tensor(call.children, {0}, call.storage, "a gradient"); };
+  return std::vector<Tensor>{found->children,    none(),          none(), found->gate, found->query,
+                             found->norm_weight, found->norm_bias};
+}
+
 // What both backwards begin with.
 template <class Op>
 EndArgs begin(const Op& op, Call& call) {
@@ -144,6 +157,13 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   const DeviceGuard guard(op.votes.children);
   Call call("attention", op.votes, op.options);
   const Iterations iterations = op.check(call.votes);
+  if (std::optional<PlainArgs> plain = plain_args(call)) {
+    plain->rule = op.sums ? Rule::kLayerNorm : Rule::kPlain, plain->eps = float(op.eps);
+    plain->iterations = int(iterations.count);
+    plain->without_query = int(iterations.count - (op.query ? op.query->size(0) : 0));
+    plain->grad = iterations.view(op.grad, 0), plain->grad_iteration = op.grad.stride(0);
+    if (const auto found = differentiate_plain(op, call, *plain)) return *found;
+  }
   EndArgs end = begin(op, call);
   end.rule = Rule::kLayerNorm;  // sums are given only where that made parents of them
   VoteGradients gradients(call, op.needs, call.votes.positions() > 0);
@@ -160,6 +180,12 @@ std::vector<Tensor> attention_routing_reverse(Stack stack) {
   const DeviceGuard guard(op.votes.children);
   Call call("attention", op.votes, op.options);
   op.check(call.votes);
+  if (std::optional<PlainArgs> plain = plain_args(call)) {
+    plain->rule = op.rule, plain->eps = op.rule == Rule::kSquash ? 0.0f : float(op.eps), plain->chain = true;
+    plain->norm_bias = call.as_given(op.norm_bias), plain->grad = call.view(op.grad);
+    plain->iterations = int(op.sums->size(0));
+    if (const auto found = differentiate_plain(op, call, *plain)) return *found;
+  }
   EndArgs end = begin(op, call);
   end.rule = op.rule, end.norm_bias = call.as_given(op.norm_bias);
   VoteGradients gradients(call, op.needs, call.votes.positions() > 0);

@@ -35,8 +35,18 @@ struct PlainArgs : ParentArgs {
 
   const void* query;  // [positions, M, K], dense in the children's type; or null
   int iterations;
-  float* sums;   // [iterations, positions, M, K]
+  float* sums;   // [iterations, positions, M, K]; backward: given, or null where the gradient is that of S
   void* result;  // [positions, M, K], in the children's type
+
+  // Backward. chain: `grad` is that of the last parents; else there is one for the parents of every iteration, each of
+  // which has its query, but for the first ones that have none. Null where a gradient is not wanted.
+  bool chain, detach;
+  View grad;  // [B, Ho, Wo, M, C, D] in float
+  int64_t grad_iteration;
+  int without_query;
+  void *dchildren, *dgate, *dquery;  // in the children's type: [positions, I, K], [positions, I], [positions, M, K]
+  float *children_sums, *gate_sums;  // of the iterations so far, if there are several
+  float *dnorm, *dprior;             // [positions, 2, K], [positions, I, M]
 };
 
 // Values of one parent's pose: four neighbours of every 128 in each lane of a warp.
@@ -200,6 +210,7 @@ struct PlainBlock {
         for (int k = lane; BROKEN && k < K; k += kWarp)
           broken = broken || !(fabsf(load_number(to, child * kRow + k, S)) <= FLT_MAX);
         if (BROKEN) broken = any_lane(broken);
+        barrier_warp();
         for (int k = lane; broken && k < K; k += kWarp) to[child * kRow + k] = X(0);
       }
       barrier_warp();
@@ -208,11 +219,23 @@ struct PlainBlock {
 
   // ---- factors ----
   // Factors whose rows are parents lie in shared memory as instructions take them: [tiles][PLANES][K / 8][lanes][4], in
-  // planes of numbers and remainders. Along the depth, lane t takes four neighbours for two instructions.
+  // planes of numbers and remainders. Along the depth, lane t takes four neighbours for two instructions. Lanes are
+  // swapped so that backward, where rows are the depth, no two read the same bank.
+  FASTCAPS_DEVICE static int place_of_lane(int row, int four, int instruction) {
+    return (row * 4 + (four ^ (row & 2) ^ (instruction & 1))) * 4;
+  }
   template <int PLANES>
   FASTCAPS_DEVICE static int place(int row, int plane, int k) {
-    return ((row / 16 * PLANES + plane) * (K / 8) + k / 16 * 2 + k % 4 / 2) * 128 + (row % 8 * 4 + k % 16 / 4) * 4 +
-           k % 2 * 2 + row % 16 / 8;
+    const int instruction = k / 16 * 2 + k % 4 / 2;
+    return ((row / 16 * PLANES + plane) * (K / 8) + instruction) * 128 +
+           place_of_lane(row % 8, k % 16 / 4, instruction) + k % 2 * 2 + row % 16 / 8;
+  }
+  // A parent's value, as a number and what its rounding to tf32 has lost.
+  template <int PLANES>
+  FASTCAPS_DEVICE static void put(float* factor, int row, int row_of_remainder, int k, float x) {
+    const float number = bits_float(to_tf32(x));
+    factor[place<PLANES>(row, 0, k)] = number;
+    if (row_of_remainder >= 0) factor[place<PLANES>(row_of_remainder, PLANES - 1, k)] = x - number;
   }
   FASTCAPS_DEVICE static void take(const X* from, Children& to) {
     float x[4];
@@ -246,7 +269,7 @@ struct PlainBlock {
           FASTCAPS_UNROLL
           for (int plane = 0; plane < PLANES; ++plane) {
             const int at = (tile * PLANES + plane) * (K / 8) + k / 8 + half;
-            const float4 four = load4(factor + at * 128 + 4 * lane);
+            const float4 four = load4(factor + at * 128 + place_of_lane(g, t, half));
             a[plane][0] = float_bits(four.x), a[plane][1] = float_bits(four.y);
             a[plane][2] = float_bits(four.z), a[plane][3] = float_bits(four.w);
           }
@@ -328,12 +351,42 @@ struct PlainBlock {
   }
 };
 
-// A call's votes as these kernels take them, if they can; `call` keeps copies.
-std::optional<PlainArgs> plain_args(Call& call);
-// Chooses the ring of a launch; returns how many warps a block has, 0 if shared memory does not hold one's.
-int cut_plain(PlainArgs& args, int most_slots, int64_t (*shared_bytes)(const PlainArgs&, int warps));
-// Whether there was a kernel for it.
+// A pass's kernels for poses of up to K values and so many parents, by the children's type.
+struct PlainKernel {
+  int K, parents;
+  void (*run[3])(const PlainArgs);
+  int64_t (*shared_bytes[3])(const PlainArgs&, int warps);
+  int slots[3];  // see PlainBlock
+};
+template <class Pass>
+FASTCAPS_KERNEL(kWarp* kPlainWarps, Pass::kBlocks)
+plain_kernel(const FASTCAPS_CONSTANT PlainArgs args) {
+  Pass(args).run();
+}
+template <template <int, int, Storage> class Pass, int K, int PARENTS>
+constexpr PlainKernel plain_kernel_of = {
+    K,
+    PARENTS,
+    {plain_kernel<Pass<K, PARENTS, Storage::kFloat32>>, plain_kernel<Pass<K, PARENTS, Storage::kBFloat16>>,
+     plain_kernel<Pass<K, PARENTS, Storage::kFloat16>>},
+    {Pass<K, PARENTS, Storage::kFloat32>::shared_bytes, Pass<K, PARENTS, Storage::kBFloat16>::shared_bytes,
+     Pass<K, PARENTS, Storage::kFloat16>::shared_bytes},
+    {Pass<K, PARENTS, Storage::kFloat32>::kSlots, Pass<K, PARENTS, Storage::kBFloat16>::kSlots,
+     Pass<K, PARENTS, Storage::kFloat16>::kSlots}};
+
+// A call's votes as these kernels take them, if they can; `call` keeps copies. must: even if others are faster.
+std::optional<PlainArgs> plain_args(Call& call, bool must = false);
+// Launches the smallest of some kernels that is large enough. These functions return whether there was one.
+bool launch_plain(const PlainKernel* kernels, int count, PlainArgs args);
 bool run_plain_forward(Call& call, PlainArgs args, const MaybeTensor& query, int64_t iterations, const Tensor& result,
                        const Tensor& sums);
+bool run_plain_backward(const PlainArgs& args);
+
+inline constexpr int64_t kPrior = int64_t(1) << 20;  // a bit of `needs`, beside those of the ops
+struct PlainGradients {
+  Tensor children, gate, query, norm_weight, norm_bias, prior;
+};
+// The gradients of a call whose tensors are in `args`.
+std::optional<PlainGradients> differentiate_plain(Call& call, PlainArgs args, const MaybeTensor& query, int64_t needs);
 
 }  // namespace fastcaps::gpu

@@ -23,6 +23,7 @@ struct PlainForward : PlainBlock<K_, S> {
     query = factor + kFactor;
     parts = query + args.M * K;
   }
+  static constexpr int kBlocks = K <= 64 && PARENTS < 32 ? 2 : 1;  // of a multiprocessor, at least
   static int64_t shared_bytes(const PlainArgs& args, int warps) {
     const int64_t own = kFactor + args.M * K + (args.resident ? warps * args.M * kPart : 0);
     return Block::shared_bytes(args, warps) + 4 * own;
@@ -34,10 +35,7 @@ struct PlainForward : PlainBlock<K_, S> {
   // Value k of parent m's query, for the next iteration.
   FASTCAPS_DEVICE void set_query(int m, int k, float x) {
     query[m * K + k] = x;
-    const float number = bits_float(to_tf32(x)), remainder = bits_float(to_tf32(x - number));
-    factor[Block::template place<kPlanes>(m, 0, k)] = number;
-    if constexpr (kPacked) factor[Block::template place<1>(m + 8, 0, k)] = remainder;
-    if constexpr (kPlanes == 2) factor[Block::template place<2>(m, 1, k)] = remainder;
+    Block::template put<kPlanes>(factor, m, kPacked ? m + 8 : kPlanes == 2 ? m : -1, k, x);
   }
   FASTCAPS_DEVICE void load_queries() {
     for (int k = thread_index(); k < kFactor; k += block_threads()) factor[k] = 0.0f;
@@ -227,29 +225,8 @@ struct PlainForward : PlainBlock<K_, S> {
   }
 };
 
-template <int K, int PARENTS, Storage S>
-FASTCAPS_KERNEL(kWarp* kPlainWarps, K <= 64 && PARENTS < 32 ? 2 : 1)
-plain_forward_kernel(const FASTCAPS_CONSTANT PlainArgs args) {
-  PlainForward<K, PARENTS, S>(args).run();
-}
-
-struct PlainKernel {
-  int K, parents;
-  void (*run[3])(const PlainArgs);
-  int64_t (*shared_bytes[3])(const PlainArgs&, int warps);
-  int slots[3];
-};
 template <int K, int PARENTS>
-constexpr PlainKernel Built = {
-    K,
-    PARENTS,
-    {plain_forward_kernel<K, PARENTS, Storage::kFloat32>, plain_forward_kernel<K, PARENTS, Storage::kBFloat16>,
-     plain_forward_kernel<K, PARENTS, Storage::kFloat16>},
-    {PlainForward<K, PARENTS, Storage::kFloat32>::shared_bytes,
-     PlainForward<K, PARENTS, Storage::kBFloat16>::shared_bytes,
-     PlainForward<K, PARENTS, Storage::kFloat16>::shared_bytes},
-    {PlainBlock<K, Storage::kFloat32>::kSlots, PlainBlock<K, Storage::kBFloat16>::kSlots,
-     PlainBlock<K, Storage::kFloat16>::kSlots}};
+constexpr PlainKernel Built = plain_kernel_of<PlainForward, K, PARENTS>;
 
 // clang-format off
 constexpr PlainKernel kKernels[] = {
@@ -260,60 +237,11 @@ constexpr PlainKernel kKernels[] = {
 
 }  // namespace
 
-std::optional<PlainArgs> plain_args(Call& call) {
-  const Votes& v = call.votes;
-  const Window& w = v.window;
-  const int64_t* stride = v.children.stride;
-  const bool whole = v.Ho == 1 && v.Wo == 1 && w.kh == v.H && w.kw == v.W;  // one position sees all children
-  if (call.given.weight || call.given.bias || v.M > kPlainParents || v.child_size() > kPlainValues) return {};
-  if (!w.is_of_set() && !(whole && w.ph == 0 && w.pw == 0 && w.dh == 1 && w.dw == 1)) return {};
-  PlainArgs args{};
-  static_cast<ParentArgs&>(args) = call.args;
-  args.children = v.children, args.scale = call.args.scale;
-  if (whole) {
-    const int64_t child = v.N > 1 ? stride[3] : v.W > 1 ? stride[2] : stride[1];
-    if ((v.W > 1 && stride[2] != v.N * child) || (v.H > 1 && stride[1] != v.W * v.N * child)) return {};
-    args.children.stride[3] = child;
-  }
-  args.I = int(v.I), args.D = int(v.D), args.K = int(v.child_size());
-  args.by_depth = Divider(v.D);
-  args.positions = v.positions();
-  // a block has a sample: a few of them leave most of the chip alone
-  if (4 * args.positions < multiprocessors() && args.I > 256) return {};
-  const int64_t bytes = bytes_of(v.storage);
-  const bool dense = (v.D == 1 || stride[5] == 1) && (v.C == 1 || stride[4] == v.D);
-  args.vector = dense && args.K * bytes % 16 == 0 && reinterpret_cast<uintptr_t>(v.children.data) % 16 == 0;
-  for (int k = 0; k < 4; ++k) args.vector = args.vector && args.children.stride[k] * bytes % 16 == 0;
-  args.gate = call.as_given(call.given.gate);
-  return args;
-}
-
-int cut_plain(PlainArgs& args, int most_slots, int64_t (*shared_bytes)(const PlainArgs&, int warps)) {
-  const int64_t units = ceil_div(args.I, kUnit);
-  for (int warps = int(units < kPlainWarps ? units : kPlainWarps); warps > 0; --warps) {
-    const int64_t slots = 2 * ceil_div(units, warps);
-    for (const bool resident : {true, false}) {
-      args.resident = resident, args.slots = resident ? int(slots) : most_slots;
-      if (slots <= most_slots || !resident)
-        if (shared_bytes(args, warps) <= shared_limit()) return warps;
-    }
-  }
-  return 0;
-}
-
 bool run_plain_forward(Call& call, PlainArgs args, const MaybeTensor& query, int64_t iterations, const Tensor& result,
                        const Tensor& sums) {
   args.query = call.as_given(query), args.iterations = int(iterations);
   args.result = data_of(result), args.sums = floats(sums);
-  const int s = args.storage == Storage::kFloat32 ? 0 : args.storage == Storage::kBFloat16 ? 1 : 2;
-  for (const PlainKernel& kernel : kKernels) {
-    if (kernel.K < args.K || kernel.parents < args.M) continue;
-    const int warps = cut_plain(args, kernel.slots[s], kernel.shared_bytes[s]);
-    if (warps > 0)
-      launch(kernel.run[s], Grid{args.positions, 1, warps * kWarp, kernel.shared_bytes[s](args, warps)}, args);
-    return warps > 0;
-  }
-  return false;
+  return launch_plain(kKernels, int(std::size(kKernels)), args);
 }
 
 }  // namespace fastcaps::gpu

@@ -24,6 +24,7 @@ from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, is_tracing, widen
 from fastcaps.made import MadeVotes
 from fastcaps.ops import folded, reverse, shared
+from fastcaps.ops.define import declare
 from fastcaps.ops.signature import Gradients
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.derivatives import inverse_or_zero
@@ -42,6 +43,23 @@ _BLOCK = 1 << 20  # values of children, or of coefficients, in a block on the CP
 _BLOCK_ELSEWHERE = 1 << 26  # each block is some launches
 _LARGE, _LONG = 1 << 20, 32  # multiply-adds of a sample and values of a pose from which our forward kernel is slower
 _SMALL = 1 << 15  # multiply-adds of a call below which Python takes longer than our backward kernel
+
+_GIVEN = "Tensor children, Tensor? gate, Tensor? prior, Tensor? query"
+plain_routing = declare(
+    "cuda",
+    "plain_routing",
+    (f"{_GIVEN}, int parents, float scale, float eps, int iterations", "(Tensor parents, Tensor sums)"),
+)
+"""The CUDA library's dynamic routing of a set with a prior, ``[I or 1, M]`` in float32, and an eps (see squash)."""
+plain_routing_reverse = declare(
+    "cuda",
+    "plain_routing_reverse",
+    (
+        f"Tensor grad, {_GIVEN}, Tensor sums, float scale, float eps, int needs",
+        "(Tensor dchildren, Tensor dgate, Tensor dprior, Tensor dquery)",
+    ),
+)
+"""Its backward; ``needs`` has a bit for each result. ``grad``, of the last parents, is in float32."""
 
 
 def serves(votes: VoteInputs, backward: bool) -> bool:
