@@ -5,15 +5,20 @@ How they are run: ``cuda_target``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, on_device
 from cuda_target import Target, mixed_order, on_every_target
 from registry import ATTENTION
+from torch import Tensor
 
+from bench.judge import Bar
 from fastcaps.rules import Rule
+from fastcaps.vectors import squash
 
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
 
@@ -35,7 +40,8 @@ CASES = [
     Case("24-parents", Rule.PLAIN, batch=1, types=150, parents=24, pose=(1, 128, 128), groups="none", gate="some"),
     Case("24-bfloat16", Rule.PLAIN, batch=1, types=600, parents=24, pose=(1, 128, 128), groups="none",
          dtype=torch.bfloat16, iterations=2),
-    Case("256-values", Rule.LAYER_NORM, batch=1, types=300, parents=11, pose=(1, 256, 256), groups="none", iterations=2),
+    Case("256-values", Rule.LAYER_NORM, batch=1, types=300, parents=11, pose=(1, 256, 256), groups="none",
+         iterations=2),
     Case("250-values", Rule.SQUASH, batch=1, types=300, parents=7, pose=(1, 250, 250), groups="none", iterations=2,
          gate="silent"),
     Case("256-float16", Rule.PLAIN, batch=1, types=130, parents=11, pose=(1, 256, 256), groups="none", iterations=2,
@@ -57,7 +63,6 @@ CASES = [
 ]  # fmt: skip
 
 
-
 @on_every_target
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients(case: Case, target: Target) -> None:
@@ -74,3 +79,89 @@ def test_gradients_of_iterations(case: Case, target: Target) -> None:
     with target.guarded():
         found = target.backward(ATTENTION.backward_call(case))
     ATTENTION.backward_bar(case).hold(found)
+
+
+# ---- dynamic routing with a prior and an eps: ops of their own -------------------------------------------------------
+
+WITH_PRIOR: dict[str, Any] = {**SET, "bias": "IM", "start": False, "scale": 1.0, "eps": 1e-3}
+PRIORS = [
+    Case("prior", Rule.SQUASH, **WITH_PRIOR, iterations=3),
+    Case("gated", Rule.SQUASH, **WITH_PRIOR, iterations=3, gate="broken"),
+    Case("once", Rule.SQUASH, **WITH_PRIOR, gate="some"),
+    Case("of-parents", Rule.SQUASH, **{**WITH_PRIOR, "bias": "1M"}, iterations=2, layout="interleaved"),
+    Case("query", Rule.SQUASH, **{**WITH_PRIOR, "start": True, "scale": None, "eps": 0.0}, iterations=2),
+    Case("query-alone", Rule.SQUASH, **{**WITH_PRIOR, "start": True, "bias": None}, iterations=2),
+    Case("eps", Rule.SQUASH, **{**WITH_PRIOR, "eps": 10.0}, iterations=3, gate="some"),
+    Case("24", Rule.SQUASH, **{**WITH_PRIOR, "types": 50, "parents": 24, "pose": (1, 64, 64)}, iterations=3),
+    Case(
+        "256", Rule.SQUASH, **{**WITH_PRIOR, "batch": 1, "types": 150, "parents": 11, "pose": (4, 64, 64)}, iterations=2
+    ),
+    Case("bfloat16", Rule.SQUASH, **WITH_PRIOR, iterations=3, dtype=torch.bfloat16, gate="some"),
+    Case("float16", Rule.SQUASH, **WITH_PRIOR, iterations=2, dtype=torch.float16),
+    Case("one-child", Rule.SQUASH, **{**WITH_PRIOR, "types": 1}, iterations=3),
+    Case("no-sample", Rule.SQUASH, **{**WITH_PRIOR, "batch": 0}, iterations=3, gate="some"),
+]
+
+
+NAMES = ("children", "gate", "prior", "query")
+
+
+def tensors_of(case: Case) -> list[Tensor | None]:
+    """Return children, gate, prior, query and the parents' gradient of a case."""
+    votes, draw = case.votes(), case.generator(7)
+    children, gate = votes["children"][:, 0, 0], None if votes["gate"] is None else votes["gate"][:, 0, 0]
+    prior = None if case.bias is None else draw(1 if case.bias == "1M" else case.types, case.parents)
+    pose = (case.batch, case.parents, case.pose[0], case.pose[2])
+    query = draw(*pose) if case.start else None
+    return [case.arranged(tensor) for tensor in (children, gate, prior, query, draw(*pose))]
+
+
+def by_formula(case: Case, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Return parents, the last S, and gradients: what a bar asks, in any dtype."""
+    *given, grad = tensors
+    leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in given]
+    children, gate, prior, query = leaves
+    assert children is not None and grad is not None
+    wide = torch.promote_types(children.dtype, torch.float32)
+    poses, asked = children.to(wide).flatten(2), None if query is None else query.to(wide).flatten(2)
+    if gate is not None:
+        poses = poses.masked_fill((gate == 0)[..., None] & ~poses.isfinite(), 0.0)
+    for _ in range(case.iterations):
+        logits = poses.new_zeros(case.types, case.parents) if prior is None else prior.to(wide)
+        if asked is not None:
+            logits = logits + case.factor * torch.einsum("bmk,bik->bim", asked, poses)
+        shares = logits.softmax(-1).expand(len(poses), case.types, -1)
+        if gate is not None:
+            shares = shares * gate.to(wide).unsqueeze(-1)
+        sums = torch.einsum("bim,bik->bmk", shares, poses)
+        parents = squash(sums, -1, case.eps)
+        # rounded as separate ops would, but not their gradients
+        step = parents + (parents.to(children.dtype).to(wide) - parents).detach()
+        asked = step if asked is None else asked + step
+        asked = asked + (asked.to(children.dtype).to(wide) - asked).detach()
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    gradients = iter(torch.autograd.grad(parents, wanted, grad.to(wide).flatten(2)))
+    named = {f"d{n}": next(gradients) for n, leaf in zip(NAMES, leaves, strict=True) if leaf is not None}
+    if "dprior" in named:
+        named["dprior"] = named["dprior"].to(wide)
+    return {"parents": parents.to(children.dtype).view(grad.shape), "sums": sums.detach().view(grad.shape), **named}
+
+
+def by_ops(case: Case, target: Target, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Return the same of the two ops."""
+    *given, grad = (on_device(tensor, target.device) for tensor in tensors)
+    assert grad is not None
+    numbers = (case.factor, case.eps)
+    with target.guarded():
+        parents, sums = target.op("plain_routing")(*given, case.parents, *numbers, case.iterations)
+        bits = sum(1 << k for k, tensor in enumerate(given) if tensor is not None)
+        found = target.op("plain_routing_reverse")(grad.to(sums.dtype), *given, sums, *numbers, bits)
+    named = {f"d{n}": x for n, x, leaf in zip(NAMES, found, given, strict=True) if leaf is not None}
+    return {name: x.cpu() for name, x in {"parents": parents, "sums": sums[-1], **named}.items()}
+
+
+@on_every_target
+@pytest.mark.parametrize("case", PRIORS, ids=str)
+def test_priors(case: Case, target: Target) -> None:
+    tensors = tensors_of(case)
+    Bar(partial(by_formula, case), tensors).hold(by_ops(case, target, tensors))

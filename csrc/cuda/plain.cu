@@ -144,7 +144,10 @@ struct PlainVotes {
   PlainArgs args(Call& call, double scale, double eps, int64_t iterations) const {
     const Votes& v = call.votes;
     call.given.check_maybe(query, "query", poses_shape(v), call.storage);
-    if (prior) check_tensor(*prior, "prior", {prior->size(0) == 1 ? 1 : v.I, v.M}, ScalarType::Float, children);
+    if (prior) {
+      const ScalarType type = prior->scalar_type() == ScalarType::Float ? ScalarType::Float : call.storage;
+      check_tensor(*prior, "prior", {prior->size(0) == 1 ? 1 : v.I, v.M}, type, children);
+    }
     STD_TORCH_CHECK(iterations >= 1 && iterations < 1 << 20, "fastcaps: iterations must be at least 1");
     std::optional<PlainArgs> args = plain_args(call, true);
     STD_TORCH_CHECK(args, "fastcaps: no kernel takes poses of ", v.child_size(), " values for ", v.M, " parents");

@@ -58,7 +58,7 @@ struct PlainBackward : PlainBlock<K_, S> {
   FASTCAPS_DEVICE int64_t pose_of(int64_t iteration, int m) const {
     return ((iteration * args.positions + position) * args.M + m) * args.K;
   }
-  // The query of an iteration, and that there is one.
+  // Whether an iteration has a query; and to make that, zeros without one.
   FASTCAPS_DEVICE bool asks(int iteration) const {
     return args.chain ? iteration > 0 || args.query : iteration >= args.without_query;
   }
@@ -67,7 +67,7 @@ struct PlainBackward : PlainBlock<K_, S> {
     const Pose query{q, args.K}, step{x, args.K};
     const bool adds = args.rule == Rule::kSquash;
     const int64_t given = args.chain ? 0 : iteration - args.without_query;
-    if (!args.chain || iteration == 0 || (adds && args.query))
+    if (asks(iteration) && (!args.chain || iteration == 0 || (adds && args.query)))
       query.each(
           [&](float& number, int k) { number = load_number(args.query, pose_of(given, m) + query.index(k), S); });
     FASTCAPS_NO_UNROLL
@@ -336,7 +336,7 @@ struct PlainBackward : PlainBlock<K_, S> {
       if (!even) Block::begin(!begun), begun = true;
       FASTCAPS_NO_UNROLL
       for (int m = warp; m < args.M; m += warps) {
-        if (queried) make_query(iteration, m);
+        make_query(iteration, m);
         make_target(iteration, m, dnorm);
       }
       barrier();

@@ -50,7 +50,7 @@ plain_routing = declare(
     "plain_routing",
     (f"{_GIVEN}, int parents, float scale, float eps, int iterations", "(Tensor parents, Tensor sums)"),
 )
-"""The CUDA library's dynamic routing of a set with a prior, ``[I or 1, M]`` in float32, and an eps (see squash)."""
+"""The CUDA library's dynamic routing of a set with a prior, ``[I or 1, M]``, and an eps (see squash)."""
 plain_routing_reverse = declare(
     "cuda",
     "plain_routing_reverse",
@@ -59,7 +59,7 @@ plain_routing_reverse = declare(
         "(Tensor dchildren, Tensor dgate, Tensor dprior, Tensor dquery)",
     ),
 )
-"""Its backward; ``needs`` has a bit for each result. ``grad``, of the last parents, is in float32."""
+"""Its backward; ``needs`` has a bit for each result. ``grad``, of the last parents, and dprior are in float32."""
 
 
 def serves(votes: VoteInputs, backward: bool) -> bool:
