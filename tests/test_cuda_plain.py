@@ -6,6 +6,7 @@ How they are run: ``cuda_target``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,10 @@ CASES = [
          gate="some"),
     Case("whole-grid", Rule.SQUASH, grid=(3, 5), types=3, parents=4, pose=(1, 16, 16), groups="none", iterations=2,
          gate="some", window=(3, 5, 1, 1, 0, 0, 1, 1)),
+    Case("detached", Rule.SQUASH, **SET, iterations=3, gate="some", detach=True),
+    Case("detached-even", Rule.PLAIN, **SET, start=False, gate="some", detach=True),
+    Case("33-parents", Rule.SQUASH, batch=1, types=9, parents=33, pose=(1, 17, 17), groups="none", iterations=2),
+    Case("260-values", Rule.SQUASH, batch=1, types=9, parents=3, pose=(4, 65, 65), groups="none", iterations=2),
     Case("large", Rule.PLAIN, **SET, iterations=2, size=30.0),
     Case("no-sample", Rule.PLAIN, **{**SET, "batch": 0}, gate="some"),
     *(Case(layout, Rule.SQUASH, **SET, iterations=2, gate="some", layout=layout)
@@ -79,6 +84,61 @@ def test_gradients_of_iterations(case: Case, target: Target) -> None:
     with target.guarded():
         found = target.backward(ATTENTION.backward_call(case))
     ATTENTION.backward_bar(case).hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("name", ["primes-gated", "32-parents", "250-values", "bfloat16", "many-children"])
+def test_the_same_bits_in_any_order(name: str, target: Target) -> None:
+    """Of blocks and threads."""
+    call = ATTENTION.call(next(case for case in CASES if case.name == name))
+    target.set_order("forward")
+    first = target.reverse(call)
+    target.set_order("shuffled")
+    for result, value in target.reverse(call).items():
+        assert torch.equal(value, first[result]), result
+
+
+@on_every_target
+@pytest.mark.parametrize("parents", [3, 11, 19])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("name", ["children", "query", "gate"])
+def test_what_is_not_finite_stays_where_it_is(name: str, number: float, parents: int, target: Target) -> None:
+    """As in the reference: a child spoils all parents of its sample, a parent's query its children's coefficients."""
+    case = Case("broken", Rule.PLAIN, types=21, parents=parents, pose=(1, 17, 17), groups="none", gate="some")
+    call = ATTENTION.call(case)
+    call.given[name].view(-1)[1] = number
+    if name == "gate":  # gradients differ from formula to formula
+        call.bar(training=False).hold(target.forward(call))
+    else:
+        call.bar().hold(target.reverse(call))
+
+
+@on_every_target
+@pytest.mark.parametrize("trash", [torch.inf, torch.nan, 3e38])
+def test_a_gate_of_0_leaves_no_trace(trash: float, target: Target) -> None:
+    call = ATTENTION.call(Case("silent", Rule.SQUASH, **SET, iterations=2, gate="some", scale=1.0))
+    silent = torch.arange(37) % 3 == 1
+    gate = call.given["gate"].masked_fill(silent, 0.0)
+    children = [call.given["children"].masked_fill(silent[:, None, None], number) for number in (trash, 0.0)]
+    found, wanted = (
+        target.reverse(replace(call, given={**call.given, "gate": gate, "children": each})) for each in children
+    )
+    for name, value in wanted.items():
+        if name == "dgate" and trash == 3e38:  # the gate's gradient is of that child
+            continue
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * value.abs().max().item(), msg=name)
+    assert (found["dchildren"][..., silent, :, :] == 0).all()
+
+
+@on_every_target
+def test_an_infinite_query_makes_a_coefficient_of_0(target: Target) -> None:
+    """One of -inf, whose parent takes no child."""
+    call = ATTENTION.call(
+        Case("far", Rule.PLAIN, batch=1, types=9, parents=2, pose=(1, 1, 1), groups="none", scale=1.0)
+    )
+    call.given["children"].fill_(1.0)
+    call.given["query"].view(-1).copy_(torch.tensor([-torch.inf, 1.0]))
+    assert target.forward(call)["parents"].flatten().tolist() == [0.0, 9.0]
 
 
 # ---- dynamic routing with a prior and an eps: ops of their own -------------------------------------------------------
@@ -165,3 +225,29 @@ def by_ops(case: Case, target: Target, tensors: Sequence[Tensor | None]) -> dict
 def test_priors(case: Case, target: Target) -> None:
     tensors = tensors_of(case)
     Bar(partial(by_formula, case), tensors).hold(by_ops(case, target, tensors))
+
+
+@on_every_target
+def test_what_no_kernel_takes_is_refused(target: Target) -> None:
+    forward, reverse = target.op("plain_routing"), target.op("plain_routing_reverse")
+    children, prior = torch.randn(2, 9, 1, 20, device=target.device), torch.randn(9, 3, device=target.device)
+    query = torch.randn(2, 3, 1, 20, device=target.device)
+    parents, sums = forward(children, None, prior, query, 3, 1.0, 0.0, 2)
+    reverse(parents, children, None, prior, query, sums, 1.0, 0.0, 15)
+    for given in (
+        (children.double(), None, prior, query, 3),
+        (children, children[..., 0, 0].double(), prior, query, 3),
+        (children, None, prior[1:], query, 3),
+        (children, None, prior.double(), query, 3),
+        (children, None, prior, query[1:], 3),
+        (children, None, prior, query, 4),
+        (children, None, None, None, 33),
+        (children.repeat(1, 1, 13, 1), None, None, None, 3),
+        (children.repeat(1, 1, 12, 1), None, None, None, 17),
+        (children[:, :, :, :0], None, None, None, 3),
+    ):
+        with pytest.raises(RuntimeError, match="fastcaps"):
+            forward(*given, 1.0, 0.0, 2)
+    for changed in ((parents[1:], sums), (parents, sums[:, 1:]), (parents, sums.double())):
+        with pytest.raises(RuntimeError, match="fastcaps"):
+            reverse(changed[0], children, None, prior, query, changed[1], 1.0, 0.0, 15)

@@ -117,10 +117,10 @@ struct PlainBlock {
   const int units = ((args.I + kUnit - 1) / kUnit - warp + warps - 1) / warps;  // of the warp
   const int64_t position = block_x();
   const X* poses;  // of the position's children
-  float *gates, *scratch, *rest;
+  float *gates, *rest;
   X* ring;
 
-  // `memory` begins with the rings, then gates, 128 values of scratch, and what the pass wants.
+  // Shared memory has the rings, the gates, and what a pass has besides.
   FASTCAPS_DEVICE explicit PlainBlock(const PlainArgs& args_) : args(args_) {
     const int64_t row = position / args.Wo, sample = row / args.Ho;
     const int64_t* stride = args.children.stride;
@@ -128,14 +128,13 @@ struct PlainBlock {
             (position - row * args.Wo) * stride[2];
     ring = ring_of(warp);
     gates = reinterpret_cast<float*>(ring_of(warps)) + warp * args.slots * kSlot;
-    scratch = reinterpret_cast<float*>(ring_of(warps)) + warps * args.slots * kSlot;
-    rest = scratch + 128;
+    rest = reinterpret_cast<float*>(ring_of(warps)) + warps * args.slots * kSlot;
   }
   FASTCAPS_DEVICE X* ring_of(int w) const {
     return reinterpret_cast<X*>(shared_memory()) + w * args.slots * kSlot * kRow;
   }
   static int64_t shared_bytes(const PlainArgs& args, int warps) {
-    return int64_t(warps) * args.slots * kSlot * (kRow * int64_t(sizeof(X)) + 4) + 128 * 4;
+    return int64_t(warps) * args.slots * kSlot * (kRow * int64_t(sizeof(X)) + 4);
   }
 
   FASTCAPS_DEVICE bool alive(int row) const { return row < args.M; }
@@ -296,8 +295,8 @@ struct PlainBlock {
 
   // Adds the n-th slot's children, times coefficients as `multiply` leaves values, to sums for each tile of parents.
   // PACKED: there are eight parents, and the lower rows of the sums are those of the coefficients' remainders.
-  template <int TILES, bool PACKED>
-  FASTCAPS_DEVICE void add(const float (&r)[TILES][4], int n, float (&sums)[TILES][K / 8][4]) const {
+  template <bool PACKED, int TILES>
+  FASTCAPS_DEVICE void add(const float (*r)[4], int n, float (&sums)[TILES][K / 8][4]) const {
     Factor<PACKED ? 1 : 3, 4> a[TILES];
     FASTCAPS_UNROLL
     for (int tile = 0; tile < TILES; ++tile) {
@@ -329,8 +328,81 @@ struct PlainBlock {
     }
   }
 
+  // ---- without tensor cores, for units with products that are not finite: infinity times a remainder of 0 is NaN ----
+  // Whether all of a lane's products are finite, in all lanes.
+  template <int TILES>
+  FASTCAPS_DEVICE static bool finite(const float (&d)[2][TILES][4]) {
+    float zero = 0.0f;
+    FASTCAPS_UNROLL
+    for (int n = 0; n < 2 * TILES; ++n) {
+      FASTCAPS_UNROLL
+      for (int x = 0; x < 4; ++x) zero += d[n / TILES][n % TILES][x] * 0.0f;
+    }
+    return !any_lane(!(zero == 0.0f));
+  }
+  // A place in shared memory where values change lanes: [children in the order of columns][kTurn<TILES>].
+  template <int TILES>
+  static constexpr int kTurn = 16 * TILES + 4;
+  template <int TILES>
+  FASTCAPS_DEVICE void to_turn(const float (&d)[2][TILES][4], float* turn) const {
+    FASTCAPS_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      FASTCAPS_UNROLL
+      for (int tile = 0; tile < TILES; ++tile) {
+        FASTCAPS_UNROLL
+        for (int x = 0; x < 4; ++x)
+          turn[(n * 8 + 2 * t + x % 2) * kTurn<TILES> + tile * 16 + x / 2 * 8 + g] = d[n][tile][x];
+      }
+    }
+    barrier_warp();
+  }
+  // As `multiply`, for a factor value(row, k).
+  template <int TILES, class Value>
+  FASTCAPS_DEVICE void multiply_safely(int u, float* turn, float (&d)[2][TILES][4], Value&& value) const {
+    FASTCAPS_NO_UNROLL
+    for (int at = 0; at < kUnit * 16 * TILES; ++at) {
+      const int column = at / (16 * TILES), row = at % (16 * TILES);
+      const X* x = slot(2 * u + column / 8) + child_of_column(column % 8) * kRow;
+      float sum = 0.0f;
+      for (int k = lane; k < args.K; k += kWarp) sum += value(row, k) * load_number(x, k, S);
+      sum = join_lanes<1, kWarp>(sum, [](float a, float b) { return a + b; });
+      if (lane == 0) turn[column * kTurn<TILES> + row] = sum;
+    }
+    barrier_warp();
+    FASTCAPS_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      FASTCAPS_UNROLL
+      for (int tile = 0; tile < TILES; ++tile) {
+        FASTCAPS_UNROLL
+        for (int x = 0; x < 4; ++x)
+          d[n][tile][x] = turn[(n * 8 + 2 * t + x % 2) * kTurn<TILES> + tile * 16 + x / 2 * 8 + g];
+      }
+    }
+    barrier_warp();
+  }
+  // As `add` of a unit's slots, for coefficients in `turn`, from row to row `stride` apart.
+  template <bool PACKED, int TILES>
+  FASTCAPS_DEVICE void add_safely(int u, const float* turn, int stride, float (&sums)[TILES][K / 8][4]) const {
+    FASTCAPS_NO_UNROLL
+    for (int column = 0; column < kUnit; ++column) {
+      const int n = 2 * u + column / 8, child = child_of_column(column % 8);
+      if (gate(n, child) == 0.0f) continue;
+      FASTCAPS_UNROLL
+      for (int k = 0; k < K / 16; ++k) {
+        float x[4];
+        load_vector<S>(slot(n) + child * kRow + k / 2 * 32 + 8 * t + k % 2 * 4, x);
+        FASTCAPS_UNROLL
+        for (int half = 0; half < (PACKED ? 1 : 2) * TILES; ++half) {
+          FASTCAPS_UNROLL
+          for (int v = 0; v < 4; ++v)
+            sums[half / 2][k / 2 * 4 + v][half % 2 * 2 + k % 2] += turn[column * stride + half * 8 + g] * x[v];
+        }
+      }
+    }
+  }
+
   // Stores a warp's sums: [M][kPart].
-  template <int TILES, bool PACKED>
+  template <bool PACKED, int TILES>
   FASTCAPS_DEVICE void store_sums(const float (&sums)[TILES][K / 8][4], float* to) const {
     FASTCAPS_UNROLL
     for (int tile = 0; tile < TILES; ++tile) {

@@ -34,7 +34,7 @@ struct PlainBackward : PlainBlock<K_, S> {
   static constexpr bool kPacked = PARENTS == 8;
   static constexpr int kTiles = PARENTS / 8, kSumTiles = PARENTS == 32 ? 2 : 1;  // of Q and dS, and of dQ
   static constexpr int kFactor = kTiles * 2 * 16 * K;
-  static constexpr int kTurn = 16 * kTiles + 4;  // from child to child where coefficients change places
+  static constexpr int kTurn = Block::template kTurn<kTiles>;
 
   float *factor, *carried, *turn;   // carried: the gradient of the queries behind, [M, K]
   bool first = true, last = false;  // walk
@@ -123,8 +123,8 @@ struct PlainBackward : PlainBlock<K_, S> {
       body(d[half / 2][half % 2 * 2 + b], d[target / 2][target % 2 * 2 + b], half * 8 + g);
     }
   }
-  // Logits and gains of a unit become scale g dl and g r; returns dl in the order of sums, g included.
-  FASTCAPS_DEVICE void compete(int u, bool flows, float (&d)[2][kTiles][4], float (&dlogits)[2][kSumTiles][4]) const {
+  // Logits and gains of a unit become scale g dl and g r.
+  FASTCAPS_DEVICE void compete(int u, bool flows, float (&d)[2][kTiles][4]) const {
     FASTCAPS_UNROLL
     for (int n = 0; n < 2; ++n) {
       FASTCAPS_UNROLL
@@ -147,13 +147,10 @@ struct PlainBackward : PlainBlock<K_, S> {
         const float gate = Block::gate(2 * u + n, in_slot);
         if (g == 0 && args.dgate && child < args.I)
           add_gate(child, gate == 0.0f && !(fabsf(mean) <= FLT_MAX) ? 0.0f : mean);
-        int place = 0;
         each(d[n], b, [&](float& x, float& gain, int m) {
           const bool open = gate != 0.0f && Block::alive(m);
           const float r = open ? x * one * gate : 0.0f, dl = open && flows ? r * (gain - mean) : 0.0f;
           x = dl * args.scale, gain = r;
-          dlogits[n][place / 2][place % 2 * 2 + b] = dl;
-          ++place;
           if (args.dprior && Block::alive(m) && child < args.I) {
             float& sum = args.dprior[(position * args.I + child) * args.M + m];
             sum = first ? dl : sum + dl;
@@ -187,17 +184,8 @@ struct PlainBackward : PlainBlock<K_, S> {
     else
       store_four(args.children_sums, at, inside, vector, x, Storage::kFloat32);
   }
-  // dx of a unit from its coefficients.
-  FASTCAPS_DEVICE void add_children(int u, const float (&d)[2][kTiles][4]) const {
-    FASTCAPS_UNROLL
-    for (int n = 0; n < 2; ++n) {
-      FASTCAPS_UNROLL
-      for (int tile = 0; tile < kTiles; ++tile) {
-        FASTCAPS_UNROLL
-        for (int x = 0; x < 4; ++x) turn[(n * 8 + 2 * t + x % 2) * kTurn + tile * 16 + x / 2 * 8 + g] = d[n][tile][x];
-      }
-    }
-    barrier_warp();
+  // dx of a unit from its coefficients, in `turn`.
+  FASTCAPS_DEVICE void add_children(int u) const {
     Factor<3, 4> a[2 * kTiles];
     FASTCAPS_UNROLL
     for (int rows = 0; rows < 2 * kTiles; ++rows) {
@@ -242,25 +230,55 @@ struct PlainBackward : PlainBlock<K_, S> {
     }
   }
 
-  // One walk over the children; the warp's sums of dQ / scale go to its part.
+  FASTCAPS_DEVICE void add_children_safely(int u) const {
+    FASTCAPS_NO_UNROLL
+    for (int column = 0; column < kUnit; ++column) {
+      const int child = child_of_column(column % 8);
+      const bool open = Block::gate(2 * u + column / 8, child) != 0.0f;
+      for (int k = 4 * lane; k < args.K; k += 4 * kWarp) {
+        float x[4] = {};
+        for (int m = 0; open && m < 2 * args.M; ++m) {
+          const int row = m < args.M ? m : row_of_target(m - args.M);
+          FASTCAPS_UNROLL
+          for (int v = 0; v < 4; ++v) x[v] += turn[column * kTurn + row] * value(row, k + v);
+        }
+        add_child(Block::first_child(2 * u + column / 8) + child, k, x);
+      }
+    }
+  }
+  // A value of Q or dS again.
+  FASTCAPS_DEVICE float value(int row, int k) const {
+    const float number = factor[Block::template place<2>(row, 0, k)];
+    return fabsf(number) <= FLT_MAX ? number + factor[Block::template place<2>(row, 1, k)] : number;
+  }
+
+  // One walk over the children; the warp's sums of dQ go to its part.
   FASTCAPS_DEVICE void walk(bool flows, bool wants_query) {
     float sums[kSumTiles][K / 8][4] = {};
     FASTCAPS_NO_UNROLL
     for (int u = 0; u < units; ++u) {
       Block::template wait<true>(u);
-      float d[2][kTiles][4], dlogits[2][kSumTiles][4] = {};
+      float d[2][kTiles][4];
       Block::template multiply<kTiles, 2>(factor, u, d);
-      compete(u, flows, d, dlogits);
-      if (args.dchildren) add_children(u, d);
+      if (!Block::finite(d)) Block::multiply_safely(u, turn, d, [&](int row, int k) { return value(row, k); });
+      compete(u, flows, d);
+      Block::to_turn(d, turn);
+      const bool finite = Block::finite(d);
+      if (!finite) {
+        if (args.dchildren) add_children_safely(u);
+        if (wants_query) Block::template add_safely<kPacked>(u, turn, kTurn, sums);
+      } else if (args.dchildren) {
+        add_children(u);
+      }
       FASTCAPS_UNROLL
       for (int n = 0; n < 2; ++n) {
-        if (wants_query) Block::template add<kSumTiles, kPacked>(dlogits[n], 2 * u + n, sums);
+        if (finite && wants_query) Block::template add<kPacked>(d[n], 2 * u + n, sums);
         barrier_warp();
         if (!args.resident) Block::stage(2 * u + n + Block::kSlots);
       }
     }
     barrier_warp();
-    if (wants_query) Block::template store_sums<kSumTiles, kPacked>(sums, part(warp));
+    if (wants_query) Block::template store_sums<kPacked>(sums, part(warp));
   }
   // The same without queries and prior: all coefficients are 1 / M, and all children but for their gates alike.
   FASTCAPS_DEVICE void walk_evenly() {
@@ -300,7 +318,6 @@ struct PlainBackward : PlainBlock<K_, S> {
     for (int at = thread_index(); at < args.M * K; at += block_threads()) {
       float sum = 0.0f;
       for (int w = 0; w < active; ++w) sum += part(w)[at / K * kPart + at % K];
-      sum *= args.scale;
       carried[at] = adds ? carried[at] + sum : sum;
     }
     barrier();

@@ -14,18 +14,20 @@ struct PlainForward : PlainBlock<K_, S> {
   static constexpr bool kPacked = PARENTS == 8;
   static constexpr int kTiles = PARENTS == 32 ? 2 : 1, kEach = kPacked ? 2 : 4;
   static constexpr int kPlanes = kPacked || !Block::kFloat ? 1 : 2;  // queries of half precision have no remainders
-  static constexpr int kFactor = kTiles * kPlanes * 16 * K;
+  static constexpr int kFactor = kTiles * kPlanes * 16 * K, kTurns = kUnit * Block::template kTurn<kTiles>;
 
-  float *factor, *query, *parts;  // of the queries; the queries themselves [M, K]; [warps][M][kPart]
+  float *factor, *query, *turn,
+      *parts;  // of the queries; the queries themselves [M, K]; see to_turn; [warps][M][kPart]
 
   FASTCAPS_DEVICE explicit PlainForward(const PlainArgs& given) : Block(given) {
     factor = Block::rest;
     query = factor + kFactor;
-    parts = query + args.M * K;
+    turn = query + args.M * K + warp * kTurns;
+    parts = query + args.M * K + warps * kTurns;
   }
   static constexpr int kBlocks = K <= 64 && PARENTS < 32 ? 2 : 1;  // of a multiprocessor, at least
   static int64_t shared_bytes(const PlainArgs& args, int warps) {
-    const int64_t own = kFactor + args.M * K + (args.resident ? warps * args.M * kPart : 0);
+    const int64_t own = kFactor + args.M * K + warps * kTurns + (args.resident ? warps * args.M * kPart : 0);
     return Block::shared_bytes(args, warps) + 4 * own;
   }
   FASTCAPS_DEVICE float* part(int w) const {
@@ -89,16 +91,23 @@ struct PlainForward : PlainBlock<K_, S> {
       Block::template wait<false>(u);
       float e[2][kTiles][4] = {};
       if (asks) Block::template multiply<kTiles, kPlanes>(factor, u, e);
+      if (!Block::finite(e))
+        Block::multiply_safely(u, turn, e, [&](int m, int k) { return m < args.M ? query[m * K + k] : 0.0f; });
       compete(u, e);
+      const bool finite = Block::finite(e);
+      if (!finite) {
+        Block::to_turn(e, turn);
+        Block::template add_safely<kPacked>(u, turn, Block::template kTurn<kTiles>, sums);
+      }
       FASTCAPS_UNROLL
       for (int n = 0; n < 2; ++n) {
-        Block::template add<kTiles, kPacked>(e[n], 2 * u + n, sums);
+        if (finite) Block::template add<kPacked>(e[n], 2 * u + n, sums);
         barrier_warp();
         if (!args.resident) Block::stage(2 * u + n + Block::kSlots);
       }
     }
     barrier_warp();
-    Block::template store_sums<kTiles, kPacked>(sums, part(warp));
+    Block::template store_sums<kPacked>(sums, part(warp));
   }
   // The same without queries, of which all parents have one sum: the first's.
   FASTCAPS_DEVICE void walk_evenly() {
@@ -135,51 +144,16 @@ struct PlainForward : PlainBlock<K_, S> {
     }
   }
 
-  // S from one child after the other, without tensor cores: an infinity times a remainder of 0 would be NaN.
-  FASTCAPS_DEVICE void walk_safely(bool asks) {
-    float *logits = Block::scratch, *coefficients = logits + kPlainParents, *sums = part(0);
-    for (int at = thread_index(); at < args.M * kPart; at += block_threads()) sums[at] = 0.0f;
-    FASTCAPS_NO_UNROLL
-    for (int child = 0; child < args.I; ++child) {
-      const float gate = Block::gate_of(child);
-      if (gate == 0.0f) continue;
-      const auto value = [&](int k) { return load_number(Block::poses, Block::offset(child, k), S); };
-      for (int m = warp; m < args.M; m += warps) {
-        float sum = 0.0f;
-        for (int k = lane; asks && k < args.K; k += kWarp) sum += query[m * K + k] * value(k);
-        sum = args.scale * join_lanes<1, kWarp>(sum, [](float x, float y) { return x + y; });
-        if (lane == 0) logits[m] = kLog2E * (args.prior ? sum + args.prior[child * args.prior_stride + m] : sum);
-      }
-      barrier();
-      if (warp == 0) {
-        const float logit = Block::alive(lane) ? logits[lane] : -INFINITY;
-        const float r = exp2_fast(logit - join_lanes<1, kWarp>(logit, [](float x, float y) { return fmaxf(x, y); }));
-        coefficients[lane] = gate * r / join_lanes<1, kWarp>(r, [](float x, float y) { return x + y; });
-      }
-      barrier();
-      for (int k = thread_index(); k < args.K; k += block_threads()) {
-        for (int m = 0; m < args.M; ++m) sums[m * kPart + k] += coefficients[m] * value(k);
-      }
-    }
-    barrier();
-  }
-
-  // Adds up the warps' parts in part 0. Returns whether all is finite.
-  FASTCAPS_DEVICE bool add_parts(int rows) {
-    bool finite = true;
+  // Adds up the warps' parts in part 0.
+  FASTCAPS_DEVICE void add_parts(int rows) {
     const int active = (args.I + kUnit - 1) / kUnit < warps ? (args.I + kUnit - 1) / kUnit : warps;
     for (int at = thread_index(); at < rows * K; at += block_threads()) {
       const int place = at / K * kPart + at % K;
       float sum = part(0)[place];
       for (int w = 1; w < active; ++w) sum += part(w)[place];
       part(0)[place] = sum;
-      finite = finite && (fabsf(sum) <= FLT_MAX || at % K >= args.K);
     }
-    const bool broken = any_lane(!finite);
-    if (lane == 0) Block::scratch[2 * kPlainParents + warp] = broken ? 1.0f : 0.0f;
     barrier();
-    for (int w = 0; w < warps; ++w) finite = finite && Block::scratch[2 * kPlainParents + w] == 0.0f;
-    return finite;
   }
 
   // From S in part 0 to the next queries, or to the parents. even: there was neither a query nor a prior.
@@ -219,7 +193,7 @@ struct PlainForward : PlainBlock<K_, S> {
       else
         walk(asks);
       barrier();
-      if (!add_parts(even ? 1 : args.M) && !even) walk_safely(asks);
+      add_parts(even ? 1 : args.M);
       step(iteration, even, !asks || args.rule != Rule::kSquash);
     }
   }
