@@ -39,7 +39,8 @@ def library(target: str) -> ctypes.CDLL:
     built = build.library(target)
     schemas = torch.library.Library(target, "FRAGMENT")
     names = [name for routing in ROUTINGS for name in (routing.name, f"{routing.name}_backward")]
-    for name in (*names, "attention_routing_reverse", "gaussian_routing_reverse", "folded"):
+    own = ("attention_routing_reverse", "gaussian_routing_reverse", "folded", "plain_routing", "plain_routing_reverse")
+    for name in (*names, *own):
         schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
         schemas.define(schema.removeprefix("fastcaps_cuda::"))
     built.schemas = schemas  # they live as long as it does
@@ -108,7 +109,7 @@ class Target:
     def reverse(self, call: Call, option: str = "fast") -> dict[str, Tensor]:
         """Return the results of a call of attention or of Gaussians, and its gradients through all iterations."""
         results, border = self.forward(call, option), call.routing.border
-        moved = self.moved({**call.given, **results})
+        moved = self.moved({**call.given, **{name: results[name] for name in border.history}})
         constant = border.constant if call.detach else ()
         wanted = [name for name in call.names if name not in constant]
         if call.routing is ATTENTION:

@@ -23,8 +23,9 @@ from torch._subclasses import FakeTensorMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries
-from fastcaps.ops import folded
+from fastcaps.ops import folded, products
 from fastcaps.rules import DETACH, Rule
+from fastcaps.votes import SET_WINDOW, VoteInputs
 
 GPU = torch.device("cuda:0")
 POSE = (4, 4, 4)
@@ -309,6 +310,30 @@ def test_products_run_attention_of_shared_matrices_where_they_are_faster(
     assert runs() == [False, False]
     gpu.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     assert runs() == [folds, folds]
+
+
+@needs_fake_gpu_tensors
+@pytest.mark.parametrize(
+    ("sizes", "taken"),
+    [
+        ((2, 50, 1, 128, 32), True),
+        ((2, 50, 4, 64, 16), True),
+        ((2, 50, 1, 129, 17), False),
+        ((2, 50, 1, 64, 33), False),
+        ((2, 50, 1, 257, 4), False),
+        ((2, 1, 1, 50, 1, 64, 4), False),
+    ],
+    ids=str,
+)
+def test_dynamic_routing_of_poses_is_one_launch_where_a_kernel_takes_it(
+    gpu: object, sizes: tuple[int, ...], taken: bool
+) -> None:
+    *children, parents = sizes
+    with FakeTensorMode():
+        votes = VoteInputs(torch.empty(children, device=GPU), None, None, None, parents, SET_WINDOW)
+    assert products._takes_on_gpu(votes) == taken
+    with fastcaps.backend("triton"):
+        assert not products._takes_on_gpu(votes)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

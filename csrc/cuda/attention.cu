@@ -1,6 +1,7 @@
 // The ops of routings whose parents compete: check, schedule, allocate, launch.
 #ifndef __CUDA_ARCH__  // no kernels here: the compiler for the device has nothing to read
 #include "ends.h"
+#include "plain.h"
 
 namespace fastcaps::gpu {
 namespace {
@@ -15,13 +16,17 @@ std::vector<Tensor> attention_routing(Stack stack) {
   PassArgs& args = call.args;
   args.query = call.view(op.query);
   args.scale = float(op.scale), args.eps = float(op.eps), args.rule = op.rule;
-  const bool fused = op.iterations > 1 && call.fuses(op.iterations);
-  const Schedule c = call.schedule_forward(fused);
+  args.norm_weight = call.as_given(op.norm_weight), args.norm_bias = call.as_given(op.norm_bias);
   const Tensor result = new_tensor(children, call.poses(), children.scalar_type(), "parents");
   const Tensor sums = call.empty(call.poses(op.iterations));
   if (v.positions() == 0) return {result, sums};
+  if (std::optional<PlainArgs> plain = plain_args(call)) {
+    plain->eps = op.rule == Rule::kSquash ? 0.0f : args.eps;
+    if (run_plain_forward(call, *plain, op.query, op.iterations, result, sums)) return {result, sums};
+  }
+  const bool fused = op.iterations > 1 && call.fuses(op.iterations);
+  const Schedule c = call.schedule_forward(fused);
   call.take(c);
-  args.norm_weight = call.as_given(op.norm_weight), args.norm_bias = call.as_given(op.norm_bias);
   args.result = data_of(result);
   if (fused) {
     args.iterations = int(op.iterations), args.sums = floats(sums);
@@ -119,6 +124,19 @@ std::vector<Tensor> differentiate(const Op& op, Call& call, EndArgs& end, VoteGr
   return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dquery, dnorm_weight, dnorm_bias};
 }
 
+// The gradients of a call that the kernels of attention without matrices take, or nothing.
+template <class Op>
+std::optional<std::vector<Tensor>> differentiate_plain(const Op& op, Call& call, PlainArgs args) {
+  args.scale = float(op.scale), args.detach = op.needs & kDetach;
+  args.query = call.as_given(op.query), args.norm_weight = call.as_given(op.norm_weight);
+  args.sums = call.table(op.sums);
+  const auto found = differentiate_plain(call, args, op.query, op.needs);
+  if (!found) return {};
+  const auto none = [&] { return new_tensor(call.children, {0}, call.storage, "a gradient"); };
+  return std::vector<Tensor>{found->children,    none(),          none(), found->gate, found->query,
+                             found->norm_weight, found->norm_bias};
+}
+
 // What both backwards begin with.
 template <class Op>
 EndArgs begin(const Op& op, Call& call) {
@@ -133,6 +151,13 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   const DeviceGuard guard(op.votes.children);
   Call call("attention", op.votes, op.options);
   const Iterations iterations = op.check(call.votes);
+  if (std::optional<PlainArgs> plain = plain_args(call)) {
+    plain->rule = op.sums ? Rule::kLayerNorm : Rule::kPlain, plain->eps = float(op.eps);
+    plain->iterations = int(iterations.count);
+    plain->without_query = int(iterations.count - (op.query ? op.query->size(0) : 0));
+    plain->grad = iterations.view(op.grad, 0), plain->grad_iteration = op.grad.stride(0);
+    if (const auto found = differentiate_plain(op, call, *plain)) return *found;
+  }
   EndArgs end = begin(op, call);
   end.rule = Rule::kLayerNorm;  // sums are given only where that made parents of them
   VoteGradients gradients(call, op.needs, call.votes.positions() > 0);
@@ -149,6 +174,12 @@ std::vector<Tensor> attention_routing_reverse(Stack stack) {
   const DeviceGuard guard(op.votes.children);
   Call call("attention", op.votes, op.options);
   op.check(call.votes);
+  if (std::optional<PlainArgs> plain = plain_args(call)) {
+    plain->rule = op.rule, plain->eps = op.rule == Rule::kSquash ? 0.0f : float(op.eps), plain->chain = true;
+    plain->norm_bias = call.as_given(op.norm_bias), plain->grad = call.view(op.grad);
+    plain->iterations = int(op.sums->size(0));
+    if (const auto found = differentiate_plain(op, call, *plain)) return *found;
+  }
   EndArgs end = begin(op, call);
   end.rule = op.rule, end.norm_bias = call.as_given(op.norm_bias);
   VoteGradients gradients(call, op.needs, call.votes.positions() > 0);

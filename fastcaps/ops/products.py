@@ -24,9 +24,11 @@ from fastcaps import backends
 from fastcaps.checks import accumulation_dtype, is_tracing, widen
 from fastcaps.made import MadeVotes
 from fastcaps.ops import folded, reverse, shared
+from fastcaps.ops.define import declare
 from fastcaps.ops.signature import Gradients
 from fastcaps.reference.attention import parents_of
 from fastcaps.reference.derivatives import inverse_or_zero
+from fastcaps.rules import DETACH
 from fastcaps.vectors import squash
 from fastcaps.votes import (
     POSE,
@@ -42,6 +44,24 @@ _BLOCK = 1 << 20  # values of children, or of coefficients, in a block on the CP
 _BLOCK_ELSEWHERE = 1 << 26  # each block is some launches
 _LARGE, _LONG = 1 << 20, 32  # multiply-adds of a sample and values of a pose from which our forward kernel is slower
 _SMALL = 1 << 15  # multiply-adds of a call below which Python takes longer than our backward kernel
+
+_GIVEN = "Tensor children, Tensor? gate, Tensor? prior, Tensor? query"
+plain_routing = declare(
+    "cuda",
+    "plain_routing",
+    (f"{_GIVEN}, int parents, float scale, float eps, int iterations", "(Tensor parents, Tensor sums)"),
+)
+"""The CUDA library's dynamic routing of a set with a prior, ``[I or 1, M]``, and an eps (see squash)."""
+plain_routing_reverse = declare(
+    "cuda",
+    "plain_routing_reverse",
+    (
+        f"Tensor grad, {_GIVEN}, Tensor sums, float scale, float eps, int needs",
+        "(Tensor dchildren, Tensor dgate, Tensor dprior, Tensor dquery)",
+    ),
+)
+"""Its backward; ``needs``: a bit for each result, and DETACH. ``grad``, of the last parents, and dprior: float32."""
+_POSE, _PARENTS = 256, 32  # values and parents that they take at most; half as many parents of more than 128 values
 
 
 def serves(votes: VoteInputs, backward: bool) -> bool:
@@ -342,6 +362,11 @@ class _Dynamic(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, routing: Any, formula: Formula, own: Any, parents: int, eps: float, *tensors: Any) -> Tensor:
         children, gate, prior = tensors
+        ctx.given = routing, formula, own, parents, eps
+        if _is_on_gpu(children):
+            routed, history = plain_routing(children, gate, prior, None, parents, 1.0, eps, own.iterations)
+            ctx.save_for_backward(*tensors, history)
+            return routed
         votes = cleaned(VoteInputs(children, None, None, gate, parents, SET_WINDOW))
         query: Any = None
         every: list[Tensor] = []
@@ -351,7 +376,6 @@ class _Dynamic(torch.autograd.Function):
             every.append(sums(votes, query, prior, 1.0))
             step = squash(every[-1], POSE, eps).to(children.dtype)
         ctx.save_for_backward(*tensors, torch.stack(every))
-        ctx.given = routing, formula, own, parents, eps
         return step
 
     @staticmethod
@@ -372,6 +396,12 @@ class _Dynamic(torch.autograd.Function):
             leaves = {name: x for name, x, want in zip(names, tensors, needed, strict=True) if want}
             every: Any = torch.autograd.grad(made, [*leaves.values()], grad, create_graph=graph, allow_unused=True)
             found = dict(zip(leaves, every, strict=True))
+        elif _is_on_gpu(children):
+            bits = sum(1 << k for k, want in enumerate(needed) if want) | (DETACH if own.detach else 0)
+            *every, _ = plain_routing_reverse(grad.float(), children, gate, prior, None, history, 1.0, eps, bits)
+            found = {name: x for name, x, want in zip(names, every, needed, strict=True) if want}
+            if found.get("prior") is not None:
+                found["prior"] = found["prior"].to(prior.dtype)
         else:
             needs = {name for name, want in zip(names, needed, strict=True) if want}
             backward = Reverse(routing, routing.run_backward, votes, own.iterations, needs, False, prior=prior)
@@ -382,11 +412,24 @@ class _Dynamic(torch.autograd.Function):
 
 def takes_dynamic(votes: VoteInputs, prior: Tensor | None) -> bool:
     """Return whether :func:`dynamic` takes a call: no compiler, autocast, transform or subclass must see its ops."""
-    if isinstance(votes, MadeVotes) or not takes(votes):
+    if isinstance(votes, MadeVotes) or not (takes(votes) or _takes_on_gpu(votes)):
         return False
     if backends.is_explaining():  # of the call as it runs without an explanation
         return True
     return are_plain((votes[0], votes[3], prior)) and not (is_watched() or is_transformed())
+
+
+def _is_on_gpu(children: Tensor) -> bool:
+    return children.is_cuda
+
+
+def _takes_on_gpu(votes: VoteInputs) -> bool:
+    """Return whether :data:`plain_routing` takes a call of dynamic routing."""
+    values = prod(votes.children.shape[-2:])
+    if votes.weight is not None or votes.bias is not None or not (_is_on_gpu(votes.children) and votes.is_set):
+        return False
+    fits = values <= _POSE and votes.parents <= (_PARENTS if 2 * values <= _POSE else _PARENTS // 2)
+    return fits and backends.choose("attention", votes)[0] == "cuda"
 
 
 def dynamic(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps: float, formula: Formula) -> Tensor:
@@ -395,7 +438,8 @@ def dynamic(routing: Any, votes: VoteInputs, own: Any, prior: Tensor | None, eps
     ``routing`` is the attention op, ``own`` its arguments without a query, ``eps`` that of squash. Second derivatives
     go through ``formula(votes, prior)``, which returns the same.
     """
-    backends.choose_formula(routing.name, routing.stem, votes, shared.LIBRARY)
+    runs = shared.WHOLE if _is_on_gpu(votes.children) else shared.LIBRARY
+    backends.choose_formula(routing.name, routing.stem, votes, runs)
     if backends.is_explaining():
         found: Tensor = routing.fakes(votes, own)[0]
         return found

@@ -15,6 +15,7 @@ from fastcaps.votes import VoteInputs, pose_of, positions_of, seen_of, windows
 
 LIBRARY = ("torch", "where children share matrices or have none, the library's products make no votes")
 FUSED = ("cuda", "where children share matrices, a kernel between the library's products makes no votes")
+WHOLE = ("cuda", "one launch makes all iterations of poses without matrices")
 EVEN = ("torch", "equal coefficients: one matrix product or convolution of PyTorch")
 """What runs, and why, for an explanation."""
 
