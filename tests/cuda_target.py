@@ -18,10 +18,11 @@ import pytest
 import torch
 from cases import Case, on_device
 from cuda_on_cpu import build
-from registry import ATTENTION, ROUTINGS, VOTES, BackwardCall, Call, Routing, votes_of
+from registry import ROUTINGS, BackwardCall, Call, Routing, votes_of
 from torch import Tensor
 
 from fastcaps import backends, libraries
+from fastcaps.checks import accumulation_dtype
 from fastcaps.rules import DETACH
 
 DETERMINISTIC, ALLOW_TF32, TF32X3 = 1, 2, 4
@@ -38,9 +39,8 @@ def library(target: str) -> ctypes.CDLL:
     """Build the kernels for the CPU; their ops have the schemas that the ops of the CUDA library have."""
     built = build.library(target)
     schemas = torch.library.Library(target, "FRAGMENT")
-    names = [name for routing in ROUTINGS for name in (routing.name, f"{routing.name}_backward")]
-    own = ("attention_routing_reverse", "gaussian_routing_reverse", "folded", "plain_routing", "plain_routing_reverse")
-    for name in (*names, *own):
+    names = [f"{routing.name}{way}" for routing in ROUTINGS for way in ("", "_backward", "_reverse")]
+    for name in (*names, "folded", "plain_routing", "plain_routing_reverse"):
         schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
         schemas.define(schema.removeprefix("fastcaps_cuda::"))
     built.schemas = schemas  # they live as long as it does
@@ -107,17 +107,16 @@ class Target:
         return {name: gradient.cpu() for name, gradient in found.items()}
 
     def reverse(self, call: Call, option: str = "fast") -> dict[str, Tensor]:
-        """Return the results of a call of attention or of Gaussians, and its gradients through all iterations."""
+        """Return the results of a call, and its gradients through all iterations by one call."""
         results, border = self.forward(call, option), call.routing.border
         moved = self.moved({**call.given, **{name: results[name] for name in border.history}})
         constant = border.constant if call.detach else ()
         wanted = [name for name in call.names if name not in constant]
-        if call.routing is ATTENTION:
-            names = (*VOTES, "query", "norm_weight", "norm_bias", "sums", "scale", "eps", "rule")
-        else:
-            names = (*VOTES, "beta_use", "beta_ignore", *border.history, "temperatures", "rule", "eps")
+        taken = [argument.name for argument in border.native_reverse._schema.arguments]
+        names = taken[taken.index("children") : taken.index("needs")]
+        moved |= {name: moved[f"all_{name}"] for name in names if f"all_{name}" in moved}
         bits = border.bits(wanted) | (DETACH if call.detach else 0)
-        wide = results[border.history[0]].dtype
+        wide = accumulation_dtype(call.given["children"].dtype)
         grads = [on_device(call.grads[name], self.device).to(wide) for name in border.finals]
         op = self.op(f"{call.routing.name}_reverse")
         found = op(*grads, *(moved[name] for name in names), bits, OPTIONS[option])

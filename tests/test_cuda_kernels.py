@@ -140,6 +140,28 @@ def test_gradients_through_all_iterations_of_gaussians(option: str, name: str, r
         GAUSSIAN.bar(case).hold(found)
 
 
+POOLING_REVERSED = {
+    "fast": "primes primes:bf16 pose-1x16:f16 padded children-float32 conv broken-children",
+    "ordered": "conv children-float32",
+}
+
+
+@on_every_target
+@pytest.mark.parametrize("detach", [False, True], ids=["all", "detached"])
+@pytest.mark.parametrize(("option", "name"), [(o, n) for o, names in POOLING_REVERSED.items() for n in names.split()])
+@pytest.mark.parametrize("rule", [Rule.UNIT, Rule.SQUASH], ids=lambda rule: rule.name)
+def test_gradients_through_all_iterations_of_pooling(
+    option: str, name: str, rule: Rule, detach: bool, target: Target
+) -> None:
+    name, _, dtype = name.partition(":")
+    for start, iterations in ((False, 3), (True, 3), (True, 1)):
+        case = replace(POOLING.case(name), rule=rule, start=start, iterations=iterations, detach=detach)
+        case = replace(case, dtype=HALVES[dtype]) if dtype else case
+        with target.guarded():
+            found = target.reverse(POOLING.call(case), option)
+        POOLING.bar(case).hold(found)
+
+
 @on_every_target
 @pytest.mark.parametrize("start", [False, True], ids=["zero", "given"])
 @pytest.mark.parametrize("rule", [Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH], ids=lambda rule: rule.name)

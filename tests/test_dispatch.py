@@ -17,7 +17,7 @@ import pytest
 import torch
 from cases import Case
 from features import Called
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, votes_of
+from registry import ATTENTION, GAUSSIAN, ROUTINGS, BackwardCall, Call, Routing, votes_of
 from suite import every_routing
 from torch._subclasses import FakeTensorMode
 
@@ -112,9 +112,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
         return [made.get(f"d{name}") for name in routing.border.tensors]
 
     for routing in ROUTINGS:
-        if routing.border.native_reverse is not None:
-            taken = [argument.name for argument in routing.border.native_reverse._schema.arguments]
-            monkeypatch.setattr(routing.border, "native_reverse", partial(reverse, routing, taken))
+        taken = [argument.name for argument in routing.border.native_reverse._schema.arguments]
+        monkeypatch.setattr(routing.border, "native_reverse", partial(reverse, routing, taken))
     for routing in ROUTINGS:
         monkeypatch.setitem(routing.border.native, "cuda", partial(forward, routing))
         monkeypatch.setitem(routing.border.native_backward, "cuda", partial(backward, routing))
@@ -234,14 +233,14 @@ def test_a_forced_backend_is_obeyed_or_raises(gpu: object) -> None:
 
 @every_routing
 def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked once for the forward and once for every backward; all but pooling also ask whether that is one call."""
+    """Asked once for the forward and once for every backward, and whether that is one call."""
     heard: list[backends.Call] = []
     monkeypatch.setattr(backends, "chosen", lambda _, call: heard.append(call) or "reference")
     monkeypatch.setattr(backends, "on_cpu", lambda *_: False)
     case = replace(routing.case("padded"), iterations=1)
     routing.call(case).training(Call.by_op)
     wanted = backends.Call(routing.stem, torch.device("cpu"), torch.float32, case.pose, case.parents, True, 0)
-    assert heard == [wanted] * (2 if routing is POOLING else 3)
+    assert heard == [wanted] * 3
 
 
 @needs_fake_gpu_tensors
@@ -371,8 +370,7 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 @every_routing
 @pytest.mark.parametrize("start", [False, True])
 def test_iterations_are_one_call_of_the_library(routing: Routing, start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pooling's backward asks every one that has parents for their gradient, and so does that of Gaussians with a first
-    state; else it is one call, too.
+    """So is the backward, but for Gaussians with a first state: it asks every one for the gradient of its state.
 
     Kernels get what the ops got but the flags, and the settings of the moment at the end.
     """
@@ -382,7 +380,7 @@ def test_iterations_are_one_call_of_the_library(routing: Routing, start: bool, m
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
-    whole = routing is ATTENTION or (routing is GAUSSIAN and not start)
+    whole = routing is not GAUSSIAN or not start
     assert [one for one, _ in seen] == [
         routing.name, *([f"{routing.name}_reverse"] if whole else [f"{routing.name}_backward"] * 3)
     ]  # fmt: skip

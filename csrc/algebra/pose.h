@@ -62,16 +62,18 @@ FASTCAPS_FORMULA void squash(const Pose& pose) {
 }
 
 // Replaces the gradient of the squashed S by that of S, with u = S / |S| and f = |S| / (1 + |S|^2):
-// dS = f (dy + (2 / (1 + |S|^2) - 1) u <u, dy>); 0 at the zero vector. `pose` holds S, and u afterwards.
+// dS = f (dy + (2 / (1 + |S|^2) - 1) u <u, dy>); 0 at the zero vector. `pose` holds S, and u afterwards. units: that of
+// u instead, dS = (dy - u <u, dy>) / |S|.
 template <class Pose, class X = typename Pose::X>
-FASTCAPS_FORMULA void squash_backward(const Pose& grad, const Pose& pose, X tiny) {
+FASTCAPS_FORMULA void squash_backward(const Pose& grad, const Pose& pose, X tiny, bool units = false) {
   const X found = pose.largest(), largest = found > tiny ? found : tiny;
   pose.each([&](X& x, int64_t) { x /= largest; });  // squares neither overflow nor underflow
   const X ratio = Number<X>::sqrt(pose.sum([](X x, int64_t) { return x * x; })), size = ratio * largest;
   pose.each([&](X& x, int64_t) { x /= ratio > tiny ? ratio : tiny; });
-  const X inverse = 1 / size, bend = 1 - 2 / (1 + inverse * inverse);
+  const X inverse = 1 / size, bend = units ? X{-1} : 1 - 2 / (1 + inverse * inverse);
+  const X divisor = units && size > 0 ? size : size + inverse;
   const X along = grad.sum([&](X dy, int64_t k) { return dy * pose.at(k); });
-  grad.each([&](X& dy, int64_t k) { dy = (dy + bend * pose.at(k) * along) / (size + inverse); });
+  grad.each([&](X& dy, int64_t k) { dy = (dy + bend * pose.at(k) * along) / divisor; });
 }
 
 // S / |S|; the zero vector stays.

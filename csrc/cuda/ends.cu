@@ -48,6 +48,14 @@ struct HeldPose {
     for (int k = 0; k < PER; k += 4)
       load_four(poses + parent * numbers + index(k), exists ? numbers - index(k) : 0, numbers % 4 == 0, to + k);
   }
+  // Of the history: attention's is in float, pooling's in the children's type.
+  FASTCAPS_DEVICE void load_sums(const EndArgs& args, const void* sums, int64_t parent, bool exists) const {
+    if (!args.stored || args.storage == Storage::kFloat32)
+      return load(static_cast<const float*>(sums), parent, exists, x);
+    FASTCAPS_UNROLL
+    for (int k = 0; k < PER; ++k)
+      x[k] = exists && inside(k) ? load_number(sums, parent * numbers + index(k), args.storage) : 0.0f;
+  }
   FASTCAPS_DEVICE void store(void* poses, int64_t parent, Storage storage) const {
     FASTCAPS_UNROLL
     for (int k = 0; k < PER; k += 4)
@@ -152,7 +160,7 @@ FASTCAPS_DEVICE void make_queries(const EndArgs& args, const HeldPose<PER>& pose
   const void* query = args.query;
   char* next = static_cast<char*>(args.queries);
   for (int step = 0; step < args.steps; ++step, query = next, next += bytes) {
-    pose.load(args.earlier_sums + step * args.count * pose.numbers, parent, exists, pose.x);
+    pose.load_sums(args, args.earlier_sums, step * args.count + parent, exists);
     take_step(args, pose);
     if (exists && args.by.share() == 0) store_query(args, pose, parent, query, next);
   }
@@ -178,9 +186,9 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs args) {
       for (int k = 0; k < PER; k += 4)
         args.grad.load(from, grad.index(k), exists ? grad.numbers - grad.index(k) : 0, ds + k);
     }
-    if (args.given_sums) standard.load(args.given_sums, parent, exists, s);
-    if (args.given_sums && args.rule == Rule::kSquash) {
-      squash_backward(grad, standard, FLT_MIN);
+    if (args.given_sums) standard.load_sums(args, args.given_sums, parent, exists);
+    if (args.given_sums && (args.rule == Rule::kSquash || args.rule == Rule::kUnit)) {
+      squash_backward(grad, standard, FLT_MIN, args.rule == Rule::kUnit);
     } else if (args.given_sums) {
       const float inverse = standardise(standard, args.eps);
       grad.each([&](float& number, int k) {

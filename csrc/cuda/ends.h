@@ -97,22 +97,22 @@ struct EndArgs : ParentArgs {
   const float* logsumexps;  // pooling: [chunks, count], by which parts are weighed; or null: they are added
   int chunks;
   float* sums;       // [count, C * E]; null if not wanted, or if they are the only part
-  void* stored;      // pooling: the sums
+  void* stored;      // pooling: the sums, in the children's type
   float* logsumexp;  // pooling: [count]
   void* parents;     // [count, C * E]
 
   // the queries of further iterations, [count, C * E] in the children's type
   const void* query;  // the first one's; or null
   void* queries;      // forward: the next one's; backward: of `steps` iterations, from `earlier_sums`; or null
-  const float* earlier_sums;
+  const void* earlier_sums;
   int steps;
 
   // backward: the gradient of parents is `grad`, or that of the queries behind, which is in `parts`
   PosesView grad;
-  const float* given_sums;  // [count, C * E] where the parents are not the sums, or null
-  float* dsums;             // [count, C * E]
-  float* dnorm;             // [blocks, 2, C * E] or null
-  float* dconstant;         // pooling: [count], -<dS, S> with S as it is stored; or null
+  const void* given_sums;  // [count, C * E] where the parents are not the sums, or null
+  float* dsums;            // [count, C * E]
+  float* dnorm;            // [blocks, 2, C * E] or null
+  float* dconstant;        // pooling: [count], -<dS, S> with S as it is stored; or null
   Zeros zeros;
 };
 

@@ -82,9 +82,84 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
   return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dquery};
 }
 
+// The backward of a call through all its iterations, from the gradient of the last parents. Its gradients are those of
+// the op's backward, which has the gradient of every iteration's sums.
+struct PoolingReverse {
+  Stack& from;
+  Tensor grad = from.tensor();
+  VoteArguments votes{from};
+  MaybeTensor query = from.maybe();
+  Tensor sums = from.tensor(), logsumexp = from.tensor();
+  double scale = from.real();
+  bool normalize = from.flag();
+  Rule rule = Rule(from.number());
+  int64_t needs = from.number(), options = from.number();
+
+  bool wants_query() const { return query && (needs & kQuery) && !(needs & kDetach); }
+  int64_t check(const Votes& v) const {
+    const Iterations all(votes, sums);
+    all.check(sums, "sums", poses_shape(v), votes.storage());
+    all.check(logsumexp, "logsumexp", numbers_shape(v), votes.wide());
+    STD_TORCH_CHECK(rule == Rule::kUnit || rule == Rule::kSquash, "fastcaps: pooling_routing has no rule ", int(rule));
+    votes.check_maybe(grad, "grad", poses_shape(v), votes.wide());
+    votes.check_maybe(query, "query", poses_shape(v), votes.storage());
+    return all.count;
+  }
+};
+
+std::vector<Tensor> pooling_routing_reverse(Stack stack) {
+  const PoolingReverse op{stack};
+  const DeviceGuard guard(op.votes.children);
+  Call call("pooling", op.votes, op.options);
+  const int64_t count = op.check(call.given_votes);
+  const MaybeTensor grad = call.posed(op.grad), query = call.posed(op.query);
+  const bool wants_query = op.wants_query(), empty = call.votes.positions() == 0;
+  PassArgs& args = call.args;
+  args.scale = float(op.scale), args.normalize = op.normalize, args.detach = op.needs & kDetach, args.rule = op.rule;
+  VoteGradients gradients(call, op.needs, !empty);
+  EndArgs end = end_args(call);
+  const int64_t launched = args.detach ? 1 : count, poses = end.count * call.votes.parent_size();
+  const int64_t bytes = poses * bytes_of(call.args.storage);
+  const Made made = call.parts(gradients.schedule);
+  float *dsums = nullptr, *dconstant = nullptr, *dqueries = nullptr, *queries = nullptr;
+  gradients.reserve(dsums, poses), gradients.reserve(dconstant, end.count);
+  gradients.reserve(queries, (count - 1) * poses);
+  if (launched > 1) gradients.reserve(dqueries, launched * made.all());
+  const Tensor dquery = launched == 1 ? gradients.add(wants_query, dqueries, made, call.poses(), call.storage)
+                                      : gradients.add_sum(wants_query, dqueries, {launched * made.parts, made.numbers},
+                                                          call.poses(), call.storage, 0, made.numbers);
+  end.zeros = gradients.allocate();
+  if (args.detach) args.dgate = nullptr;  // and stays 0
+  args.dsums = end.dsums = dsums, args.dconstant = end.dconstant = dconstant;
+  const Tensor stored = as_dense(op.sums), shift = as_dense(op.logsumexp);
+  end.earlier_sums = data_of(stored), end.steps = int(count - 1);
+  end.query = count > 1 ? call.as_given(query) : nullptr, end.queries = queries;
+  end.grad = PosesView(call.view(grad), args.C, args.E);
+  for (int64_t n = 0; n < launched && !empty; ++n) {
+    const int64_t k = count - 1 - n;
+    const char* before = reinterpret_cast<const char*>(queries) + (k - 1) * bytes;
+    args.query = k == 0 ? call.view(query) : dense_poses(before, call.votes);
+    args.logsumexp = floats(shift) + k * end.count;
+    end.stored = static_cast<char*>(data_of(stored)) + k * bytes;
+    end.given_sums = op.rule == Rule::kUnit && n == 0 ? nullptr : end.stored;  // then the parents are the sums
+    // steps add up: the gradient of parents is that of all queries behind
+    end.parts = n > 0 ? dqueries : nullptr, end.chunks = int(n > 0 ? n * made.parts : 1);
+    end.by = Sharing(args.C * args.E, end.chunks);
+    args.dquery = wants_query || n + 1 < launched ? dqueries + n * made.all() : nullptr;
+    prepare(end);
+    gradients.run(0);
+    end.steps = 0;
+  }
+  gradients.add_up();
+  return {gradients.children, gradients.weight, gradients.bias, gradients.gate, dquery};
+}
+
 }  // namespace
 
 FASTCAPS_REGISTER(pooling_routing)
+STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_LIBRARY, FASTCAPS_KEY, pooling_reverse) {
+  pooling_reverse.impl("pooling_routing_reverse", &fastcaps::boxed<pooling_routing_reverse>);
+}
 
 }  // namespace fastcaps::gpu
 #endif

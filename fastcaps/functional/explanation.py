@@ -184,8 +184,11 @@ class _Calls(TorchDispatchMode):
             room = {"triton": f"fastcaps.triton_kernels.{stem}.", "reference": f"fastcaps.reference.{stem}."}
             forward = room.get(name, f"fastcaps_{name}::") + op
             if routing is not None:
-                whole = name == "cuda" and routing.native_reverse is not None
-                backward = f"{forward}_{'reverse' if whole else 'backward'}" if reverse is None else ": ".join(reverse)
+                backward = (
+                    f"{forward}_{'reverse' if name == 'cuda' else 'backward'}"
+                    if reverse is None
+                    else ": ".join(reverse)
+                )
         self.found.append(Explanation(name, how, reasons, forward, backward, f"{_describe(votes, call)}, {op}"))
 
 

@@ -109,23 +109,8 @@ class AttentionRouting(QueryRouting):
             return products.Reverse(self, self.run_backward, votes, count, needs, False)
         return super().reverse(votes, count, needs, eager)
 
-    def backward(
-        self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results, eps: float = 0.0
-    ) -> None:
-        """Compute the gradients of a call: on a GPU all iterations by one call of the native library."""
-        native = type(reverse) is Reverse and reverse.run == self.run_backward
-        chosen, options = backends.choose(self.stem, votes) if native else ("", 0)
-        if chosen != "cuda":
-            return super().backward(reverse, grads, votes, own, history, eps)
-        (grad,), (sums,), needs = grads, history, reverse.needs - (self.constant if own.detach else set())
-        assert grad is not None
-        affine = own.norm_weight, own.norm_bias
-        bits = self.bits(needs) | (DETACH if own.detach else 0)
-        found = self.native_reverse(
-            grad.to(sums.dtype), *votes, own.query, *affine, sums, own.scale, own.eps, own.rule, bits, options
-        )
-        found = self.with_weight_strides(found, votes, bits)
-        reverse.gradients = {name: one for name, one in zip(self.tensors, found, strict=True) if name in needs}
+    def reverse_arguments(self, own: Any, history: Results) -> tuple[Any, ...]:
+        return own.query, own.norm_weight, own.norm_bias, *history, own.scale, own.eps, own.rule
 
     def check(self, votes: VoteInputs, own: Attention) -> None:
         rows, _, columns = votes.pose

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import backends, reference
+from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import check_like
@@ -72,6 +72,10 @@ class GaussianRouting(Routing):
         taken = f"{grads}, {written(VoteInputs.__annotations__)}, {tensors}, float[] temperatures, int rule, float eps"
         schema = f"{taken}, int needs, int options", self.native_backward_schema[1]
         self.native_reverse = declare("cuda", f"{self.name}_reverse", schema)
+
+    def reverse_arguments(self, own: Any, history: Results) -> tuple[Any, ...] | None:
+        begins = any(getattr(own, name) is not None for name in STATE)
+        return None if begins else (own.beta_use, own.beta_ignore, *history, own.temperatures, own.rule, own.eps)
 
     def iterations(self, own: Gaussian) -> int:
         return len(own.temperatures)
@@ -143,15 +147,6 @@ class GaussianRouting(Routing):
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Gaussian, history: Results) -> None:
         counts, means, narrow, scores = history
-        native = type(reverse) is Reverse and reverse.run == self.run_backward
-        chosen, options = backends.choose(self.stem, votes) if native else ("", 0)
-        if chosen == "cuda" and all(getattr(own, name) is None for name in STATE):
-            given = own.beta_use, own.beta_ignore, *history, own.temperatures, own.rule, own.eps
-            bits = self.bits(reverse.needs)
-            made = self.with_weight_strides(self.native_reverse(*grads, *votes, *given, bits, options), votes, bits)
-            by_name = zip(self.tensors, made, strict=True)
-            reverse.gradients = {name: one for name, one in by_name if name in reverse.needs}
-            return
         em, kmeans, count = own.rule == Rule.EM, own.rule == Rule.KMEANS, len(own.temperatures)
         variances, numbers = narrow + own.eps, means.shape[-2] * means.shape[-1]
         log_sigma = log_sigmas(variances)

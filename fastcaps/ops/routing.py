@@ -21,6 +21,7 @@ from fastcaps.made import MADE, MadeVotes
 from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State, gradient_strides
+from fastcaps.rules import DETACH
 from fastcaps.votes import SET_WINDOW, VoteInputs, without_autocast
 from fastcaps.watchers import are_batched, are_plain, is_sharded, is_transformed, is_watched
 
@@ -66,6 +67,11 @@ class Routing(Signature, ABC):
     @abstractmethod
     def backward(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> None:
         """Compute the gradients of a call by ``reverse``, from those of its final results."""
+
+    @abstractmethod
+    def reverse_arguments(self, own: Any, history: Results) -> tuple[Any, ...] | None:
+        """Return what the CUDA library's backward through all iterations takes after the votes, before the flags; None
+        if it does not run this call."""
 
     def tables(self, own: Any) -> tuple[Tensor | None, ...]:
         """Return the tables, of a value for each child and parent, of which a backward returns gradients."""
@@ -328,8 +334,26 @@ class Routing(Signature, ABC):
         with backends.under(ctx.blocks):
             eager = not is_watched() and are_plain(arguments[:1]) and not are_batched(finals)
             reverse = self.reverse(votes, self.iterations(own), needs, eager)
-            self.backward(reverse, finals, votes, own, saved[len(self.tensors) :])
+            history = saved[len(self.tensors) :]
+            if not self._by_one_call(reverse, finals, votes, own, history):
+                self.backward(reverse, finals, votes, own, history)
         return [reverse.gradients.get(name) if want else None for name, want in zip(self.tensors, needed, strict=True)]
+
+    def _by_one_call(self, reverse: Reverse, grads: Gradients, votes: VoteInputs, own: Any, history: Results) -> bool:
+        """Compute the gradients of a call by one call of the CUDA library, if that is what runs its backward."""
+        if type(reverse) is not Reverse or reverse.run != self.run_backward:
+            return False
+        chosen, options = backends.choose(self.stem, votes)
+        given = self.reverse_arguments(own, history) if chosen == "cuda" else None
+        if given is None:
+            return False
+        detach = "detach" in own._fields and own.detach
+        needs = reverse.needs - (self.constant if detach else set())
+        bits, wide = self.bits(needs) | (DETACH if detach else 0), accumulation_dtype(votes.children.dtype)
+        heads = [grad if grad is None else grad.to(wide) for grad in grads]
+        found = self.with_weight_strides(self.native_reverse(*heads, *votes, *given, bits, options), votes, bits)
+        reverse.gradients = {name: one for name, one in zip(self.tensors, found, strict=True) if name in needs}
+        return True
 
     def reverse(self, votes: VoteInputs, count: int, needs: set[str], eager: bool) -> Reverse:
         """Return what computes the backward of ``count`` iterations; unless ``eager``, by the op."""

@@ -40,7 +40,7 @@ class Signature:
     wide = False  # whether the tensors of Own have the children's accumulation dtype
     constant: frozenset[str] = frozenset()  # the tensors that have no gradient with detached coefficients
     competing = True  # parents for a child, or else children for a parent
-    native_reverse: Any = None  # the CUDA library's backward through all iterations, if it has one
+    native_reverse: Any  # the CUDA library's backward through all iterations
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
