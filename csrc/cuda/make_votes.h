@@ -87,7 +87,8 @@ FASTCAPS_DEVICE void load_rows(const float* from, Rows<Pose>& to) {
   }
 }
 
-template <class Pose>
+// ADDS: to what the votes are.
+template <class Pose, bool ADDS = false>
 FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
                               Patch<Pose> (&votes)[Pose::kEach]) {
   FASTCAPS_UNROLL
@@ -99,7 +100,7 @@ FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matr
         FASTCAPS_UNROLL
         for (int j = 0; j < Pose::kPatchColumns; ++j) {
           float& vote = votes[p][i][j];
-          vote = d == 0 ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
+          vote = d == 0 && !ADDS ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
         }
       }
     }
