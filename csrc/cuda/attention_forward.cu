@@ -62,7 +62,7 @@ struct AttentionForward {
 
 template <class Pose, int R>
 struct AttentionForward<Pose, R, true> {
-  static constexpr bool kLeanIterations = false, kBegins = false, kCompetes = true, kGates = false;
+  static constexpr bool kLeanIterations = false, kBegins = false, kCompetes = true, kGates = false, kLoadsAhead = true;
   static constexpr bool kRounds =
       kMayRound<Pose, R> && Pose::kEach * Pose::kPatchColumns * (Pose::kPatchRows * (2 * R + 2) + Pose::kD) <= 224;
   struct Round {
@@ -89,26 +89,23 @@ struct AttentionForward<Pose, R, true> {
     set_to_zero<Pose, R>(sums);
   }
 
-  FASTCAPS_DEVICE void weigh(int r, const Patch<Pose> (&votes)[Pose::kEach], float (&weight)[Pose::kEach]) const {
+  FASTCAPS_DEVICE void score(int r, const Seen*, Round& one) const {
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
       float logit = first[p];
-      each_number<Pose>([&](int i, int j) { logit += query[r][p][i][j] * votes[p][i][j]; });
-      weight[p] = exp2_fast(lane.sum_pose(logit));
+      each_number<Pose>([&](int i, int j) { logit += query[r][p][i][j] * one.votes[p][i][j]; });
+      one.weight[p] = exp2_fast(lane.sum_pose(logit));
     }
   }
-  FASTCAPS_DEVICE void add(int r, const Patch<Pose> (&votes)[Pose::kEach], const float (&weight)[Pose::kEach],
-                           float total) {
+  FASTCAPS_DEVICE void add(int r, const Round& round, float total) {
     note_total(worst, total);
     const float one = reciprocal(total);
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
-      const float share = weight[p] * one;
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share * votes[p][i][j]; });
+      const float share = round.weight[p] * one;
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share * round.votes[p][i][j]; });
     }
   }
-  FASTCAPS_DEVICE void score(int r, const Seen*, Round& one) const { weigh(r, one.votes, one.weight); }
-  FASTCAPS_DEVICE void add(int r, const Round& one, float total) { add(r, one.votes, one.weight, total); }
   FASTCAPS_DEVICE void flush() const {}
   FASTCAPS_DEVICE bool lost() const { return is_lost(worst); }
   FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, lane.args.sums, chunk, sums); }

@@ -120,7 +120,9 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
     if constexpr (MEETS) meet(lane, parity, total);
     state.add(r, rounds[parity], total[0]);
   };
+  const float* matrix = nullptr;
   const auto round = [&](int now, int r, const float* child, const Seen* seen, auto&& meanwhile) {
+    if constexpr (!State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     float total = total_over_lanes(rounds[1 - now]);
     Rows<Pose> rows;
     load_rows<Pose>(child, rows);
@@ -138,18 +140,18 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
   walk<false, !State::kGates>(lane, range, [&](int slot, int t, int count) {
     const Stage<Pose> stage(lane.args, lane.shared, slot, t);
     const float* child = child_row(lane, stage, 0, 0);  // these advance: anew, they would take instructions
-    const float* matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
+    matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
     const Seen* seen = stage.seen + lane.in_tile(0);
     const auto advance = [&](bool more) {
       child += lane.args.tile_size * lane.child_stride();
       seen += lane.args.tile_size;
-      if (more) matrix += lane.matrices();
-      load_matrices(lane, matrix, matrices);
+      if (more || !State::kLoadsAhead) matrix += lane.matrices();
+      if constexpr (State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     };
-    load_matrices(lane, matrix, matrices);
-    if constexpr (R == 1) {  // two children at a time
-      FASTCAPS_NO_UNROLL
-      for (int left = count; left > 0; left -= 2) {
+    if constexpr (State::kLoadsAhead) load_matrices(lane, matrix, matrices);
+    FASTCAPS_NO_UNROLL
+    for (int left = count; left > 0; left -= R == 1 ? 2 : 1) {
+      if constexpr (R == 1) {  // two children
         round(0, 0, child, seen, [&] { advance(left > 1); });
         if (left == 1) {
           add(0, 0, total_over_lanes(rounds[0]));
@@ -157,10 +159,7 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
           break;
         }
         round(1, 0, child, seen, [&] { advance(left > 2); });
-      }
-    } else {
-      FASTCAPS_NO_UNROLL
-      for (int left = count; left > 0; --left) {
+      } else {
         FASTCAPS_UNROLL
         for (int r = 0; r < R; ++r)
           round(r % 2, r, child + r * Pose::kPositions * lane.child_stride(), seen + r * Pose::kPositions, [&] {
@@ -174,26 +173,36 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
   state.flush();
 }
 
-// Without rounds: the votes of a child at all positions, then their competition. MEETS: between several warps.
+// Without rounds: the votes of a child at all positions, then their competition.
 template <bool MEETS, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
-  walk<false, true>(lane, range, [&](int slot, int t, int count) {
+  walk<false, !State::kGates>(lane, range, [&](int slot, int t, int count) {
     Stage<Pose> stage(lane.args, lane.shared, slot, t);
     FASTCAPS_NO_UNROLL
     for (int left = count; left > 0; --left) {
+      typename State::Round rounds[R];
       Patches<Pose, R> votes;
-      Numbers<Pose, R> weight;
-      float total[R];
-      make_votes<true>(lane, stage, votes);
+      float total[R] = {};
+      if constexpr (State::kBegins) {
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; ++r) state.begin(r, votes[r]);
+      }
+      make_votes<true, State::kBegins>(lane, stage, votes);
+      each_patch<Pose, R>([&](int r, int p) {
+        each_number<Pose>([&](int i, int j) { rounds[r].votes[p][i][j] = votes[r][p][i][j]; });
+      });
       FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) state.weigh(r, votes[r], weight[r]);
+      for (int r = 0; r < R; ++r) state.score(r, stage.seen + lane.in_tile(r), rounds[r]);
+      if constexpr (State::kCompetes) {
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; ++r) total[r] = total_of(lane, rounds[r].weight);
+        if constexpr (MEETS) meet(lane, stage.t & 1, total);
+      }
       FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) total[r] = total_of(lane, weight[r]);
-      if constexpr (MEETS) meet(lane, stage.t & 1, total);
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) state.add(r, votes[r], weight[r], total[r]);
+      for (int r = 0; r < R; ++r) state.add(r, rounds[r], total[r]);
       stage.next(lane);
     }
+    state.flush();
   });
 }
 

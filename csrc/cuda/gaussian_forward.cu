@@ -29,7 +29,9 @@ constexpr float kMostLoss = 16.0f;
 // nothing.
 template <class State, class Pose, int R, bool ASKS>
 struct GaussianSums {
-  static constexpr bool kBegins = true, kCompetes = ASKS, kGates = true;
+  static constexpr bool kBegins = true, kCompetes = ASKS, kGates = true, kLoadsAhead = !ASKS;
+  static constexpr bool kRounds =
+      kMayRound<Pose, R> && Pose::kEach * Pose::kPatchColumns * (Pose::kPatchRows * (4 * R + 4) + Pose::kD) <= 224;
   struct Round {
     Patch<Pose> votes[Pose::kEach], squares[Pose::kEach];
     float weight[Pose::kEach], gate;
@@ -93,6 +95,8 @@ struct GaussianSums {
 template <class Pose, int R, bool LEAN>
 struct GaussianForward {
   static constexpr bool kLeanIterations = LEAN;
+  // Whether a lean walk may share parents between warps: the other 4 x 4 kernels give way to one that has more parents.
+  static constexpr bool kMeets = Pose::kC != 4 || Pose::kParents * Pose::kEach >= 64;
   // If the base is far from the votes, sums lose digits. Free poses have registers to compensate for that.
   static constexpr bool kCompensated = !Pose::kFixed;
   const Lane<Pose, R>& lane;
@@ -194,7 +198,7 @@ struct GaussianForward {
     } else {
       ChildRange few = range;
       few.last = range.first + args.stage < range.last ? range.first + args.stage : range.last;
-      FASTCAPS_NO_UNROLL
+      FASTCAPS_UNROLL
       for (int k = 0; k < 2; ++k) {
         lost = add_all<false>(k == 0 ? few : range);
         if (k == 0)
@@ -225,19 +229,22 @@ struct GaussianForward {
     }
   }
 
+  template <bool MEETS, class Sums>
+  FASTCAPS_DEVICE void walk_sums(const ChildRange& range, Sums& sums) {
+    if (MEETS && args.warps_parents == 1)
+      walk_sums<false>(range, sums);
+    else if constexpr (Sums::kRounds)
+      walk_in_rounds<MEETS>(lane, range, sums);
+    else
+      walk_by_child<MEETS>(lane, range, sums);
+  }
+
   // Returns whether something was lost.
   template <bool ASKS>
   FASTCAPS_DEVICE bool add_all(const ChildRange& range) {
     GaussianSums<GaussianForward, Pose, R, ASKS> sums(*this);
     begin_walk<false>(lane, range);
-    if constexpr (ASKS) {
-      if (args.warps_parents > 1)
-        walk_in_rounds<true>(lane, range, sums);
-      else
-        walk_in_rounds<false>(lane, range, sums);
-    } else {
-      walk_in_rounds<false>(lane, range, sums);
-    }
+    walk_sums<ASKS && kMeets>(range, sums);
     barrier();  // the ring, and what warps exchange, is read to the end
     bool lost = is_lost(sums.worst);
     float gates[R] = {};
@@ -256,7 +263,7 @@ struct GaussianForward {
     // The children's gates: what all parents together have of them.
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) gates[r] = ASKS ? lane.sum_parents(gates[r]) : count[r][0] * float(args.M);
-    if (ASKS && args.warps_parents > 1) {
+    if (ASKS && kMeets && args.warps_parents > 1) {
       meet(lane, 0, gates);
       barrier();
     }
@@ -318,10 +325,10 @@ struct GaussianForward {
 PassKernels gaussian_forward_kernels() {
   return forward_kernels<GaussianForward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-                         Named<Pose4x4x32One>, Named<Pose4x4x16One>,
+                         Named<Pose4x4x32Two>, Named<Pose4x4x16One>,
 #endif
                          Built<Pose4x4x8One>, Built<Pose4x4x16One, 1, 384>, Built<Pose4x4x32One, 1, 384>,
-                         Built<Pose1x8, 2>, Built<Pose1x16>, Built<PoseMatrix>, Built<PoseVector>>();
+                         Built<Pose4x4x64>, Built<Pose1x8, 2>, Built<Pose1x16>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu
