@@ -60,6 +60,7 @@ struct Call : OpCall {
   // Whether a launch may walk lean (see PassKernel).
   bool is_lean(const Schedule& c) const {
     return c.kernel->takes_lean({.weights = args.weight != nullptr,
+                                 .one_group = args.G == 1,
                                  .bias = args.bias != nullptr,
                                  .own_bias = args.bias && args.bias_stride_i,
                                  .own_betas = args.betas.use_stride_i || args.betas.ignore_stride_i,

@@ -87,8 +87,11 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
 // Rounds: a lane goes through its positions, child after child, and while the parents compete for one position's votes,
 // it makes the next one's. So it always has something to do, though a competition is one long chain of an exponential,
 // exchanges between lanes and a reciprocal.
+//
+// Large matrices (kLargeWeights) stay in registers for the whole walk, which is for calls where all children share
+// them.
 template <class Pose, int R>
-constexpr bool kMayRound = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && (R == 1 || R % 2 == 0);
+constexpr bool kMayRound = Pose::kFixed && Pose::kProducts == 0 && (R == 1 || R % 2 == 0);
 
 // x, but not before y is known: a compiler would put off what makes y. zero: an argument that is 0.
 FASTCAPS_DEVICE float tied(float x, float y, int zero) {
@@ -107,6 +110,7 @@ FASTCAPS_DEVICE float total_of(const Lane<Pose, R>& lane, const float (&weights)
 template <bool MEETS, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
   constexpr int kEach = Pose::kEach;
+  constexpr bool kLoads = !kLargeWeights<Pose>;
   typename State::Round rounds[2];  // this one, and the one before
   Matrices<Pose> matrices;
   const auto total_over_lanes = [&](const auto& one) {
@@ -122,7 +126,7 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
   };
   const float* matrix = nullptr;
   const auto round = [&](int now, int r, const float* child, const Seen* seen, auto&& meanwhile) {
-    if constexpr (!State::kLoadsAhead) load_matrices(lane, matrix, matrices);
+    if constexpr (kLoads && !State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     float total = total_over_lanes(rounds[1 - now]);
     Rows<Pose> rows;
     load_rows<Pose>(child, rows);
@@ -137,6 +141,15 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
     add((r + R - 1) % R, 1 - now, total);
   };
   rounds[1].clear();  // a round before that adds nothing
+  if constexpr (!kLoads)
+    with_weights<Pose>(lane.args, [&](auto stored) {
+      const Stage<Pose> first(lane.args, lane.shared, 0, range.first);
+      FASTCAPS_UNROLL
+      for (int p = 0; p < kEach; ++p) {
+        FASTCAPS_UNROLL
+        for (int d = 0; d < Pose::kD; ++d) Weights<Pose, R, stored()>(lane, first, p).row(d, matrices[p][d]);
+      }
+    });
   walk<false, !State::kGates>(lane, range, [&](int slot, int t, int count) {
     const Stage<Pose> stage(lane.args, lane.shared, slot, t);
     const float* child = child_row(lane, stage, 0, 0);  // these advance: anew, they would take instructions
@@ -146,9 +159,9 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
       child += lane.args.tile_size * lane.child_stride();
       seen += lane.args.tile_size;
       if (more || !State::kLoadsAhead) matrix += lane.matrices();
-      if constexpr (State::kLoadsAhead) load_matrices(lane, matrix, matrices);
+      if constexpr (kLoads && State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     };
-    if constexpr (State::kLoadsAhead) load_matrices(lane, matrix, matrices);
+    if constexpr (kLoads && State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     FASTCAPS_NO_UNROLL
     for (int left = count; left > 0; left -= R == 1 ? 2 : 1) {
       if constexpr (R == 1) {  // two children

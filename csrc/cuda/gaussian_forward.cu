@@ -328,7 +328,8 @@ PassKernels gaussian_forward_kernels() {
                          Named<Pose4x4x32Two>, Named<Pose4x4x16One>,
 #endif
                          Built<Pose4x4x8One>, Built<Pose4x4x16One, 1, 384>, Built<Pose4x4x32One, 1, 384>,
-                         Built<Pose4x4x64>, Built<Pose1x8, 2>, Built<Pose1x16>, Built<PoseMatrix>, Built<PoseVector>>();
+                         Built<Pose4x4x64>, Built<Pose1x8, 2>, Built<Pose1x16InPlace>, Built<PoseMatrix>,
+                         Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

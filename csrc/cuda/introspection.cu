@@ -101,6 +101,7 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   const Schedule c = make_schedule(question.task, v, question.bias, question.machine, &reason);
   if (!c.kernel) return answer("text=" + reason);
   const bool lean = c.kernel->takes_lean({.weights = !question.task.identity,
+                                          .one_group = v.G == 1,
                                           .bias = question.has_bias,
                                           .own_bias = question.own_bias,
                                           .padded = v.window.ph > 0 || v.window.pw > 0,

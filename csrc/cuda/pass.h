@@ -143,9 +143,10 @@ struct PassArgs : Cut, ParentArgs {
   bool alone_with_children, alone_with_weights;  // no other block adds to the same values meanwhile: no atomics
 };
 
-// Whether a call may be walked lean depends on this. Own: every child has its own.
+// Whether a call may be walked lean depends on this. One group: all children share their matrices; own: every child has
+// its own.
 struct LeanCall {
-  bool weights, bias, own_bias, own_betas, gates, padded, query;
+  bool weights, one_group, bias, own_bias, own_betas, gates, padded, query;
   int iterations, parent_blocks;
 };
 
@@ -169,8 +170,9 @@ struct PassKernel {
   // Lean: see LeanCall. Gaussians have it for several iterations.
   bool lean, lean_takes_padding, lean_gaussian;
   bool takes_lean(const LeanCall& c) const {
+    const bool kept = weight_stride > 0 || c.one_group;  // else matrices would be read in place for every child
     const bool simple =
-        lean_gaussian ? !c.own_bias && !c.own_betas : !c.bias && !c.gates && c.query && c.iterations == 0;
+        lean_gaussian ? !c.own_bias && !c.own_betas && kept : !c.bias && !c.gates && c.query && c.iterations == 0;
     return lean && simple && c.weights && c.parent_blocks == 1 && (lean_takes_padding || !c.padded);
   }
   void (*run)(const PassArgs);

@@ -23,6 +23,7 @@ using Pose8x8 = FixedPose       <8,  8,  8,  4, 4,  2, 16, 1,   72>;
 using Pose1x8x12 = FixedPose    <1,  8, 16,  8, 4,  2,  4, 3,  136>;  // forward only: see ChildSums
 using Pose1x8 = FixedPose       <1,  8, 16,  8, 4,  2, 16, 1,  136>;
 using Pose1x16 = FixedPose      <1, 16, 16,  8, 4,  2, 16, 1,  264>;
+using Pose1x16InPlace = FixedPose<1, 16, 16, 8, 4, 2, 16, 1,   0>;  // forward only: see walk_in_rounds
 using Pose1x64 = FixedPose      <1, 64, 64,  4, 4, 16,  2, 1, 4096>;
 using Pose1x64InPlace = FixedPose<1, 64, 64, 4, 4, 16,  2, 1,    0>;
 using Pose1x16x64 = FixedPose   <1, 16, 64,  4, 4, 16,  2, 1, 1024>;
