@@ -303,6 +303,16 @@ _GAUSSIAN = (
     # children in several ranges on a GPU: their sums are joined, and each parent's own activation is used
     _em("one-position-em", batch=1, types=130, parents=3, pose=(4, 4, 4), groups="one", gate="some"),
     _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", iterations=2),
+    # lean walks: parents of one lane and of two, of two warps; a bias that all children share; padding; ranges without
+    # parents to begin from; what is not finite behind a gate of 0
+    _em("lean-em", batch=3, types=11, parents=5, pose=(4, 4, 4), bias="1M", gate="some", iterations=3, start=False),
+    _heinsen("lean-40", batch=5, types=9, parents=40, pose=(4, 4, 4), bias="11", gate="silent", iterations=3),
+    _heinsen("lean-70", batch=3, types=7, parents=70, pose=(4, 4, 4), gate="some", iterations=2, start=False),
+    _em("lean-padded", grid=(3, 4), types=3, pose=(4, 4, 4), window=PADDED, bias="1M", gate="some", iterations=3),
+    _heinsen("lean-ranges", batch=1, types=130, parents=3, pose=(4, 4, 4), groups="one", bias="11", start=False),
+    _heinsen("lean-1x16", batch=1, types=150, parents=20, pose=(1, 16, 16), groups="one", bias="1M", gate="some"),
+    _heinsen("lean-1x16-first", batch=3, types=9, parents=5, pose=(1, 16, 16), groups="one", iterations=2, start=False),
+    _heinsen("lean-broken", batch=3, types=5, parents=5, pose=(4, 4, 4), gate="broken", iterations=2, start=False),
     # no child exists, or all gates are 0
     *(make(f"nobody-no-eps-{name}", batch=3, window=WINDOWS["nobody"][1], bias="1M", eps=0.0, types=9, start=False,
            iterations=2) for name, make in (("em", _em), ("heinsen", _heinsen))),

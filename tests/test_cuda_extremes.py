@@ -167,6 +167,29 @@ def test_variances_of_votes_far_from_zero(start: bool, target: Target) -> None:
 
 
 @on_every_target
+@pytest.mark.parametrize("parents", [5, 40, 70])
+@pytest.mark.parametrize("fault", ["far", "sharp", "late", "high", "nan"])
+def test_gaussians_that_a_lean_walk_loses(fault: str, parents: int, target: Target) -> None:
+    """Of one sample the mean is far from all votes, or all votes are alike; or logits are out of range."""
+    case = Case("lost", Rule.HEINSEN, batch=5, types=37, parents=parents, pose=(4, 4, 4), gate="some", betas="1M")
+    call = GAUSSIAN.call(replace(case, start=fault != "late"))
+    if fault in ("sharp", "late"):
+        call.given["children"][0, :, :, 1:] = call.given["children"][0, :, :, :1]
+        call.given["weight"][1:] = call.given["weight"][:1]
+        call.given["children"][0] += 1e-4 * GAUSSIAN.call(case, 9).given["children"][0]
+    if fault == "far":
+        call.given["mean"][0] += 1e3
+        call.given["variance"][0] = 1e6
+    elif fault in ("high", "nan"):
+        call.given["log_weight"][0] += 1e3 if fault == "high" else torch.nan
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()
+    found = target.forward(call)
+    for name in ("all_counts", "all_means", "all_variances", "all_scores"):
+        least = 1e-11 if name == "all_variances" else 1e-3
+        torch.testing.assert_close(found[name].double(), exact[name], rtol=1e-2, atol=least, equal_nan=True)
+
+
+@on_every_target
 @pytest.mark.parametrize("start", [False, True], ids=["first-iteration", "later-iteration"])
 def test_many_children(start: bool, target: Target) -> None:
     """Counts stay exact where one after another is added to a sum 16,384 times its size."""

@@ -1,6 +1,4 @@
 // The attention pass, forward: S_m = sum_i g_i r_im V_im with r_im = softmax over m of scale <Q_m, V_im>.
-#include <bit>
-
 #include "forward.h"
 #include "iterations.h"
 #include "poses.h"
@@ -9,12 +7,16 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct AttentionForward {
+  static constexpr bool kLeanIterations = false;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
-  bool asks = args.query.data;  // there is a query; else all coefficients are 1 / M
+  bool asks;  // there is a query; else all coefficients are 1 / M
 
-  FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
+  FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) { reset(); }
+
+  FASTCAPS_DEVICE void reset() {
+    asks = args.query.data;
     set_to_zero<Pose, R>(query);
     set_to_zero<Pose, R>(sums);
   }
@@ -24,6 +26,7 @@ struct AttentionForward {
   FASTCAPS_DEVICE float factor(bool of_query) const {
     return of_query == (args.iterations <= 1) ? args.scale * kLog2E : 1.0f;
   }
+  FASTCAPS_DEVICE void begin_options() const {}
   FASTCAPS_DEVICE void load() {
     each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, factor(true), query[r][p]); });
   }
@@ -57,13 +60,23 @@ struct AttentionForward {
   }
 };
 
-// The bits of positive floats order them as unsigned numbers: a total is lost if its bits less kLeast are above kRange,
-// as those of NaN are.
-constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
-                   kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
-
 template <class Pose, int R>
 struct AttentionForward<Pose, R, true> {
+  static constexpr bool kLeanIterations = false, kBegins = false, kCompetes = true, kGates = false, kLoadsAhead = true;
+  static constexpr bool kRounds =
+      kMayRound<Pose, R> && Pose::kEach * Pose::kPatchColumns * (Pose::kPatchRows * (2 * R + 2) + Pose::kD) <= 224;
+  struct Round {
+    Patch<Pose> votes[Pose::kEach];
+    float weight[Pose::kEach];
+
+    FASTCAPS_DEVICE void clear() {
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        weight[p] = 1.0f;
+        each_number<Pose>([&](int i, int j) { votes[p][i][j] = 0.0f; });
+      }
+    }
+  };
   const Lane<Pose, R>& lane;
   Patches<Pose, R> query, sums;  // query: times scale, for logits in units of log2
   float first[Pose::kEach];      // what logits begin with, -inf for parents that do not exist
@@ -76,26 +89,25 @@ struct AttentionForward<Pose, R, true> {
     set_to_zero<Pose, R>(sums);
   }
 
-  FASTCAPS_DEVICE void score(int r, const Patch<Pose> (&votes)[Pose::kEach], float (&weight)[Pose::kEach]) const {
+  FASTCAPS_DEVICE void score(int r, const Seen*, Round& one) const {
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
       float logit = first[p];
-      each_number<Pose>([&](int i, int j) { logit += query[r][p][i][j] * votes[p][i][j]; });
-      weight[p] = exp2_fast(lane.sum_pose(logit));
+      each_number<Pose>([&](int i, int j) { logit += query[r][p][i][j] * one.votes[p][i][j]; });
+      one.weight[p] = exp2_fast(lane.sum_pose(logit));
     }
   }
-  FASTCAPS_DEVICE void add(int r, const Patch<Pose> (&votes)[Pose::kEach], const float (&weight)[Pose::kEach],
-                           float total) {
-    const uint32_t from_least = float_bits(total) - kLeast;
-    worst = worst > from_least ? worst : from_least;
+  FASTCAPS_DEVICE void add(int r, const Round& round, float total) {
+    note_total(worst, total);
     const float one = reciprocal(total);
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
-      const float share = weight[p] * one;
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share * votes[p][i][j]; });
+      const float share = round.weight[p] * one;
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share * round.votes[p][i][j]; });
     }
   }
-  FASTCAPS_DEVICE bool lost() const { return worst > kRange; }
+  FASTCAPS_DEVICE void flush() const {}
+  FASTCAPS_DEVICE bool lost() const { return is_lost(worst); }
   FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, lane.args.sums, chunk, sums); }
 };
 

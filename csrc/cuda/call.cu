@@ -154,7 +154,7 @@ void Call::launch(const Schedule& c, int first_block, int parent_blocks, int col
   args.tiles = int(ceil_div(args.launched, c.tile_size));
   args.chunks = c.chunks, args.chunk_children = c.chunk_children, args.by_chunk = Divider(c.chunks);
   args.groups = c.groups < args.tiles ? int(c.groups) : args.tiles;
-  args.lean = is_lean(c) && args.iterations == 0;
+  args.lean = is_lean(c);
   for (int block = 0; block < parent_blocks; block += kMostAlongY) {
     args.first_parent = (first_block + block) * c.warps_parents * c.parents;
     const int blocks = std::min(parent_blocks - block, kMostAlongY);

@@ -58,9 +58,18 @@ struct Call : OpCall {
   bool fuses(int64_t iterations) const;
   void take(const Schedule& c);
 
-  // Whether a launch of one iteration may walk lean (see PassKernel).
+  // Whether a launch may walk lean (see PassKernel).
   bool is_lean(const Schedule& c) const {
-    return c.kernel->takes_lean(args.weight, args.bias, args.gate.data, args.padded, args.query.data, c.parent_blocks);
+    return c.kernel->takes_lean({.weights = args.weight != nullptr,
+                                 .one_group = args.G == 1,
+                                 .bias = args.bias != nullptr,
+                                 .own_bias = args.bias && args.bias_stride_i,
+                                 .own_betas = args.betas.use_stride_i || args.betas.ignore_stride_i,
+                                 .gates = args.gate.data != nullptr,
+                                 .padded = args.padded,
+                                 .query = args.query.data != nullptr,
+                                 .iterations = args.iterations,
+                                 .parent_blocks = c.parent_blocks});
   }
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,

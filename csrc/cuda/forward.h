@@ -74,17 +74,24 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
 
 // A lean walk (see PassKernel) has no branch in its loop: totals that are out of range are only noted, and then the
 // tile is walked over again, with all options, and so are all later tiles of the block. It takes absent children for
-// zeros; if these make a NaN, with weights that are not finite, the total is lost, too. A lean policy has a constructor
-// before the first child; score(r, votes, weight), an exponential, and add(r, votes, weight, total), for one of the
-// lane's positions; lost(); and store.
+// zeros; if these make a NaN, with weights that are not finite, the total is lost, too. What a lean policy has, for one
+// of the lane's positions:
+//   Round   a child's votes and their weights
+//   begin   what votes begin with, if that is not 0 (kBegins)
+//   score   the weights, powers of two; seen: the child's gate
+//   add     adds them to the sums; total: that of the weights of all parents
+//   flush   after every stage
+// kCompetes: there are totals; kRounds: whether a lane has registers for two rounds and for a child's matrices; kGates:
+// it asks for gates. And then lost() and store.
 //
 // Rounds: a lane goes through its positions, child after child, and while the parents compete for one position's votes,
 // it makes the next one's. So it always has something to do, though a competition is one long chain of an exponential,
-// exchanges between lanes and a reciprocal. For poses whose lanes have registers for the votes of two rounds, and for a
-// child's matrices.
+// exchanges between lanes and a reciprocal.
+//
+// Large matrices (kLargeWeights) stay in registers for the whole walk, which is for calls where all children share
+// them.
 template <class Pose, int R>
-constexpr bool kRounds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && (R == 1 || R % 2 == 0) &&
-                         Pose::kEach* Pose::kPatchColumns*(Pose::kPatchRows * (2 * R + 2) + Pose::kD) <= 224;
+constexpr bool kMayRound = Pose::kFixed && Pose::kProducts == 0 && (R == 1 || R % 2 == 0);
 
 // x, but not before y is known: a compiler would put off what makes y. zero: an argument that is 0.
 FASTCAPS_DEVICE float tied(float x, float y, int zero) {
@@ -99,84 +106,116 @@ FASTCAPS_DEVICE float total_of(const Lane<Pose, R>& lane, const float (&weights)
   return lane.sum_parents(total);
 }
 
-template <class Pose, int R, class State>
+// MEETS: the parents compete between several warps.
+template <bool MEETS, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
   constexpr int kEach = Pose::kEach;
-  Patch<Pose> votes[2][kEach];  // of this round, and of the round before
-  float weight[2][kEach];
+  constexpr bool kLoads = !kLargeWeights<Pose>;
+  typename State::Round rounds[2];  // this one, and the one before
   Matrices<Pose> matrices;
-  const auto nothing = [&] {  // a round before that adds nothing
-    FASTCAPS_UNROLL
-    for (int p = 0; p < kEach; ++p) {
-      weight[1][p] = 1.0f;
-      each_number<Pose>([&](int i, int j) { votes[1][p][i][j] = 0.0f; });
-    }
+  const auto total_over_lanes = [&](const auto& one) {
+    if constexpr (State::kCompetes)
+      return total_of(lane, one.weight);
+    else
+      return 1.0f;
   };
-  const auto round = [&](int now, int r, const float* child, auto&& meanwhile) {
-    const int before = 1 - now;
-    float total = total_of(lane, weight[before]);
+  const auto add = [&](int r, int parity, float one_total) {
+    float total[1] = {one_total};
+    if constexpr (MEETS) meet(lane, parity, total);
+    state.add(r, rounds[parity], total[0]);
+  };
+  const float* matrix = nullptr;
+  const auto round = [&](int now, int r, const float* child, const Seen* seen, auto&& meanwhile) {
+    if constexpr (kLoads && !State::kLoadsAhead) load_matrices(lane, matrix, matrices);
+    float total = total_over_lanes(rounds[1 - now]);
     Rows<Pose> rows;
     load_rows<Pose>(child, rows);
-    multiply<Pose>(rows, matrices, votes[now]);
+    if constexpr (State::kBegins) state.begin(r, rounds[now].votes);
+    multiply<Pose, State::kBegins>(rows, matrices, rounds[now].votes);
     meanwhile();
-    state.score(r, votes[now], weight[now]);
-    FASTCAPS_UNROLL
-    for (int p = 0; p < kEach; ++p) total = tied(total, weight[now][p], unknown_zero(lane.args));
-    state.add((r + R - 1) % R, votes[before], weight[before], total);
+    state.score(r, seen, rounds[now]);
+    if constexpr (State::kCompetes) {
+      FASTCAPS_UNROLL
+      for (int p = 0; p < kEach; ++p) total = tied(total, rounds[now].weight[p], unknown_zero(lane.args));
+    }
+    add((r + R - 1) % R, 1 - now, total);
   };
-  nothing();
-  walk<false, true>(lane, range, [&](int slot, int t, int count) {
+  rounds[1].clear();  // a round before that adds nothing
+  if constexpr (!kLoads)
+    with_weights<Pose>(lane.args, [&](auto stored) {
+      const Stage<Pose> first(lane.args, lane.shared, 0, range.first);
+      FASTCAPS_UNROLL
+      for (int p = 0; p < kEach; ++p) {
+        FASTCAPS_UNROLL
+        for (int d = 0; d < Pose::kD; ++d) Weights<Pose, R, stored()>(lane, first, p).row(d, matrices[p][d]);
+      }
+    });
+  walk<false, !State::kGates>(lane, range, [&](int slot, int t, int count) {
     const Stage<Pose> stage(lane.args, lane.shared, slot, t);
     const float* child = child_row(lane, stage, 0, 0);  // these advance: anew, they would take instructions
-    const float* matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
+    matrix = stage.weight + lane.in_block(0) * Pose::kWeightStride;
+    const Seen* seen = stage.seen + lane.in_tile(0);
     const auto advance = [&](bool more) {
       child += lane.args.tile_size * lane.child_stride();
-      if (more) matrix += lane.block_parents() * Pose::kWeightStride;
-      load_matrices(lane, matrix, matrices);
+      seen += lane.args.tile_size;
+      if (more || !State::kLoadsAhead) matrix += lane.matrices();
+      if constexpr (kLoads && State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     };
-    load_matrices(lane, matrix, matrices);
+    if constexpr (kLoads && State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     FASTCAPS_NO_UNROLL
     for (int left = count; left > 0; left -= R == 1 ? 2 : 1) {
       if constexpr (R == 1) {  // two children
-        round(0, 0, child, [&] { advance(left > 1); });
+        round(0, 0, child, seen, [&] { advance(left > 1); });
         if (left == 1) {
-          state.add(0, votes[0], weight[0], total_of(lane, weight[0]));
-          nothing();
+          add(0, 0, total_over_lanes(rounds[0]));
+          rounds[1].clear();
           break;
         }
-        round(1, 0, child, [&] { advance(left > 2); });
+        round(1, 0, child, seen, [&] { advance(left > 2); });
       } else {
         FASTCAPS_UNROLL
         for (int r = 0; r < R; ++r)
-          round(r % 2, r, child + r * Pose::kPositions * lane.child_stride(), [&] {
+          round(r % 2, r, child + r * Pose::kPositions * lane.child_stride(), seen + r * Pose::kPositions, [&] {
             if (r + 1 == R) advance(left > 1);
           });
       }
     }
+    state.flush();
   });
-  state.add(R - 1, votes[1], weight[1], total_of(lane, weight[1]));
+  add(R - 1, 1, total_over_lanes(rounds[1]));
+  state.flush();
 }
 
-// Without rounds: the votes of a child at all positions, then their competition. MEETS: between several warps.
+// Without rounds: the votes of a child at all positions, then their competition.
 template <bool MEETS, class Pose, int R, class State>
 FASTCAPS_DEVICE void walk_by_child(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
-  walk<false, true>(lane, range, [&](int slot, int t, int count) {
+  walk<false, !State::kGates>(lane, range, [&](int slot, int t, int count) {
     Stage<Pose> stage(lane.args, lane.shared, slot, t);
     FASTCAPS_NO_UNROLL
     for (int left = count; left > 0; --left) {
+      typename State::Round rounds[R];
       Patches<Pose, R> votes;
-      Numbers<Pose, R> weight;
-      float total[R];
-      make_votes<true>(lane, stage, votes);
+      float total[R] = {};
+      if constexpr (State::kBegins) {
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; ++r) state.begin(r, votes[r]);
+      }
+      make_votes<true, State::kBegins>(lane, stage, votes);
+      each_patch<Pose, R>([&](int r, int p) {
+        each_number<Pose>([&](int i, int j) { rounds[r].votes[p][i][j] = votes[r][p][i][j]; });
+      });
       FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) state.score(r, votes[r], weight[r]);
+      for (int r = 0; r < R; ++r) state.score(r, stage.seen + lane.in_tile(r), rounds[r]);
+      if constexpr (State::kCompetes) {
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; ++r) total[r] = total_of(lane, rounds[r].weight);
+        if constexpr (MEETS) meet(lane, stage.t & 1, total);
+      }
       FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) total[r] = total_of(lane, weight[r]);
-      if constexpr (MEETS) meet(lane, stage.t & 1, total);
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) state.add(r, votes[r], weight[r], total[r]);
+      for (int r = 0; r < R; ++r) state.add(r, rounds[r], total[r]);
       stage.next(lane);
     }
+    state.flush();
   });
 }
 
@@ -201,8 +240,8 @@ FASTCAPS_DEVICE bool walk_lean(const Lane<Pose, R>& lane, const ChildRange& rang
   if (lane.args.warps_parents > 1) {
     walk_by_child<true>(lane, range, state);
     barrier();  // what warps exchange is read to the end
-  } else if constexpr (kRounds<Pose, R>) {
-    walk_in_rounds(lane, range, state);
+  } else if constexpr (State::kRounds) {
+    walk_in_rounds<false>(lane, range, state);
   } else {
     walk_by_child<false>(lane, range, state);
   }
@@ -212,32 +251,68 @@ FASTCAPS_DEVICE bool walk_lean(const Lane<Pose, R>& lane, const ChildRange& rang
   return true;
 }
 
-// All iterations of a tile, with all options.
+// A walk with all options. loads: the parents have not been loaded yet.
+template <class State, class Pose, int R>
+FASTCAPS_DEVICE void walk_with_options(const Lane<Pose, R>& lane, const ChildRange& range, State& state, bool loads) {
+  begin_walk<false>(lane, range);
+  if (loads) state.load();
+  state.begin_options();
+  walk<false, false>(lane, range, [&](int slot, int t, int count) {
+    Stage<Pose> stage(lane.args, lane.shared, slot, t);
+    FASTCAPS_NO_UNROLL
+    for (int k = 0; k < count; ++k) {
+      Patches<Pose, R> votes;
+      make_votes<false>(lane, stage, votes);
+      Numbers<Pose, R> coefficient;
+      if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
+      stage.next(lane);
+    }
+  });
+  barrier();  // the ring is read to the end
+}
+
+template <class State, class Pose, int R>
+FASTCAPS_DEVICE void begin_tile(const Lane<Pose, R>& lane, int tile, State& state) {
+  make_tile(lane.args, tile, lane.shared);
+  barrier();
+  state.reset();
+}
+template <class State, class Pose, int R>
+FASTCAPS_DEVICE void end_tile(const Lane<Pose, R>& lane, const ChildRange& range, State& state) {
+  if (!lane.args.collect && lane.args.iterations == 0) state.store(range.chunk);
+  barrier();  // the tile is read to the end
+}
+
+// All iterations of a block's tiles. A policy with kLeanIterations walks lean (walk_lean) as long as nothing is lost;
+// then that iteration is made again with all options, and so are all later ones, also of later tiles: a compiler would
+// take lanes that may come back from there for divergent, and guard every exchange of the lean loop.
 template <class State, class Pose, int R>
 FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& range, int tile) {
   const PassArgs& args = lane.args;
-  make_tile(args, tile, lane.shared);
-  barrier();
+  const int iterations = args.iterations > 0 ? args.iterations : 1;
   State state(lane);
-  for (int iteration = 0; iteration == 0 || iteration < args.iterations; ++iteration) {
-    begin_walk<false>(lane, range);
-    if (iteration == 0) state.load();
-    walk<false, false>(lane, range, [&](int slot, int t, int count) {
-      Stage<Pose> stage(args, lane.shared, slot, t);
-      FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k) {
-        Patches<Pose, R> votes;
-        make_votes<false>(lane, stage, votes);
-        Numbers<Pose, R> coefficient;
-        if (state.score(stage, votes, coefficient)) state.add(stage, votes, coefficient);
-        stage.next(lane);
+  int iteration = 0;
+  bool begun = false;  // the tile is there, and the parents are loaded
+  if constexpr (State::kLeanIterations) {
+    for (; args.lean && !begun && tile < args.tiles; tile += begun ? 0 : args.groups) {
+      begin_tile(lane, tile, state);
+      state.load();
+      for (iteration = 0; iteration < iterations && !begun; iteration += !begun) {
+        begun = !state.walk_lean(range);
+        if (!begun && args.iterations > 0) state.finish(iteration);
       }
-    });
-    barrier();  // the ring is read to the end
-    if (args.iterations > 0) state.finish(iteration);
+      if (!begun) end_tile(lane, range, state);
+    }
   }
-  if (!args.collect && args.iterations == 0) state.store(range.chunk);
-  barrier();  // the tile is read to the end
+  for (; tile < args.tiles; tile += args.groups) {
+    if (!begun) begin_tile(lane, tile, state);
+    for (iteration = begun ? iteration : 0; iteration < iterations; ++iteration) {
+      walk_with_options(lane, range, state, iteration == 0 && !begun);
+      if (args.iterations > 0) state.finish(iteration);
+    }
+    begun = false;
+    end_tile(lane, range, state);
+  }
 }
 
 // LEAN: the policy has a lean walk, too. From the first tile on where a total is lost, a block goes on with all
@@ -245,13 +320,14 @@ FASTCAPS_DEVICE void walk_forward(const Lane<Pose, R>& lane, const ChildRange& r
 template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 forward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
+  using Lean = Policy<Pose, R, LEAN>;
   const Lane<Pose, R> lane(args);
   const ChildRange range(args);
   int tile = range.group;
-  if constexpr (LEAN)
+  if constexpr (LEAN && !Lean::kLeanIterations)
     for (; args.lean && tile < args.tiles; tile += args.groups)
-      if (!walk_lean<Policy<Pose, R, true>>(lane, range, tile)) break;
-  for (; tile < args.tiles; tile += args.groups) walk_forward<Policy<Pose, R, false>>(lane, range, tile);
+      if (!walk_lean<Lean>(lane, range, tile)) break;
+  walk_forward<Policy<Pose, R, LEAN && Lean::kLeanIterations>>(lane, range, tile);
 }
 
 // What a kernel is compiled for: a pose, positions of a lane, threads of a block and blocks of a multiprocessor.
@@ -284,6 +360,7 @@ PassKernel forward_kernel_of() {
   const auto run = &forward_kernel<Policy, typename B::Pose, B::kPositions, LEAN, B::kThreads, B::kBlocks>;
   PassKernel kernel = B::kernel(run, run);
   kernel.lean = kernel.lean_takes_padding = LEAN;
+  kernel.lean_gaussian = Policy<typename B::Pose, B::kPositions, LEAN>::kLeanIterations;
   return kernel;
 }
 template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>

@@ -12,7 +12,9 @@ struct LaneBetas {
   const Lane<Pose, R>& lane;
   float use[Pose::kEach], ignore[Pose::kEach];
 
-  FASTCAPS_DEVICE explicit LaneBetas(const Lane<Pose, R>& lane_) : lane(lane_) { load(0); }
+  FASTCAPS_DEVICE explicit LaneBetas(const Lane<Pose, R>& lane_, bool loads = true) : lane(lane_) {
+    if (loads) load(0);
+  }
   FASTCAPS_DEVICE void load(int i) {
     const BetaTables& betas = lane.args.betas;
     FASTCAPS_UNROLL

@@ -20,20 +20,98 @@ struct Compensated {
   }
 };
 
+// Sums about a base lose digits where the mean is far from it, measured in standard deviations: where squares about the
+// mean are less than 1 / kMostLoss of those about the base, the tile is lost.
+constexpr float kMostLoss = 16.0f;
+
+// What a lean walk adds up: n = sum w, S1 = sum w d, S2 = sum w d^2, d = V - base. ASKS: w = g r, and parents have
+// means, which are the bases; else w = g. What votes begin with takes the base away from them, so that this costs
+// nothing.
+template <class State, class Pose, int R, bool ASKS>
+struct GaussianSums {
+  static constexpr bool kBegins = true, kCompetes = ASKS, kGates = true, kLoadsAhead = !ASKS;
+  static constexpr bool kRounds =
+      kMayRound<Pose, R> && Pose::kEach * Pose::kPatchColumns * (Pose::kPatchRows * (4 * R + 4) + Pose::kD) <= 224;
+  struct Round {
+    Patch<Pose> votes[Pose::kEach], squares[Pose::kEach];
+    float weight[Pose::kEach], gate;
+
+    FASTCAPS_DEVICE void clear() {
+      gate = 0.0f;
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        weight[p] = 1.0f;
+        each_number<Pose>([&](int i, int j) { votes[p][i][j] = squares[p][i][j] = 0.0f; });
+      }
+    }
+  };
+  State& of;
+  Numbers<Pose, R> count;  // n of this stage: so few values are added one by one
+  uint32_t worst = 0;      // of all totals
+
+  FASTCAPS_DEVICE explicit GaussianSums(State& of_) : of(of_) {
+    each_patch<Pose, R>([&](int r, int p) { count[r][p] = 0.0f; });
+  }
+
+  FASTCAPS_DEVICE void begin(int r, Patch<Pose> (&votes)[Pose::kEach]) const {
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p)
+      each_number<Pose>([&](int i, int j) { votes[p][i][j] = -of.base[r][p][i][j]; });
+  }
+  FASTCAPS_DEVICE void score(int r, const Seen* seen, Round& one) const {
+    one.gate = seen->gate;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      float logit = Pose::kColumns == 1 || of.lane.speaks_for_pose() ? of.log_weight[r][p] : 0.0f;
+      each_number<Pose>([&](int i, int j) {
+        one.squares[p][i][j] = one.votes[p][i][j] * one.votes[p][i][j];
+        if constexpr (ASKS) logit -= of.precision[r][p][i][j] * one.squares[p][i][j];
+      });
+      if constexpr (ASKS) one.weight[p] = exp2_fast(of.lane.sum_pose(logit));
+    }
+  }
+  FASTCAPS_DEVICE void add(int r, const Round& one, float total) {
+    float share = one.gate;
+    if constexpr (ASKS) {
+      total = one.gate == 0.0f ? 1.0f : total;  // padding is far from all parents
+      note_total(worst, total);
+      share *= reciprocal(total);
+    }
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      const float weight = ASKS ? share * one.weight[p] : share;
+      count[r][p] += weight;
+      each_number<Pose>([&](int i, int j) {
+        of.offset[r][p][i][j] += weight * one.votes[p][i][j];
+        of.spread[r][p][i][j] += weight * one.squares[p][i][j];
+      });
+    }
+  }
+  FASTCAPS_DEVICE void flush() {
+    each_patch<Pose, R>([&](int r, int p) { of.count[r][p] += count[r][p], count[r][p] = 0.0f; });
+  }
+};
+
 template <class Pose, int R, bool LEAN>
 struct GaussianForward {
+  static constexpr bool kLeanIterations = LEAN;
+  // Whether a lean walk may share parents between warps: the other 4 x 4 kernels give way to one that has more parents.
+  static constexpr bool kMeets = Pose::kC != 4 || Pose::kParents * Pose::kEach >= 64;
   // If the base is far from the votes, sums lose digits. Free poses have registers to compensate for that.
   static constexpr bool kCompensated = !Pose::kFixed;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
-  Patches<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p
+  Patches<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p log2 e
   Patches<Pose, R> offset, spread;   // of the votes so far: their mean relative to the base, and the squares about it
   Patches<Pose, kCompensated ? R : 1> lost_offset;
   Numbers<Pose, R> log_weight, count, lost, evidence;
   LaneBetas<Pose, R> betas;
-  bool placed = args.mean, asks = placed || args.log_weight;  // parents have a mean; or at least a log-weight
+  bool placed, asks;  // parents have a mean; or at least a log-weight
 
-  FASTCAPS_DEVICE explicit GaussianForward(const Lane<Pose, R>& lane_) : lane(lane_), betas(lane_) {
+  FASTCAPS_DEVICE explicit GaussianForward(const Lane<Pose, R>& lane_) : lane(lane_), betas(lane_, false) { reset(); }
+
+  FASTCAPS_DEVICE void reset() {
+    placed = args.mean, asks = placed || args.log_weight;
     set_to_zero<Pose, R>(base);
     set_to_zero<Pose, R>(precision);
     each_patch<Pose, R>([&](int r, int p) { log_weight[r][p] = 0.0f, clear(r, p); });
@@ -43,9 +121,12 @@ struct GaussianForward {
     each_patch<Pose, R>([&](int r, int p) {
       if (args.mean) load_parent(lane, args.mean, r, p, base[r][p]);
       load_precision(lane, r, p, precision[r][p]);
-      log_weight[r][p] = load_scalar(lane, args.log_weight, r, p, 0.0f);
+      each_number<Pose>([&](int i, int j) { precision[r][p][i][j] *= kLog2E; });
+      log_weight[r][p] = lane.alive(p) ? kLog2E * load_scalar(lane, args.log_weight, r, p, 0.0f) : -INFINITY;
     });
   }
+
+  FASTCAPS_DEVICE void begin_options() { betas.load(0); }  // not before: a lean loop has no registers for them
 
   FASTCAPS_DEVICE void clear(int r, int p) {
     count[r][p] = lost[r][p] = evidence[r][p] = 0.0f;
@@ -73,7 +154,7 @@ struct GaussianForward {
             [&](int i, int j) { distance += gaussian::distance(votes[r][p][i][j], precision[r][p][i][j]); });
         distance = lane.sum_pose(distance);
       }
-      logit[r][p] = kLog2E * (log_weight[r][p] - distance);
+      logit[r][p] = log_weight[r][p] - distance;
     });
     return compete<0, false>(lane, stage, logit, logit, coefficient, none);
   }
@@ -103,6 +184,94 @@ struct GaussianForward {
         }
       });
     });
+  }
+
+  // ---- the lean walk: sums about the mean of the iteration before, or about that of the first stage of children ----
+
+  // Returns false if something was lost: then it is as if nothing had been done.
+  FASTCAPS_DEVICE bool walk_lean(const ChildRange& range) {
+    if (asks && !placed) return false;
+    bool lost = false;
+    move_base(-1.0f);
+    if (placed) {
+      lost = add_all<true>(range);
+    } else {
+      ChildRange few = range;
+      few.last = range.first + args.stage < range.last ? range.first + args.stage : range.last;
+      FASTCAPS_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        lost = add_all<false>(k == 0 ? few : range);
+        if (k == 0)
+          each_patch<Pose, R>([&](int r, int p) {
+            each_number<Pose>([&](int i, int j) { base[r][p][i][j] += offset[r][p][i][j]; });
+            clear(r, p);
+          });
+      }
+    }
+    move_base(1.0f);
+    lost = any_thread(args, lane.shared, lost);
+    barrier();
+    if (lost) each_patch<Pose, R>([&](int r, int p) { clear(r, p); });
+    return !lost;
+  }
+
+  // A bias that all children share moves all votes: the base is one of votes without it.
+  FASTCAPS_DEVICE void move_base(float sign) {
+    if (!args.bias) return;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      if (!lane.alive(p)) continue;
+      each_number<Pose>([&](int i, int j) {
+        const float number = args.bias[lane.m(p) * args.bias_stride_m + lane.number(i, j)];
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; ++r) base[r][p][i][j] = placed || sign > 0.0f ? base[r][p][i][j] + sign * number : 0.0f;
+      });
+    }
+  }
+
+  template <bool MEETS, class Sums>
+  FASTCAPS_DEVICE void walk_sums(const ChildRange& range, Sums& sums) {
+    if (MEETS && args.warps_parents == 1)
+      walk_sums<false>(range, sums);
+    else if constexpr (Sums::kRounds)
+      walk_in_rounds<MEETS>(lane, range, sums);
+    else
+      walk_by_child<MEETS>(lane, range, sums);
+  }
+
+  // Returns whether something was lost.
+  template <bool ASKS>
+  FASTCAPS_DEVICE bool add_all(const ChildRange& range) {
+    GaussianSums<GaussianForward, Pose, R, ASKS> sums(*this);
+    begin_walk<false>(lane, range);
+    walk_sums<ASKS && kMeets>(range, sums);
+    barrier();  // the ring, and what warps exchange, is read to the end
+    bool lost = is_lost(sums.worst);
+    float gates[R] = {};
+    each_patch<Pose, R>([&](int r, int p) {
+      const float n = count[r][p], each = n > FLT_MIN ? 1.0f / n : 0.0f;
+      const bool hardly_counts = n * 0x1p60f <= args.eps;  // neither does what was lost
+      each_number<Pose>([&](int i, int j) {
+        float &sum = offset[r][p][i][j], &squares = spread[r][p][i][j];
+        const float mean = sum * each, about_mean = squares - mean * sum;
+        lost = lost || !(kMostLoss * about_mean >= squares || (hardly_counts && squares < INFINITY));
+        sum = mean, squares = fmaxf(about_mean, 0.0f) * (ASKS ? 1.0f : 1.0f / float(args.M));
+      });
+      count[r][p] *= ASKS ? 1.0f : 1.0f / float(args.M);
+      gates[r] += count[r][p];
+    });
+    // The children's gates: what all parents together have of them.
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) gates[r] = ASKS ? lane.sum_parents(gates[r]) : count[r][0] * float(args.M);
+    if (ASKS && kMeets && args.warps_parents > 1) {
+      meet(lane, 0, gates);
+      barrier();
+    }
+    const LaneBetas<Pose, R> betas(lane);
+    each_patch<Pose, R>([&](int r, int p) {
+      evidence[r][p] = (betas.use[p] + betas.ignore[p]) * count[r][p] - betas.ignore[p] * gates[r];
+    });
+    return lost;
   }
 
   // Stores the moments of a range of children, for a kernel that joins the ranges.
@@ -141,10 +310,11 @@ struct GaussianForward {
         store_parent(lane, args.last_mean, 0, r, p, base[r][p]);
         store_parent(lane, args.last_variance, 0, r, p, spread[r][p]);
       }
-      log_weight[r][p] = Number<float>::log_sigmoid(score) - (kmeans ? 0.0f : log_sigma);
+      const float prior = Number<float>::log_sigmoid(score) - (kmeans ? 0.0f : log_sigma);
+      log_weight[r][p] = lane.alive(p) ? kLog2E * prior : -INFINITY;
       each_number<Pose>([&](int i, int j) {
         const float p_of_it = kmeans ? 1.0f : gaussian::precision(spread[r][p][i][j]);
-        precision[r][p][i][j] = lane.inside(i, j) ? p_of_it : 0.0f;
+        precision[r][p][i][j] = lane.inside(i, j) ? kLog2E * p_of_it : 0.0f;
       });
       clear(r, p);
     });
@@ -153,12 +323,13 @@ struct GaussianForward {
 };
 
 PassKernels gaussian_forward_kernels() {
-  return forward_kernels<GaussianForward, false,
+  return forward_kernels<GaussianForward, true,
 #ifdef FASTCAPS_EXPERIMENTS
-                         Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>, Named<Pose4x4x16One, 1, 384>,
+                         Named<Pose4x4x32Two>, Named<Pose4x4x16One>,
 #endif
-                         Built<Pose4x4x8One, 1, 256, 2>, Built<Pose4x4x16One, 1, 256, 2>, Built<Pose4x4x32Two>,
-                         Built<Pose1x8, 4>, Built<Pose1x16, 4>, Built<PoseMatrix>, Built<PoseVector>>();
+                         Built<Pose4x4x8One>, Built<Pose4x4x16One, 1, 384>, Built<Pose4x4x32One, 1, 384>,
+                         Built<Pose4x4x64>, Built<Pose1x8, 2>, Built<Pose1x16InPlace>, Built<PoseMatrix>,
+                         Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -109,8 +109,8 @@ FASTCAPS_DEVICE float join_lanes(float x, Join&& join) {
     return x;
 }
 
-// 0, which a compiler does not know. Only in lean walks and in backwards, which have no iterations.
-FASTCAPS_DEVICE int unknown_zero(const PassArgs& args) { return args.iterations; }
+// 0, which a compiler does not know.
+FASTCAPS_DEVICE int unknown_zero(const PassArgs& args) { return args.zero; }
 
 // Weights too large for shared memory: they are read in place, and their gradient is made by the whole block.
 template <class Pose>

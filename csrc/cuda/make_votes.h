@@ -24,10 +24,11 @@ FASTCAPS_DEVICE void add_bias(const Lane<Pose, R>& lane, const Stage<Pose>& stag
   });
 }
 
-template <Storage S, class Pose, int R>
+// ADDS: to what the votes are.
+template <Storage S, bool ADDS, class Pose, int R>
 FASTCAPS_DEVICE void multiply(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
   constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
-  set_to_zero<Pose, R>(votes);
+  if constexpr (!ADDS) set_to_zero<Pose, R>(votes);
   const int depth = lane.padded_depth();
   _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
     float rows[R][TC][V];
@@ -87,7 +88,7 @@ FASTCAPS_DEVICE void load_rows(const float* from, Rows<Pose>& to) {
   }
 }
 
-template <class Pose>
+template <class Pose, bool ADDS = false>
 FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
                               Patch<Pose> (&votes)[Pose::kEach]) {
   FASTCAPS_UNROLL
@@ -99,7 +100,7 @@ FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matr
         FASTCAPS_UNROLL
         for (int j = 0; j < Pose::kPatchColumns; ++j) {
           float& vote = votes[p][i][j];
-          vote = d == 0 ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
+          vote = d == 0 && !ADDS ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
         }
       }
     }
@@ -125,7 +126,7 @@ FASTCAPS_DEVICE void take_children(const Lane<Pose, R>& lane, const Stage<Pose>&
 }
 
 // LEAN: see PassKernel.
-template <bool LEAN, class Pose, int R>
+template <bool LEAN, bool ADDS = false, class Pose, int R>
 FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
   const PassArgs& args = lane.args;
   if (!LEAN && Pose::kProducts == 0 && !args.weight)
@@ -135,7 +136,7 @@ FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& st
       if constexpr (Pose::kProducts > 0)
         multiply_on_tensor_cores<stored()>(lane, stage, votes);
       else
-        multiply<stored()>(lane, stage, votes);
+        multiply<stored(), ADDS>(lane, stage, votes);
     });
   if constexpr (!LEAN) {
     if (!args.bias) return;

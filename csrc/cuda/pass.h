@@ -116,6 +116,7 @@ struct PassArgs : Cut, ParentArgs {
   // after the other. See iterations.h and gaussian_forward.cu.
   int iterations;                             // 0: one, which other kernels finish
   bool lean;                                  // forward: see PassKernel
+  int zero;                                   // 0: see unknown_zero
   void* history;                              // pooling: the sums, in the children's type
   void* result;                               // attention, pooling: the last parents, in the children's type
   const float *cost_of_numbers, *activation;  // EM routing: [M]
@@ -142,6 +143,13 @@ struct PassArgs : Cut, ParentArgs {
   bool alone_with_children, alone_with_weights;  // no other block adds to the same values meanwhile: no atomics
 };
 
+// Whether a call may be walked lean depends on this. One group: all children share their matrices; own: every child has
+// its own.
+struct LeanCall {
+  bool weights, one_group, bias, own_bias, own_betas, gates, padded, query;
+  int iterations, parent_blocks;
+};
+
 // One instantiation of the kernels, as the host that cuts the call sees it.
 struct PassKernel {
   int C, D, E;  // the pose; 0: any
@@ -159,12 +167,13 @@ struct PassKernel {
   int positions;         // R
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   bool by_name;          // only where an experiment names it
-  // Lean: for one iteration that has weights and a query, but neither bias nor gates nor, without lean_takes_padding,
-  // padding, and whose parents one block takes. `iterations` is 0 then, and serves as a zero that a compiler does not
-  // know (see tied).
-  bool lean, lean_takes_padding;
-  bool takes_lean(bool weights, bool bias, bool gates, bool padded, bool query, int parent_blocks) const {
-    return lean && weights && !bias && !gates && query && parent_blocks == 1 && (lean_takes_padding || !padded);
+  // Lean: see LeanCall. Gaussians have it for several iterations.
+  bool lean, lean_takes_padding, lean_gaussian;
+  bool takes_lean(const LeanCall& c) const {
+    const bool kept = weight_stride > 0 || c.one_group;  // else matrices would be read in place for every child
+    const bool simple =
+        lean_gaussian ? !c.own_bias && !c.own_betas && kept : !c.bias && !c.gates && c.query && c.iterations == 0;
+    return lean && simple && c.weights && c.parent_blocks == 1 && (lean_takes_padding || !c.padded);
   }
   void (*run)(const PassArgs);
   void (*run_lean)(const PassArgs);  // `run`, if that has a lean walk (PassArgs::lean)

@@ -14,13 +14,17 @@ constexpr float kSlack = 8.0f;
 
 template <class Pose, int R, bool LEAN>
 struct PoolingForward {
+  static constexpr bool kLeanIterations = false;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, sums;
   Numbers<Pose, R> top, total;
-  bool asks = args.query.data;
+  bool asks;
 
-  FASTCAPS_DEVICE explicit PoolingForward(const Lane<Pose, R>& lane_) : lane(lane_) {
+  FASTCAPS_DEVICE explicit PoolingForward(const Lane<Pose, R>& lane_) : lane(lane_) { reset(); }
+
+  FASTCAPS_DEVICE void reset() {
+    asks = args.query.data;
     set_to_zero<Pose, R>(query);
     set_to_zero<Pose, R>(sums);
     clear();
@@ -29,6 +33,7 @@ struct PoolingForward {
   FASTCAPS_DEVICE void clear() {
     each_patch<Pose, R>([&](int r, int p) { top[r][p] = -INFINITY, total[r][p] = 0.0f; });
   }
+  FASTCAPS_DEVICE void begin_options() const {}
   FASTCAPS_DEVICE void load() {
     each_patch<Pose, R>([&](int r, int p) { load_query(lane, r, p, 1.0f, query[r][p]); });
   }

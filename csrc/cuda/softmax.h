@@ -2,6 +2,7 @@
 // launches where the parents do not fit into one block. Logits are in units of log2.
 #pragma once
 
+#include <bit>
 #include <cfloat>
 
 #include "stage.h"
@@ -9,6 +10,16 @@
 namespace fastcaps::gpu {
 
 constexpr float kMostTotal = 0x1p80f;  // totals from 1 / kMostTotal on have lost no digits
+
+// Lean walks note the worst of all totals. The bits of positive floats order them as unsigned numbers: a total is lost
+// if its bits less kLeast are above kRange, as those of NaN are.
+constexpr uint32_t kLeast = std::bit_cast<uint32_t>(1.0f / kMostTotal),
+                   kRange = std::bit_cast<uint32_t>(kMostTotal) - kLeast;
+FASTCAPS_DEVICE void note_total(uint32_t& worst, float total) {
+  const uint32_t from_least = float_bits(total) - kLeast;
+  worst = worst > from_least ? worst : from_least;
+}
+FASTCAPS_DEVICE bool is_lost(uint32_t worst) { return worst > kRange; }
 
 // The softmax over some of the parents: sums of exponentials relative to `base`, which is 0, or their largest logit
 // where 0 would lose digits. N: further sums, none in a forward, that of exp * gain in a backward.
@@ -28,30 +39,30 @@ struct alignas(N == 0 ? 8 : 4) SoftmaxPart {  // a pair is read and written at o
   }
 };
 
-// Exchanges parts between all warps of a position, and returns where those of the lane's first position lie: positions
-// are lane.positions apart, warps R times as far. Two places alternate, so that no warp overwrites what another still
-// reads: before it returns to a place, it has passed the other one's barrier.
-template <class T, class Pose, int R>
-FASTCAPS_DEVICE const T* exchange(const Lane<Pose, R>& lane, int parity, const T (&part)[R]) {
+// Exchanges parts of N of the lane's positions between all warps of a position, and returns where the first ones lie:
+// positions are lane.positions apart, warps N times as far. Two places alternate, so that no warp overwrites what
+// another still reads: before it returns to a place, it has passed the other one's barrier.
+template <class T, class Pose, int R, int N>
+FASTCAPS_DEVICE const T* exchange(const Lane<Pose, R>& lane, int parity, const T (&part)[N]) {
   const PassArgs& args = lane.args;
   T* all = reinterpret_cast<T*>(lane.shared + args.shared_exchange) +
-           (lane.warp_position * 2 + parity) * args.warps_parents * lane.positions * R + lane.position;
+           (lane.warp_position * 2 + parity) * args.warps_parents * lane.positions * N + lane.position;
   if (lane.speaks_for_position()) {
     FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) all[(lane.warp_parent * R + r) * lane.positions] = part[r];
+    for (int r = 0; r < N; ++r) all[(lane.warp_parent * N + r) * lane.positions] = part[r];
   }
   barrier_part(1 + lane.warp_position, args.warps_parents * kWarp);
   return all;
 }
 
 // Totals over the parents of all warps, all of them relative to 0 (lean walks).
-template <class Pose, int R>
-FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, float (&total)[R]) {
+template <class Pose, int R, int N>
+FASTCAPS_DEVICE void meet(const Lane<Pose, R>& lane, int parity, float (&total)[N]) {
   const float* all = exchange(lane, parity, total);
   FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < N; ++r) {
     total[r] = all[r * lane.positions];
-    for (int w = 1; w < lane.args.warps_parents; ++w) total[r] += all[(w * R + r) * lane.positions];
+    for (int w = 1; w < lane.args.warps_parents; ++w) total[r] += all[(w * N + r) * lane.positions];
   }
 }
 

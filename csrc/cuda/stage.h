@@ -167,12 +167,13 @@ FASTCAPS_DEVICE void stage_seen(const Lane<Pose, R>& lane, int count, const Offs
   for (int unit = thread_index(); unit < count * args.tile_size; unit += block_threads()) {
     const int k = args.by_tile.quotient(unit);
     const Position& position = lane.tile[args.by_tile.remainder(unit, k)];
-    Seen seen{0.0f, 0.0f};
-    if (offsets[k].exists(args, position)) {
-      seen = {1.0f, 1.0f};
-      if (args.gate.data) seen.gate = load_number(args.gate.data, position.gate + offsets[k].gate, args.storage);
-    }
-    to[unit] = seen;
+    const bool exists = offsets[k].exists(args, position);
+    const int64_t at = exists ? position.gate + offsets[k].gate : 0;
+    to[unit].exists = exists ? 1.0f : 0.0f;
+    if (args.gate.data && args.storage == Storage::kFloat32)
+      copy_async<4>(&to[unit].gate, static_cast<const float*>(args.gate.data) + at, exists);
+    else
+      to[unit].gate = !exists ? 0.0f : args.gate.data ? load_number(args.gate.data, at, args.storage) : 1.0f;
   }
 }
 
