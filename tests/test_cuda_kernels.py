@@ -123,8 +123,8 @@ def test_gradients_through_all_iterations(option: str, name: str, detach: bool, 
 
 
 GAUSSIANS_REVERSED = {
-    "fast": "stay-float32 conv primes primes:bf16 pose-1x16:f16 sharing-float32",
-    "ordered": "conv stay-float32",
+    "fast": "pose-4x4-20 conv primes primes:bf16 pose-1x16:f16 sharing-float32",
+    "ordered": "conv pose-4x4-20",
 }
 
 
