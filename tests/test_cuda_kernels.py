@@ -18,7 +18,7 @@ from cuda_on_cpu import build
 from cuda_target import ON_DEVICE, OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, POOLING, ROUTINGS, Call, Routing, gpu_cases
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, gpu_cases
 from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from bench import sweep
@@ -45,8 +45,9 @@ PATHS = {
     },
     "gaussian": {
         "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position one-position-em broken stay-float32 "
-                "primes:f16 pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children",
-        "ordered": "padded conv sweeps one-position-any",
+                "primes:f16 pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children "
+                "gated gated-first gated-later gated-padded gated-ranges gated:bf16",
+        "ordered": "padded conv sweeps one-position-any gated gated-first gated-padded",
     },
 }  # fmt: skip
 """Cases of every kernel of the few poses, fused and not, lean and not; of parents in one block and in several; of
@@ -240,6 +241,22 @@ def test_random_calls(
 )  # fmt: skip
 def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, target: Target) -> None:
     hold_each_gradient_alone(lambda call: target.backward(call, option), routing, routing.case(name), most=100)
+
+
+@on_every_target
+@pytest.mark.parametrize("option", ["fast", "ordered"])
+def test_tight_positions_beside_others(option: str, target: Target) -> None:
+    """Tiles with a parent of small variance take another walk than the others of the same launch."""
+    case = Case("tight", Rule.EM, batch=40, types=10, parents=5, pose=(4, 4, 4), gate="some", iterations=2)
+    if target.device == "cpu":
+        answer = target.ask("schedule", *question(GAUSSIAN, case, option, backward=True))
+        schedule = dict(one.split("=") for one in answer.split(";"))
+        back = GAUSSIAN.backward_call(case).given
+        size = torch.maximum(back["means"].square(), (back["means"] - back["mean"]).square())
+        tight = (64 * back["variances"] < size).flatten(2).any(2)
+        tiles = [bool(tile.any()) for tile in tight[1].split(int(schedule["positions"]))]
+        assert "lean" in schedule["kernel"] and {*tiles} == {False, True}
+    target.check(GAUSSIAN, case, option)
 
 
 # ---- what the kernels do not take -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import torch
 from fastcaps import libraries, ops
 
 KNOWN_SPILLS = {
+    "backward<GaussianBackward, Turned<": 256,  # walks with all options beside the lean ones
     "backward<AttentionBackward, TensorPose<4, 4, 1, false>, 1, true,": 16,
     "backward<AttentionBackward, TensorPose<8, 1, 1, false>, 1, true,": 112,  # some sums, read and written once a child
     "backward<AttentionBackward, FixedPose<8, 8, 8, 4, 4, 2, 16, 1, 72, false>, 1, true,": 8,

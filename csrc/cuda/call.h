@@ -58,9 +58,7 @@ struct Call : OpCall {
   void take(const Schedule& c);
 
   // Whether a launch of one iteration may walk lean (see PassKernel).
-  bool is_lean(const Schedule& c) const {
-    return c.kernel->takes_lean(args.weight, args.bias, args.gate.data, args.padded, args.query.data, c.parent_blocks);
-  }
+  bool is_lean(const Schedule& c) const;
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
               int colour_y = 0, int colour_x = 0);
@@ -137,7 +135,7 @@ class VoteGradients {
   // A launch before the others, only for tight positions: corrects `u` and `s` (see gaussian_backward.cu).
   void measure(int statistics, float* u, float* s, const float* tight);
   // Launches the backward. If parents take several blocks, the softmax is first collected, as `statistics` values.
-  void run(int statistics);
+  void run(int statistics, const float* tight = nullptr);
   // The last launch, if there is anything to add up.
   void add_up();
 

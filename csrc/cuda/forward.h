@@ -116,7 +116,7 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
     const int before = 1 - now;
     float total = total_of(lane, weight[before]);
     Rows<Pose> rows;
-    load_rows<Pose>(child, rows);
+    load_rows(lane, child, rows);
     multiply<Pose>(rows, matrices, votes[now]);
     meanwhile();
     state.score(r, votes[now], weight[now]);

@@ -110,7 +110,9 @@ struct PrepareArgs {
   PosesView dmeans, dvariances;
   const float* variances;
   float *u, *s, *constant;
-  float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
+  // [positions], zeros: counts parents whose variance is small beside the square of their mean, or of the way to it; or
+  // null
+  float* tight;
   Zeros zeros;
 };
 
@@ -129,8 +131,9 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
     for (int number = by.first(); exists && number < numbers; number += by.lanes * 4) {
       const int inside = numbers - number;
       const int64_t at = parent * numbers + number;
-      float mean[4], variance[4], u[4], s[4];
+      float mean[4], before[4], variance[4], u[4], s[4];
       load_four(args.means + at, inside, vector, mean);
+      load_four((args.mean ? args.mean : args.means) + at, inside, vector, before);
       load_four(prepare.variances + at, inside, vector, variance);
       prepare.dmeans.load(from_means, number, inside, u);
       prepare.dvariances.load(from_variances, number, inside, s);
@@ -139,7 +142,8 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
         s[v] *= inverse;
         u[v] = u[v] * inverse - 2.0f * (args.eps * inverse) * mean[v] * s[v];
         constant -= s[v] * variance[v];
-        if (64.0f * variance[v] < mean[v] * mean[v]) tight = 1.0f;
+        const float way = mean[v] - before[v];
+        if (64.0f * variance[v] < fmaxf(mean[v] * mean[v], way * way)) tight = 1.0f;
       }
       store_four(prepare.s, at, inside, vector, s, Storage::kFloat32);
       store_four(prepare.u, at, inside, vector, u, Storage::kFloat32);
@@ -254,7 +258,7 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     args.duse = duse && !own_use ? duse + k * slots : duse;
     args.dignore = dignore && !own_ignore ? dignore + k * slots : dignore;
     if (measures) gradients.measure(3, u, s, tight);
-    gradients.run(3);
+    gradients.run(3, tight);
     call.kept.resize(kept);
   }
   gradients.add_up();

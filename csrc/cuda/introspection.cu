@@ -29,7 +29,7 @@ struct Question {
   Bias bias;
   Machine machine;
   int64_t iterations;
-  bool has_bias, starts;
+  bool has_bias, own_bias, starts;
 
   Question(const char* op_, const int64_t* n, const int64_t* facts)
       : op(op_),
@@ -38,6 +38,7 @@ struct Question {
         machine{facts[6], facts[7]},
         iterations(facts[4]),
         has_bias(facts[2] != 0),
+        own_bias(facts[2] == 2),
         starts(facts[3] != 0) {
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
   }
@@ -100,7 +101,7 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   const Schedule c = make_schedule(question.task, v, question.bias, question.machine, &reason);
   if (!c.kernel) return answer("text=" + reason);
   const bool lean = !question.task.whole &&
-                    c.kernel->takes_lean(!question.task.identity, question.has_bias, false,
+                    c.kernel->takes_lean(!question.task.identity, question.has_bias, question.own_bias, false,
                                          v.window.ph > 0 || v.window.pw > 0, question.starts, c.parent_blocks);
   return answer("kernel=" + name_of(*c.kernel, question.task.backward, lean) +
                 ";instance=" + name_of_instance(*c.kernel) + ";iterations=" + (question.task.whole ? "fused" : "one") +

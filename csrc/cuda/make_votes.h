@@ -76,18 +76,19 @@ FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const float* from,
   }
 }
 
-template <class Pose>
-FASTCAPS_DEVICE void load_rows(const float* from, Rows<Pose>& to) {
+template <class Pose, int R>
+FASTCAPS_DEVICE void load_rows(const Lane<Pose, R>& lane, const float* from, Rows<Pose>& to) {
   constexpr int V = Pose::kVector;
   FASTCAPS_UNROLL
   for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
     for (int d = 0; d < Pose::kD; d += V)
-      load_vector<V>(from + i * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(to[i][d]));
+      load_vector<V>(from + lane.c(i) * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(to[i][d]));
   }
 }
 
-template <class Pose>
+// ADDS: to what the votes are.
+template <class Pose, bool ADDS = false>
 FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
                               Patch<Pose> (&votes)[Pose::kEach]) {
   FASTCAPS_UNROLL
@@ -99,7 +100,7 @@ FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matr
         FASTCAPS_UNROLL
         for (int j = 0; j < Pose::kPatchColumns; ++j) {
           float& vote = votes[p][i][j];
-          vote = d == 0 ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
+          vote = d == 0 && !ADDS ? rows[i][0] * matrices[p][0][j] : vote + rows[i][d] * matrices[p][d][j];
         }
       }
     }

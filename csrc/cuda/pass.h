@@ -160,11 +160,14 @@ struct PassKernel {
   int threads, blocks;   // of a block, at most; of a multiprocessor, at least
   bool by_name;          // only where an experiment names it
   // Lean: for one iteration that has weights and a query, but neither bias nor gates nor, without lean_takes_padding,
-  // padding, and whose parents one block takes. `iterations` is 0 then, and serves as a zero that a compiler does not
-  // know (see tied).
-  bool lean, lean_takes_padding;
-  bool takes_lean(bool weights, bool bias, bool gates, bool padded, bool query, int parent_blocks) const {
-    return lean && weights && !bias && !gates && query && parent_blocks == 1 && (lean_takes_padding || !padded);
+  // padding, and whose parents one block takes; or, with lean_takes_gates, for one that has weights, with or without
+  // parents to begin from, with a bias that all children share or none, and gates. `iterations` is 0 then, and serves
+  // as a zero that a compiler does not know (see tied).
+  bool lean, lean_takes_padding, lean_takes_gates;
+  bool takes_lean(bool weights, bool bias, bool own_bias, bool gates, bool padded, bool query,
+                  int parent_blocks) const {
+    return lean && weights && parent_blocks == 1 && (lean_takes_padding || !padded) &&
+           (lean_takes_gates ? !own_bias : !bias && !gates && query);
   }
   void (*run)(const PassArgs);
   void (*run_lean)(const PassArgs);  // `run`, if that has a lean walk (PassArgs::lean)
