@@ -18,7 +18,7 @@ from cuda_on_cpu import build
 from cuda_target import ON_DEVICE, OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, gpu_cases
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
 from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from bench import sweep
@@ -46,7 +46,7 @@ PATHS = {
     "gaussian": {
         "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position one-position-em broken stay-float32 "
                 "primes:f16 pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children "
-                "gated gated-first gated-later gated-padded gated-ranges gated:bf16",
+                "gated gated-first gated-later gated-padded gated-ranges gated-shared gated-shared:bf16",
         "ordered": "padded conv sweeps one-position-any gated gated-first gated-padded",
     },
 }  # fmt: skip
@@ -257,6 +257,16 @@ def test_tight_positions_beside_others(option: str, target: Target) -> None:
         tiles = [bool(tile.any()) for tile in tight[1].split(int(schedule["positions"]))]
         assert "lean" in schedule["kernel"] and {*tiles} == {False, True}
     target.check(GAUSSIAN, case, option)
+
+
+@on_every_target
+@pytest.mark.parametrize("bias", ["1M", "11"])
+@pytest.mark.parametrize("name", ["gated-first", "gated-later", "gated-shared"])
+def test_a_bias_that_children_share_and_whose_gradient_nobody_wants(name: str, bias: str, target: Target) -> None:
+    """As the op calls the kernels: it computes such a bias's gradient from those of the means."""
+    back = GAUSSIAN.backward_call(replace(GAUSSIAN.case(name), bias=bias)).given
+    back["needs"] &= ~GAUSSIAN.border.bit["bias"]
+    BackwardCall(GAUSSIAN, back).bar().hold(target.backward(BackwardCall(GAUSSIAN, dict(back))))
 
 
 # ---- what the kernels do not take -----------------------------------------------------------------------------------

@@ -113,26 +113,35 @@ template <class Pose, int R>
 constexpr bool kHolds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && R == 1 &&
                         Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
 
-// The children of a stage, one after another, in registers (see kHolds).
-template <class Pose, class State>
-FASTCAPS_DEVICE void differentiate_held(const Lane<Pose, 1>& lane, Stage<Pose> stage, int count,
-                                        StageGradients<Pose, 1>& gradients, State& state) {
+// What a lane holds (see kHolds): matrices, and, where all children share them, sums of their gradient.
+template <class Pose>
+struct Held {
   Matrices<Pose> matrices;
+  float sums[StageGradients<Pose, 1>::kWeightSums] = {};
+};
+
+// The children of a stage, one after another, in registers.
+template <bool SHARED, class Pose, class State>
+FASTCAPS_DEVICE void differentiate_held(const Lane<Pose, 1>& lane, Stage<Pose> stage, int count, bool is_first,
+                                        StageGradients<Pose, 1>& gradients, State& state, Held<Pose>& held) {
   Rows<Pose> rows;
+  const auto read_matrices = [&] { load_matrices(lane, Weights<Pose, 1>(lane, stage, 0).from, held.matrices); };
   const auto read = [&] {
     load_rows(lane, stage.children + lane.in_tile(0) * lane.child_stride(), rows);
-    load_matrices(lane, Weights<Pose, 1>(lane, stage, 0).from, matrices);
+    if constexpr (!SHARED) read_matrices();
   };
   read();
+  if (SHARED && is_first) read_matrices();
   FASTCAPS_NO_UNROLL
   for (int k = 0; k < count; ++k) {
     const Stage<Pose> now = stage;
     if (k + 1 < count) stage.next(lane);
     Patches<Pose, 1> votes;
     if constexpr (State::kStarts) state.start(votes);
-    multiply<Pose, State::kStarts>(rows, matrices, votes[0]);
+    multiply<Pose, State::kStarts>(rows, held.matrices, votes[0]);
     state.dvote(now, gradients, votes);
-    gradients.put_held(now, rows, matrices, votes, [&](int) { return state.adds(); }, read);
+    gradients.template put_held<SHARED>(
+        now, rows, held.matrices, votes, held.sums, [&](int) { return state.adds(); }, read);
     gradients.next();
   }
 }
@@ -151,7 +160,7 @@ FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, Stage<Pose> stage,
       };
       const auto exists = [&](int in_tile) { return LEAN || stage.seen[in_tile].exists != 0.0f; };
       if (LEAN || args.weight)
-        gradients.put(stage, votes, row_of, exists, [] {});
+        gradients.put(stage, votes, row_of, exists);
       else if (args.dchildren)
         gradients.put_identity(stage, votes);
       if (!LEAN && args.dbias) differentiate_bias(lane, stage, votes);
@@ -161,40 +170,48 @@ FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, Stage<Pose> stage,
   }
 }
 
-// The children of a tile.
-template <class State, bool LEAN, class Pose, int R>
-FASTCAPS_DEVICE void walk_backward(const Lane<Pose, R>& lane, const ChildRange& range,
-                                   StageGradients<Pose, R>& gradients) {
+// The children of a tile. SHARED: see put_held.
+template <class State, bool LEAN, bool SHARED = false, class Pose, int R>
+FASTCAPS_DEVICE void walk_backward(const Lane<Pose, R>& lane, ChildRange range, StageGradients<Pose, R>& gradients) {
   const PassArgs& args = lane.args;
   constexpr bool kAll = LEAN && !State::kSees;  // children are there and count
-  const bool counts = LEAN || !(args.collect || args.measured);
+  constexpr bool kHeld = LEAN && kHolds<Pose, R>;
+  const bool counts = LEAN || !(args.collect || args.measured), late = !SHARED && args.late_weights;
   begin_walk<kAll>(lane, range);
+  range.matrices = !SHARED;  // the first stage has them
   State state(lane);
+  std::conditional_t<kHeld, Held<Pose>, char> held{};
   gradients.begin_tile();
-  int before = range.first, last_count = 0;  // the stage whose dW lies in shared memory
-  const auto flush_weights = [&] {
-    if constexpr (Pose::kSlotStride > 0)
-      if (counts && args.dweight) gradients.flush_weights(gradients.parity, before, last_count);
-  };
+  int before = -1, count_before = 0;  // the stage whose dW is late
   walk<true, kAll>(lane, range, [&](int slot, int t, int count) {
-    if (args.late_weights) flush_weights();
-    before = t, last_count = count;
+    const bool ends = t + args.stage >= range.last;
     const Stage<Pose> stage(args, lane.shared, slot, t);
     gradients.begin_stage(range, t);
     if constexpr (kByParent<Pose>)
       differentiate_by_parent<LEAN>(lane, stage, count, gradients, state);
-    else if constexpr (LEAN && kHolds<Pose, R>)
-      differentiate_held(lane, stage, count, gradients, state);
+    else if constexpr (kHeld)
+      differentiate_held<SHARED>(lane, stage, count, t == range.first, gradients, state, held);
     else
       differentiate<LEAN>(lane, stage, count, gradients, state);
     if constexpr (LEAN && State::kSees) state.put_gates(stage, gradients, count);
     if (!counts) return;
-    if (!gradients.adds_directly() || kLargeWeights<Pose> || !args.late_weights) barrier();
-    if (!args.late_weights) flush_weights();
+    if constexpr (SHARED)
+      if (ends) gradients.put_shared(held.sums);
+    if (!gradients.adds_directly() || kLargeWeights<Pose> || (SHARED ? ends : !late)) barrier();
     gradients.flush(stage, count, State::kGates && !LEAN && args.dgate);
+    if constexpr (Pose::kSlotStride > 0) {
+      // dW of the stage, or of the one before it, where that is late; at the end of both
+      const int flushed = SHARED ? 1 : count;
+      for (bool now = !late; args.dweight && (!SHARED || ends); now = true) {
+        if (now || before >= 0)
+          gradients.flush_weights(gradients.parity ^ int(!now), now ? t : before, now ? flushed : count_before);
+        if (now || !ends) break;
+        barrier();
+      }
+      before = t, count_before = count;
+    }
   });
-  barrier();  // the ring and the tile are read to the end, and the last dW is there
-  if (args.late_weights) flush_weights();
+  barrier();  // the ring and the tile are read to the end
   if (LEAN || !args.collect) state.store(range.chunk);
   barrier();
 }
@@ -218,10 +235,12 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
     }
     if constexpr (kBoth) {
       if (args.lean && !tight) {
-        if (args.mean)
-          walk_backward<Lean, true>(lane, range, gradients);
-        else
+        if (!args.mean)
           walk_backward<typename Lean::First, true>(lane, range, gradients);
+        else if (args.G == 1)
+          walk_backward<Lean, true, true>(lane, range, gradients);
+        else
+          walk_backward<Lean, true>(lane, range, gradients);
         continue;
       }
     }

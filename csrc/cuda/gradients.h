@@ -228,12 +228,10 @@ struct StageGradients {
     return reinterpret_cast<float*>(lane.shared + to + (moved & ~48u));
   }
 
-  // Rows d .. d + V of dW, summed over the rows and positions of the warp.
-  template <class Row, class Then>
-  FASTCAPS_DEVICE void put_weights(const Stage<Pose>& stage, int d, const Patches<Pose, R>& dvotes, Row&& row_of,
-                                   Then&& then) const {
-    constexpr int N = Pose::kEach * V * TE;
-    float x[N] = {};
+  // The lane's part of rows d .. d + V of dW, [kEach, V, TE].
+  static constexpr int kWeightSums = Pose::kEach * V * TE;
+  template <class Row>
+  FASTCAPS_DEVICE static void add_weights(int d, const Patches<Pose, R>& dvotes, Row&& row_of, float* x) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
       FASTCAPS_UNROLL
@@ -241,10 +239,13 @@ struct StageGradients {
         float row[V];
         row_of(r, i, d, row);
         FASTCAPS_UNROLL
-        for (int n = 0; n < N; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
+        for (int n = 0; n < kWeightSums; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
       }
     }
-    then();
+  }
+  // They, summed over the rows and positions of the warp.
+  FASTCAPS_DEVICE void put_weights(const Stage<Pose>& stage, int d, float* x) const {
+    constexpr int N = kWeightSums;
     if constexpr (Pose::kFixed) {
       constexpr int kLanes = Pose::kPositions, kLeft = N / kLanes;
       static_assert(kLeft % WV == 0, "lanes part their sums between vectors");
@@ -268,6 +269,12 @@ struct StageGradients {
     }
   }
 
+  // What a lane has summed up of dW over all children (SHARED, see put_held): as that of a stage's only child.
+  FASTCAPS_DEVICE void put_shared(float (&x)[kWeightSums]) {
+    parity = 0, own_slots = slots(0, 0, lane.warp_position);
+    put_weights(Stage<Pose>(args, lane.shared, 0, 0), 0, x);
+  }
+
   // If weights are large: stores dL/dV itself, from which the block makes dW (flush_large_weights).
   static constexpr int kRow = Pose::kProducts > 0 ? kVoteRow : Pose::kE;  // from row to row
   FASTCAPS_DEVICE void put_votes(const Patches<Pose, R>& dvotes) const {
@@ -288,9 +295,9 @@ struct StageGradients {
   }
 
   // From dL/dV to dP and dW. row_of(r, i, d, to): values from the d-th on of a row of the child.
-  template <class Row, class Exists, class Then>
-  FASTCAPS_DEVICE void put(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes, Row&& row_of, Exists&& exists,
-                           Then&& then) const {
+  template <class Row, class Exists>
+  FASTCAPS_DEVICE void put(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes, Row&& row_of,
+                           Exists&& exists) const {
     const int depth = lane.padded_depth();
     if (args.dchildren)
       with_weights<Pose>(args, [&](auto stored) {
@@ -307,22 +314,23 @@ struct StageGradients {
           for (int r = 0; r < R; r += Sums::kTogether) put_children(d, r, dvotes, matrix_row, exists);
         }
       });
-    if (!args.dweight) return then();
+    if (!args.dweight) return;
     if constexpr (kLargeWeights<Pose>) {
       put_votes(dvotes);
-      then();
     } else {
-      _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V)
-          put_weights(stage, d, dvotes, row_of, [&] {
-            if (d + V >= depth) then();
-          });
+      _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
+        float x[kWeightSums] = {};
+        add_weights(d, dvotes, row_of, x);
+        put_weights(stage, d, x);
+      }
     }
   }
-  // Of a child that the lane holds: then() may read the next one. Both gradients, whatever is wanted: that costs less
-  // than to ask.
-  template <class Exists, class Then>
+  // The same of a child that the lane holds; then() may read the next one. SHARED: all children have the same matrices,
+  // so dW stays in the lane's sums. Both gradients, whatever is wanted: that costs less than to ask.
+  template <bool SHARED, class Exists, class Then>
   FASTCAPS_DEVICE void put_held(const Stage<Pose>& stage, const Rows<Pose>& rows, const Matrices<Pose>& matrices,
-                                const Patches<Pose, R>& dvotes, Exists&& exists, Then&& then) const {
+                                const Patches<Pose, R>& dvotes, float (&sums_of_weights)[kWeightSums], Exists&& exists,
+                                Then&& then) const {
     const auto row_of = [&](int, int i, int d, float (&row)[V]) {
       FASTCAPS_UNROLL
       for (int v = 0; v < V; ++v) row[v] = rows[i][d + v];
@@ -337,10 +345,12 @@ struct StageGradients {
     };
     put_children(0, 0, dvotes, matrix_row, exists);
     FASTCAPS_UNROLL
-    for (int d = 0; d < Pose::kD; d += V)
-      put_weights(stage, d, dvotes, row_of, [&] {
-        if (d + V == Pose::kD) then();
-      });
+    for (int d = 0; d < Pose::kD; d += V) {
+      float x[kWeightSums] = {};
+      add_weights(d, dvotes, row_of, SHARED ? sums_of_weights : x);
+      if (d + V == Pose::kD) then();
+      if constexpr (!SHARED) put_weights(stage, d, x);
+    }
   }
 
   // Adds all warps' dP of a stage to the gradients of the children.
