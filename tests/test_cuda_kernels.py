@@ -342,3 +342,12 @@ def test_every_variant_of_a_sweep_is_taken_and_right(target: Target, parents: in
             target.check(ATTENTION, case)
     with sweep.scheduled("forward:warps_positions=99"), pytest.raises(RuntimeError, match="FASTCAPS_SCHEDULE: it has"):
         target.check(ATTENTION, case)
+
+
+@pytest.mark.parametrize("target", [Target("cpu")], ids=["on-cpu"])
+@pytest.mark.parametrize("name", ["gated", "gated-first", "gated-shared"])
+def test_warps_that_add_to_the_same_matrices(name: str, target: Target) -> None:
+    """Each has all parents of its own positions, so only the sums of dW bring the warps of a block together."""
+    case = replace(GAUSSIAN.case(name), parents=7, batch=33, types=41)
+    with sweep.scheduled("backward:warps_positions=4"):
+        target.check(GAUSSIAN, case)
