@@ -300,6 +300,13 @@ _GAUSSIAN = (
     _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
     _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, iterations=3, gate="some"),
+    # what lean walks take: gates, some closed with NaN behind; padding; betas that all children share; one matrix
+    _em("gated", batch=70, types=37, parents=7, pose=(4, 4, 4), gate="some"),
+    _heinsen("gated-first", batch=3, types=40, parents=13, pose=(4, 4, 4), gate="broken", start=False),
+    _heinsen("gated-later", batch=3, types=40, parents=13, pose=(4, 4, 4), gate="broken"),
+    _em("gated-padded", grid=(5, 5), types=9, parents=7, pose=(4, 4, 4), window=PADDED, gate="silent"),
+    _heinsen("gated-ranges", batch=1, types=400, parents=5, pose=(4, 4, 4), groups="one", gate="some", betas="11"),
+    _em("gated-shared", batch=70, types=41, parents=13, pose=(4, 4, 4), groups="one", gate="broken"),
     # children in several ranges on a GPU: their sums are joined, and each parent's own activation is used
     _em("one-position-em", batch=1, types=130, parents=3, pose=(4, 4, 4), groups="one", gate="some"),
     _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", iterations=2),

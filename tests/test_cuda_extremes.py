@@ -161,6 +161,33 @@ def test_positions_that_do_not_exist_leave_no_trace(pose: tuple[int, int, int], 
 
 
 @on_every_target
+@pytest.mark.parametrize("size", [1e30, 3e38])
+@pytest.mark.parametrize("name", ["gated-first", "gated-later", "padded-em", "one-position"])
+def test_closed_children_of_any_size(name: str, size: float, target: Target) -> None:
+    """Votes of finite numbers may overflow: behind a gate of 0 nothing of them shows, and their gates' gradients are
+    finite."""
+    back = GAUSSIAN.backward_call(replace(GAUSSIAN.case(name), gate="silent")).given
+    children = back["children"].masked_fill((back["gate"] == 0)[..., None, None], size)
+    wanted = target.backward(BackwardCall(GAUSSIAN, dict(back)), "ordered")
+    found = target.backward(BackwardCall(GAUSSIAN, back | {"children": children}), "ordered")
+    assert found["dgate"].isfinite().all()
+    for key in found.keys() - {"dgate"}:
+        assert torch.equal(found[key], wanted[key]), key
+
+
+@on_every_target
+def test_padding_hides_matrices_from_gaussians(target: Target) -> None:
+    """Parents know nothing of a matrix that is NaN, of an offset that is padding where they are."""
+    back = GAUSSIAN.backward_call(GAUSSIAN.case("gated-padded")).given
+    back["weight"][0, 0] = torch.nan
+    call = BackwardCall(GAUSSIAN, back)
+    found, exact = target.backward(BackwardCall(GAUSSIAN, dict(back))), call.bar().exact
+    for name in ("dmean", "dvariance", "dlog_weight"):
+        assert torch.equal(found[name].isfinite(), exact[name].isfinite()), name
+    assert 0 < found["dmean"].isfinite().double().mean() < 1
+
+
+@on_every_target
 @pytest.mark.parametrize("start", [False, True], ids=["first-iteration", "later-iteration"])
 def test_variances_of_votes_far_from_zero(start: bool, target: Target) -> None:
     hold_far_from_zero(target.forward, 500, start)

@@ -18,7 +18,7 @@ from cuda_on_cpu import build
 from cuda_target import ON_DEVICE, OPTIONS, Target, mixed_order, on_every_target, question
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, gpu_cases
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
 from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from bench import sweep
@@ -46,9 +46,9 @@ PATHS = {
     "gaussian": {
         "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position one-position-em broken stay-float32 "
                 "primes:f16 pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children lean-em lean-40 "
-                "lean-70 lean-padded lean-ranges lean-broken lean-em:bf16 lean-1x16 lean-1x16-first lean-1x16-first:f16 "
-                "pose-1x8",
-        "ordered": "padded conv sweeps one-position-any",
+                "lean-70 lean-padded lean-ranges lean-broken lean-em:bf16 lean-1x16 lean-1x16-first "
+                "lean-1x16-first:f16 pose-1x8 gated gated-first gated-later gated-padded gated-ranges gated-shared gated-shared:bf16",
+        "ordered": "padded conv sweeps one-position-any gated gated-first gated-padded",
     },
 }  # fmt: skip
 """Cases of every kernel of the few poses, fused and not, lean and not; of parents in one block and in several; of
@@ -301,6 +301,32 @@ def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, 
     hold_each_gradient_alone(lambda call: target.backward(call, option), routing, routing.case(name), most=100)
 
 
+@on_every_target
+@pytest.mark.parametrize("option", ["fast", "ordered"])
+def test_tight_positions_beside_others(option: str, target: Target) -> None:
+    """Tiles with a parent of small variance take another walk than the others of the same launch."""
+    case = Case("tight", Rule.EM, batch=40, types=10, parents=5, pose=(4, 4, 4), gate="some", iterations=2)
+    if target.device == "cpu":
+        answer = target.ask("schedule", *question(GAUSSIAN, case, option, backward=True))
+        schedule = dict(one.split("=") for one in answer.split(";"))
+        back = GAUSSIAN.backward_call(case).given
+        size = torch.maximum(back["means"].square(), (back["means"] - back["mean"]).square())
+        tight = (64 * back["variances"] < size).flatten(2).any(2)
+        tiles = [bool(tile.any()) for tile in tight[1].split(int(schedule["positions"]))]
+        assert "lean" in schedule["kernel"] and {*tiles} == {False, True}
+    target.check(GAUSSIAN, case, option)
+
+
+@on_every_target
+@pytest.mark.parametrize("bias", ["1M", "11"])
+@pytest.mark.parametrize("name", ["gated-first", "gated-later", "gated-shared"])
+def test_a_bias_that_children_share_and_whose_gradient_nobody_wants(name: str, bias: str, target: Target) -> None:
+    """As the op calls the kernels: it computes such a bias's gradient from those of the means."""
+    back = GAUSSIAN.backward_call(replace(GAUSSIAN.case(name), bias=bias)).given
+    back["needs"] &= ~GAUSSIAN.border.bit["bias"]
+    BackwardCall(GAUSSIAN, back).bar().hold(target.backward(BackwardCall(GAUSSIAN, dict(back))))
+
+
 # ---- what the kernels do not take -----------------------------------------------------------------------------------
 
 
@@ -368,3 +394,12 @@ def test_every_variant_of_a_sweep_is_taken_and_right(target: Target, parents: in
             target.check(ATTENTION, case)
     with sweep.scheduled("forward:warps_positions=99"), pytest.raises(RuntimeError, match="FASTCAPS_SCHEDULE: it has"):
         target.check(ATTENTION, case)
+
+
+@pytest.mark.parametrize("target", [Target("cpu")], ids=["on-cpu"])
+@pytest.mark.parametrize("name", ["gated", "gated-first", "gated-shared"])
+def test_warps_that_add_to_the_same_matrices(name: str, target: Target) -> None:
+    """Each has all parents of its own positions, so only the sums of dW bring the warps of a block together."""
+    case = replace(GAUSSIAN.case(name), parents=7, batch=33, types=41)
+    with sweep.scheduled("backward:warps_positions=4"):
+        target.check(GAUSSIAN, case)

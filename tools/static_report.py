@@ -27,11 +27,11 @@ import torch
 from fastcaps import libraries, ops
 
 KNOWN_SPILLS = {
+    "backward<GaussianBackward, Turned<": 256,  # in one kernel with all options
     "backward<AttentionBackward, TensorPose<4, 4, 1, false>, 1, true,": 16,
     "backward<AttentionBackward, TensorPose<8, 1, 1, false>, 1, true,": 112,  # some sums, read and written once a child
-    "backward<AttentionBackward, FixedPose<8, 8, 8, 4, 4, 2, 16, 1, 72, false>, 1, true,": 8,
-    "backward<AttentionBackward, TensorPose1x64<3, false>, 2, true,": 32,
-    "backward<AttentionBackward, FixedPose<1, 16, 16, 8, 4, 2, 16, 1, 264, false>, 4, true,": 16,  # a word a child
+    "backward<AttentionBackward, FixedPose<8, 8, 8, 4, 4, 2, 16, 1, 72, false>, 1, true,": 16,
+    "backward<AttentionBackward, FixedPose<1, 16, 16, 8, 4, 2, 16, 1, 264, false>, 4, true,": 8,  # a word a child
 }
 """Bytes by how a lean backward's name begins: kept once a stage. Kernels with all options may keep more then."""
 WITH_OPTIONS = 256

@@ -7,7 +7,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct AttentionBackward : QueryGradients<Pose, R> {
-  static constexpr bool kGates = false, kMeasures = false;
+  static constexpr bool kGates = false, kLean = Pose::kFixed;
   using Base = QueryGradients<Pose, R>;
   using Base::lane, Base::args, Base::query, Base::dsums, Base::dquery;
   Numbers<Pose, R> logit, gain, weight, dlogit;  // of one child
@@ -74,6 +74,8 @@ struct AttentionBackward : QueryGradients<Pose, R> {
     return true;
   }
 
+  FASTCAPS_DEVICE static bool adds() { return true; }
+
   FASTCAPS_DEVICE void store(int chunk) {
     each_patch<Pose, R>(
         [&](int r, int p) { each_number<Pose>([&](int i, int j) { dquery[r][p][i][j] *= args.scale; }); });
@@ -82,7 +84,7 @@ struct AttentionBackward : QueryGradients<Pose, R> {
 };
 
 PassKernels attention_backward_kernels() {
-  return backward_kernels<AttentionBackward, true,
+  return backward_kernels<AttentionBackward,
 #ifdef FASTCAPS_EXPERIMENTS
                           Named<Pose4x4Swapped<16>, 1, 384>, Named<Pose4x4x32One, 2>, Named<Pose4x4x32One, 2, 384>,
                           Named<Pose4x4x32One, 1, 384>, Named<Pose4x4x32One, 1, 256, 2>,

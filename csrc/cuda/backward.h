@@ -2,7 +2,10 @@
 // the gradients of children, weights and bias. Instead of score and add a policy (see forward.h) has dvote(stage,
 // gradients, votes): it replaces votes by dL/dV, or by 0 if they take no part, and returns false if the launch only
 // collects statistics or measures. kMeasures: there are measuring launches. kGates: the block adds up the gates'
-// gradients.
+// gradients. A lean policy says with kSees whether children may be absent or have gates, whose gradients it then adds
+// up itself, stage by stage (put_gates). Where lanes hold a child (kHolds), adds() says whether it gets a gradient;
+// with kStarts, start(votes) sets what the products of children and matrices are added to, and First is another policy,
+// for launches without a mean.
 #pragma once
 
 #include "forward.h"
@@ -14,6 +17,7 @@ namespace fastcaps::gpu {
 // gradients.
 template <class Pose, int R>
 struct QueryGradients {
+  static constexpr bool kSees = false, kStarts = false, kMeasures = false;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> query, dsums, dquery;
@@ -109,102 +113,155 @@ template <class Pose, int R>
 constexpr bool kHolds = Pose::kFixed && Pose::kProducts == 0 && Pose::kWeightStride > 0 && R == 1 &&
                         Pose::kEach* Pose::kD* Pose::kPatchColumns <= 32;
 
-// The children of a stage, one after another.
-template <bool LEAN, class Pose, int R, class State>
-FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, Stage<Pose> stage, int count,
-                                   StageGradients<Pose, R>& gradients, State& state) {
-  const PassArgs& args = lane.args;
-  constexpr bool kHeld = LEAN && kHolds<Pose, R>;
-  [[maybe_unused]] float matrices[kHeld ? Pose::kEach : 1][kHeld ? Pose::kD : 1][Pose::kPatchColumns];
-  [[maybe_unused]] float rows[Pose::kPatchRows][kHeld ? Pose::kD : 1];
+// What a lane holds (see kHolds): matrices, and, where all children share them, sums of their gradient.
+template <class Pose>
+struct Held {
+  Matrices<Pose> matrices;
+  float sums[StageGradients<Pose, 1>::kWeightSums] = {};
+};
+
+// The children of a stage, one after another, in registers.
+template <bool SHARED, class Pose, class State>
+FASTCAPS_DEVICE void differentiate_held(const Lane<Pose, 1>& lane, Stage<Pose> stage, int count, bool is_first,
+                                        StageGradients<Pose, 1>& gradients, State& state, Held<Pose>& held) {
+  Rows<Pose> rows;
+  const auto read_matrices = [&] { load_matrices(lane, Weights<Pose, 1>(lane, stage, 0).from, held.matrices); };
   const auto read = [&] {
-    if constexpr (kHeld) {
-      load_rows<Pose>(child_row(lane, stage, 0, 0), rows);
-      load_matrices(lane, Weights<Pose, R>(lane, stage, 0).from, matrices);
-    }
+    load_rows(lane, stage.children + lane.in_tile(0) * lane.child_stride(), rows);
+    if constexpr (!SHARED) read_matrices();
   };
   read();
+  if (SHARED && is_first) read_matrices();
   FASTCAPS_NO_UNROLL
   for (int k = 0; k < count; ++k) {
     const Stage<Pose> now = stage;
-    if (!kHeld || k + 1 < count) stage.next(lane);
-    const auto row_of = [&](int r, int i, int d, float (&row)[Pose::kVector]) {
-      if constexpr (kHeld) {
-        FASTCAPS_UNROLL
-        for (int v = 0; v < Pose::kVector; ++v) row[v] = rows[i][d + v];
-      } else {
-        load_vector<Pose::kVector>(child_row(lane, now, r, i) + d, row);
-      }
-    };
-    Patches<Pose, R> votes;
-    if constexpr (kHeld)
-      multiply<Pose>(rows, matrices, votes[0]);
-    else
-      make_votes<LEAN>(lane, now, votes);
-    if (state.dvote(now, gradients, votes)) {
-      if (!LEAN && !args.weight) {
-        if (args.dchildren) gradients.put_identity(now, votes);
-      } else {
-        gradients.template put<LEAN>(now, votes, row_of, read);
-      }
-      if (!LEAN && args.dbias) differentiate_bias(lane, now, votes);
-    }
+    if (k + 1 < count) stage.next(lane);
+    Patches<Pose, 1> votes;
+    if constexpr (State::kStarts) state.start(votes);
+    multiply<Pose, State::kStarts>(rows, held.matrices, votes[0]);
+    state.dvote(now, gradients, votes);
+    gradients.template put_held<SHARED>(
+        now, rows, held.matrices, votes, held.sums, [&](int) { return state.adds(); }, read);
     gradients.next();
   }
 }
 
-template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
-FASTCAPS_KERNEL(THREADS, BLOCKS)
-backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
-  using State = Policy<Pose, R, LEAN>;
-  const Lane<Pose, R> lane(args);
-  StageGradients<Pose, R> gradients(lane);
-  const ChildRange range(args);
-  const bool counts = LEAN || !(args.collect || args.measured);
-  for (int tile = range.group; tile < args.tiles; tile += args.groups) {
-    make_tile(args, tile, lane.shared);
-    barrier();
-    if constexpr (State::kMeasures) {
-      if (args.tight && !any_tight(args, lane.tile)) {
-        barrier();  // the tile is read to the end
-        continue;
-      }
+template <bool LEAN, class Pose, int R, class State>
+FASTCAPS_DEVICE void differentiate(const Lane<Pose, R>& lane, Stage<Pose> stage, int count,
+                                   StageGradients<Pose, R>& gradients, State& state) {
+  const PassArgs& args = lane.args;
+  FASTCAPS_NO_UNROLL
+  for (int k = 0; k < count; ++k) {
+    Patches<Pose, R> votes;
+    make_votes<LEAN>(lane, stage, votes);
+    if (state.dvote(stage, gradients, votes)) {
+      const auto row_of = [&](int r, int i, int d, float (&row)[Pose::kVector]) {
+        load_vector<Pose::kVector>(child_row(lane, stage, r, i) + d, row);
+      };
+      const auto exists = [&](int in_tile) { return LEAN || stage.seen[in_tile].exists != 0.0f; };
+      if (LEAN || args.weight)
+        gradients.put(stage, votes, row_of, exists);
+      else if (args.dchildren)
+        gradients.put_identity(stage, votes);
+      if (!LEAN && args.dbias) differentiate_bias(lane, stage, votes);
     }
-    begin_walk<LEAN>(lane, range);
-    State state(lane);
-    gradients.begin_tile();
-    int before = range.first, last_count = 0;  // the stage whose dW lies in shared memory
-    const auto flush_weights = [&] {
-      if constexpr (Pose::kSlotStride > 0)
-        if (counts && args.dweight) gradients.flush_weights(gradients.parity, before, last_count);
-    };
-    walk<true, LEAN>(lane, range, [&](int slot, int t, int count) {
-      if (args.late_weights) flush_weights();
-      before = t, last_count = count;
-      const Stage<Pose> stage(args, lane.shared, slot, t);
-      gradients.begin_stage(range, t);
-      if constexpr (kByParent<Pose>)
-        differentiate_by_parent<LEAN>(lane, stage, count, gradients, state);
-      else
-        differentiate<LEAN>(lane, stage, count, gradients, state);
-      if (!counts) return;
-      if (!gradients.adds_directly() || kLargeWeights<Pose> || !args.late_weights) barrier();
-      if (!args.late_weights) flush_weights();
-      gradients.flush(stage, count, State::kGates && args.dgate);
-    });
-    barrier();  // the ring and the tile are read to the end, and the last dW is there
-    if (args.late_weights) flush_weights();
-    if (LEAN || !args.collect) state.store(range.chunk);
-    barrier();
+    gradients.next();
+    stage.next(lane);
   }
 }
 
-template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>
+// The children of a tile. SHARED: see put_held.
+template <class State, bool LEAN, bool SHARED = false, class Pose, int R>
+FASTCAPS_DEVICE void walk_backward(const Lane<Pose, R>& lane, ChildRange range, StageGradients<Pose, R>& gradients) {
+  const PassArgs& args = lane.args;
+  constexpr bool kAll = LEAN && !State::kSees;  // children are there and count
+  constexpr bool kHeld = LEAN && kHolds<Pose, R>;
+  const bool counts = LEAN || !(args.collect || args.measured), late = !SHARED && args.late_weights;
+  begin_walk<kAll>(lane, range);
+  range.matrices = !SHARED;  // the first stage has them
+  State state(lane);
+  std::conditional_t<kHeld, Held<Pose>, char> held{};
+  gradients.begin_tile();
+  int before = -1, count_before = 0;  // the stage whose dW is late
+  walk<true, kAll>(lane, range, [&](int slot, int t, int count) {
+    const bool ends = t + args.stage >= range.last;
+    const Stage<Pose> stage(args, lane.shared, slot, t);
+    gradients.begin_stage(range, t);
+    if constexpr (kByParent<Pose>)
+      differentiate_by_parent<LEAN>(lane, stage, count, gradients, state);
+    else if constexpr (kHeld)
+      differentiate_held<SHARED>(lane, stage, count, t == range.first, gradients, state, held);
+    else
+      differentiate<LEAN>(lane, stage, count, gradients, state);
+    if constexpr (LEAN && State::kSees) state.put_gates(stage, gradients, count);
+    if (!counts) return;
+    if constexpr (SHARED)
+      if (ends) gradients.put_shared(held.sums);
+    if (!gradients.adds_directly() || kLargeWeights<Pose> || (SHARED ? ends : !late)) barrier();
+    gradients.flush(stage, count, State::kGates && !LEAN && args.dgate);
+    if constexpr (Pose::kSlotStride > 0) {
+      // dW of the stage, or of the one before it, where that is late; at the end of both
+      const int flushed = SHARED ? 1 : count;
+      for (bool now = !late; args.dweight && (!SHARED || ends); now = true) {
+        if (now || before >= 0)
+          gradients.flush_weights(gradients.parity ^ int(!now), now ? t : before, now ? flushed : count_before);
+        if (now || !ends) break;
+        barrier();
+      }
+      before = t, count_before = count;
+    }
+  });
+  barrier();  // the ring and the tile are read to the end
+  if (LEAN || !args.collect) state.store(range.chunk);
+  barrier();
+}
+
+// LEAN: a lean walk. A policy that measures has both in one kernel: tight tiles take all options.
+template <template <class, int, bool> class Policy, class Pose, int R, bool LEAN, int THREADS, int BLOCKS>
+FASTCAPS_KERNEL(THREADS, BLOCKS)
+backward_kernel(const FASTCAPS_CONSTANT PassArgs args) {
+  using Lean = Policy<Pose, R, LEAN>;
+  constexpr bool kBoth = LEAN && Lean::kMeasures;
+  const Lane<Pose, R> lane(args);
+  StageGradients<Pose, R> gradients(lane);
+  const ChildRange range(args);
+  for (int tile = range.group; tile < args.tiles; tile += args.groups) {
+    make_tile(args, tile, lane.shared);
+    barrier();
+    const bool tight = Lean::kMeasures && args.tight && any_tight(args, lane.tile);
+    if (Lean::kMeasures && args.tight && !tight && (args.measured || args.collect)) {
+      barrier();  // the tile is read to the end
+      continue;
+    }
+    if constexpr (kBoth) {
+      if (args.lean && !tight) {
+        if (!args.mean)
+          walk_backward<typename Lean::First, true>(lane, range, gradients);
+        else if (args.G == 1)
+          walk_backward<Lean, true, true>(lane, range, gradients);
+        else
+          walk_backward<Lean, true>(lane, range, gradients);
+        continue;
+      }
+    }
+    walk_backward<Policy<Pose, R, LEAN && !kBoth>, LEAN && !kBoth>(lane, range, gradients);
+  }
+}
+
+template <template <class, int, bool> class Policy, class B>
+PassKernel backward_kernel_of() {
+  using Pose = typename B::Pose;
+  using Lean = Policy<Pose, B::kPositions, true>;
+  constexpr bool kBoth = Lean::kLean && Lean::kMeasures;
+  PassKernel kernel = B::kernel(&backward_kernel<Policy, Pose, B::kPositions, kBoth, B::kThreads, B::kBlocks>,
+                                &backward_kernel<Policy, Pose, B::kPositions, Lean::kLean, B::kThreads, B::kBlocks>);
+  kernel.lean = Lean::kLean;
+  kernel.lean_takes_padding = kernel.lean_gaussian = kernel.lean && Lean::kSees;
+  return kernel;
+}
+template <template <class, int, bool> class Policy, class... B>
 PassKernels backward_kernels() {
-  static const PassKernel all[] = {
-      B::kernel(&backward_kernel<Policy, typename B::Pose, B::kPositions, false, B::kThreads, B::kBlocks>,
-                &backward_kernel<Policy, typename B::Pose, B::kPositions, (HAS_LEAN && B::Pose::kFixed), B::kThreads,
-                                 B::kBlocks>)...};
+  static const PassKernel all[] = {backward_kernel_of<Policy, B>()...};
   return {all, sizeof...(B)};
 }
 

@@ -142,6 +142,20 @@ void Call::take(const Schedule& c) {
   args.children_copy = copies_in_vectors(votes, c.kernel->vector);
 }
 
+bool Call::is_lean(const Schedule& c) const {
+  if (args.measured || (args.log_weight && !args.mean)) return false;
+  return c.kernel->takes_lean({.weights = args.weight != nullptr,
+                               .one_group = args.G == 1,
+                               .bias = args.bias != nullptr,
+                               .own_bias = args.bias && (args.bias_stride_i || args.dbias),
+                               .own_betas = args.betas.use_stride_i || args.betas.ignore_stride_i,
+                               .gates = args.gate.data != nullptr,
+                               .padded = args.padded,
+                               .query = args.query.data != nullptr,
+                               .iterations = args.iterations,
+                               .parent_blocks = c.parent_blocks});
+}
+
 void Call::launch(const Schedule& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
                   int colour_x) {
   const int64_t rows = ceil_div(votes.Ho - colour_y, colours_y), columns = ceil_div(votes.Wo - colour_x, colours_x);
@@ -335,20 +349,19 @@ void VoteGradients::measure(int statistics, float* u, float* s, const float* tig
   args.measured = args.measured_squares = nullptr, args.tight = nullptr;
 }
 
-void VoteGradients::run(int statistics) {
+void VoteGradients::run(int statistics, const float* tight) {
   const Votes& v = call_.votes;
   const Tensor kept = statistics ? call_.collect(schedule, statistics) : Tensor();
   const Window& w = v.window;
   const int colours_y = colours(w.kh, w.sh, w.dh, v.Ho), colours_x = colours(w.kw, w.sw, w.dw, v.Wo);
   call_.args.alone_with_children = ordered_ || (colours_y * colours_x == 1 && schedule.parent_blocks == 1);
-  if (!ordered_) {
-    call_.launch(schedule, 0, schedule.parent_blocks);
-    return;
-  }
-  for (int y = 0; y < colours_y; ++y)
+  call_.args.tight = tight;
+  if (!ordered_) call_.launch(schedule, 0, schedule.parent_blocks);
+  for (int y = 0; ordered_ && y < colours_y; ++y)
     for (int x = 0; x < colours_x; ++x)
       for (int block = 0; block < schedule.parent_blocks; block += places_)
         call_.launch(schedule, block, std::min(places_, schedule.parent_blocks - block), colours_y, colours_x, y, x);
+  call_.args.tight = nullptr;
 }
 
 }  // namespace fastcaps::gpu

@@ -59,18 +59,7 @@ struct Call : OpCall {
   void take(const Schedule& c);
 
   // Whether a launch may walk lean (see PassKernel).
-  bool is_lean(const Schedule& c) const {
-    return c.kernel->takes_lean({.weights = args.weight != nullptr,
-                                 .one_group = args.G == 1,
-                                 .bias = args.bias != nullptr,
-                                 .own_bias = args.bias && args.bias_stride_i,
-                                 .own_betas = args.betas.use_stride_i || args.betas.ignore_stride_i,
-                                 .gates = args.gate.data != nullptr,
-                                 .padded = args.padded,
-                                 .query = args.query.data != nullptr,
-                                 .iterations = args.iterations,
-                                 .parent_blocks = c.parent_blocks});
-  }
+  bool is_lean(const Schedule& c) const;
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
               int colour_y = 0, int colour_x = 0);
@@ -147,7 +136,7 @@ class VoteGradients {
   // A launch before the others, only for tight positions: corrects `u` and `s` (see gaussian_backward.cu).
   void measure(int statistics, float* u, float* s, const float* tight);
   // Launches the backward. If parents take several blocks, the softmax is first collected, as `statistics` values.
-  void run(int statistics);
+  void run(int statistics, const float* tight = nullptr);
   // The last launch, if there is anything to add up.
   void add_up();
 

@@ -129,7 +129,7 @@ FASTCAPS_DEVICE void walk_in_rounds(const Lane<Pose, R>& lane, const ChildRange&
     if constexpr (kLoads && !State::kLoadsAhead) load_matrices(lane, matrix, matrices);
     float total = total_over_lanes(rounds[1 - now]);
     Rows<Pose> rows;
-    load_rows<Pose>(child, rows);
+    load_rows(lane, child, rows);
     if constexpr (State::kBegins) state.begin(r, rounds[now].votes);
     multiply<Pose, State::kBegins>(rows, matrices, rounds[now].votes);
     meanwhile();

@@ -14,7 +14,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct GaussianBackward {
-  static constexpr bool kGates = true, kMeasures = true;
+  static constexpr bool kGates = true, kMeasures = true, kSees = true, kStarts = false;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
   Patches<Pose, R> mean, precision, means, u, s;  // precision: p = 1 / (2 variance)
@@ -96,7 +96,7 @@ struct GaussianBackward {
         else
           each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; });
       }
-      if (args.dgate) gradients.put_gate(stage, r, dgate);
+      if (args.dgate) gradients.put_gate(stage, r, lane.sum_parents(dgate));
     }
     differentiate_betas(stage, weight);
     return true;
@@ -159,8 +159,141 @@ struct GaussianBackward {
   }
 };
 
+// The lean walk (see PassKernel), of one parent and one position a lane: betas are the same for all children, and tight
+// positions are left to the walk above. MOVES: parents have a mean; else, as in a first iteration, all coefficients are
+// 1 / M. Votes are made relative to one base, the mean or else the new mean, from which a bias is subtracted
+// beforehand. There t is another parabola: with `apart` = mean - means
+//   <u + s (d + apart), d + apart> = <u + 2 s apart + s d, d> + <u + s apart, apart>
+template <class Pose, bool MOVES>
+struct LeanGaussian {
+  static constexpr bool kGates = true, kMeasures = true, kSees = true, kStarts = true;
+  const Lane<Pose, 1>& lane;
+  const PassArgs& args = lane.args;
+  Patch<Pose> begin, precision, u, s;                    // begin: bias - base
+  Patch<Pose> first, second;                             // sums of -2 p da d and of -2 p da d^2
+  float log_weight, constant;                            // in units of log2; all of t that no vote changes
+  float dlog_weight = 0.0f, used = 0.0f, unused = 0.0f;  // sums of da, w and w - g
+  float kept = 0.0f, ignored = 0.0f;  // of one child of the stage, sum_m r t; and what its gate's gradient is less
+  bool counts;
+
+  FASTCAPS_DEVICE explicit LeanGaussian(const Lane<Pose, 1>& lane_) : lane(lane_) {
+    load_parent(lane, MOVES ? args.mean : args.means, 0, 0, begin);
+    load_parent(lane, args.dsums, 0, 0, u);
+    load_parent(lane, args.dsquares, 0, 0, s);
+    constant = load_scalar(lane, args.dconstant, 0, 0, 0.0f);
+    if constexpr (MOVES) {
+      Patch<Pose> means;
+      load_precision(lane, 0, 0, precision);
+      load_parent(lane, args.means, 0, 0, means);
+      each_number<Pose>([&](int i, int j) {
+        const float apart = begin[i][j] - means[i][j];
+        constant += gaussian::gain(u[i][j], s[i][j], apart);
+        u[i][j] += 2.0f * s[i][j] * apart;
+      });
+    }
+    const float* bias = args.bias && lane.alive(0) ? args.bias + lane.m(0) * args.bias_stride_m : nullptr;
+    each_number<Pose>([&](int i, int j) {
+      begin[i][j] = (bias ? bias[lane.number(i, j)] : 0.0f) - begin[i][j];
+      first[i][j] = second[i][j] = 0.0f;
+    });
+    const LaneBetas<Pose, 1> betas(lane);
+    constant += (betas.use[0] + betas.ignore[0]) * load_scalar(lane, args.devidence, 0, 0, 0.0f);
+    log_weight = kLog2E * load_scalar(lane, args.log_weight, 0, 0, 0.0f);
+    if (args.dgate) ignored = ignored_by_all();
+  }
+
+  FASTCAPS_DEVICE float ignored_by_all() const {
+    const Position& at = lane.at(0);
+    const float* ignores = static_cast<const float*>(args.betas.ignore);
+    float sum = 0.0f;
+    if (ignores && args.devidence && at.exists())
+      for (int m = lane.parent; m < args.M; m += lane.parents)
+        sum += ignores[m * args.betas.ignore_stride_m] * args.devidence[at.index * args.M + m];
+    return lane.sum_parents(sum);
+  }
+
+  FASTCAPS_DEVICE void start(Patches<Pose, 1>& votes) const {
+    each_number<Pose>([&](int i, int j) { votes[0][0][i][j] = begin[i][j]; });
+  }
+
+  // From d to its gradient, by that of the weight, w, and, if parents have a mean, that of the logit, da.
+  FASTCAPS_DEVICE void differentiate(float w, float da, Patch<Pose>& d) {
+    const float two = -2.0f * da;
+    dlog_weight += da, used += w;
+    each_number<Pose>([&](int i, int j) {
+      float rest = -w * u[i][j];
+      if constexpr (MOVES) {
+        const float pull = two * (precision[i][j] * d[i][j]);
+        first[i][j] += pull, second[i][j] += pull * d[i][j];
+        rest += pull;
+      }
+      d[i][j] = (w + w) * (u[i][j] + s[i][j] * d[i][j]) + rest;
+    });
+  }
+
+  FASTCAPS_DEVICE bool dvote(const Stage<Pose>& stage, const StageGradients<Pose, 1>& gradients,
+                             Patches<Pose, 1>& votes) {
+    Patch<Pose>& d = votes[0][0];
+    const Seen seen = stage.seen[lane.in_tile(0)];
+    counts = seen.gate != 0.0f;  // padding has a gate of 0
+    float distance = 0.0f, sum = 0.0f;
+    each_number<Pose>([&](int i, int j) {
+      if constexpr (MOVES) distance += d[i][j] * (precision[i][j] * d[i][j]);
+      sum += gaussian::gain(u[i][j], s[i][j], d[i][j]);
+    });
+    const Numbers<Pose, 1> logit{{log_weight - kLog2E * distance}}, gain{{constant + sum}};
+    Numbers<Pose, 1> coefficient{{1.0f / float(args.M)}};
+    float average[1] = {0.0f};
+    if constexpr (MOVES) {
+      compete<1, true>(lane, stage, logit, gain, coefficient, average);
+    } else if (args.dgate) {
+      average[0] = coefficient[0][0] * lane.sum_parents(gain[0][0]);
+      if (args.warps_parents > 1) meet(lane, stage.t & 1, average);
+    }
+    if (lane.parent == gradients.k) kept = average[0];
+    const float w = counts ? coefficient[0][0] * seen.gate : 0.0f;
+    const float da = MOVES && counts ? w * (gain[0][0] - average[0]) : 0.0f;
+    unused += w - seen.gate;
+    if (counts || fabsf(logit[0][0] + gain[0][0]) < INFINITY)
+      differentiate(w, da, d);
+    else  // 0 times what is not finite
+      each_number<Pose>([&](int i, int j) { d[i][j] = 0.0f; });
+    return true;
+  }
+
+  FASTCAPS_DEVICE bool adds() const { return counts; }
+
+  // Lanes have kept one child each.
+  FASTCAPS_DEVICE void put_gates(const Stage<Pose>& stage, const StageGradients<Pose, 1>& gradients, int count) const {
+    if (!args.dgate || lane.parent >= count || lane.warp_parent != 0) return;
+    const int at = lane.in_tile(0);
+    gradients.add_gate(stage.seen[lane.parent * args.tile_size + at],
+                       lane.tile[at].cell + gradients.offset[lane.parent - count].cell, kept - ignored);
+  }
+
+  FASTCAPS_DEVICE void store(int chunk) {
+    const float devidence = load_scalar(lane, args.devidence, 0, 0, 0.0f);
+    each_number<Pose>([&](int i, int j) {
+      if constexpr (MOVES) second[i][j] *= -precision[i][j];
+      first[i][j] = -first[i][j];
+    });
+    store_parent(lane, args.dquery, chunk, 0, 0, first);
+    store_parent(lane, args.dvariance, chunk, 0, 0, second);
+    store_scalar(lane, args.dlog_weight, chunk, 0, 0, dlog_weight);
+    store_scalar(lane, args.duse, chunk, 0, 0, used * devidence);
+    store_scalar(lane, args.dignore, chunk, 0, 0, unused * devidence);
+  }
+};
+
+template <class Pose, int R>
+struct GaussianBackward<Pose, R, true> : LeanGaussian<Pose, true> {
+  static constexpr bool kLean = kHolds<Pose, R> && Pose::kEach == 1 && Pose::kParents >= kMostChildren;
+  using First = LeanGaussian<Pose, false>;
+  using LeanGaussian<Pose, true>::LeanGaussian;
+};
+
 PassKernels gaussian_backward_kernels() {
-  return backward_kernels<GaussianBackward, false, Built<Pose4x4x8One>, Built<Pose4x4x16One>, Built<Pose4x4x32One>,
+  return backward_kernels<GaussianBackward, Built<Pose4x4x8Turned>, Built<Pose4x4x16Turned>, Built<Pose4x4x32Turned>,
                           Built<Pose1x8, 2>, Built<Pose1x16, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 

@@ -31,7 +31,9 @@ struct PrepareArgs {
   PosesView dmeans, dvariances;
   const float* variances;
   float *u, *s, *constant;
-  float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
+  // [positions], zeros: counts parents whose variance is small beside the square of their mean, or of the way to it; or
+  // null
+  float* tight;
   Zeros zeros;
   StepArgs step;
 };
@@ -116,8 +118,9 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
     for (int row = 0; row < numbers; row += by.lanes * 4) {  // all lanes of a warp add up shares
       const int number = row + by.first(), inside = exists ? numbers - number : 0;
       const int64_t at = parent * numbers + number;
-      float mean[4], variance[4], u[4], s[4];
+      float mean[4], before[4], variance[4], u[4], s[4];
       load_four(args.means + at, inside, vector, mean);
+      load_four((args.mean ? args.mean : args.means) + at, inside, vector, before);
       load_four(prepare.variances + at, inside, vector, variance);
       const auto gradient = [&](const PosesView& given, int64_t from, const float* parts, float* to) {
         if (!step.dmeans) {
@@ -146,7 +149,8 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
         s[v] *= inverse;
         u[v] = u[v] * inverse - 2.0f * (args.eps * inverse) * mean[v] * s[v];
         constant -= s[v] * variance[v];
-        if (64.0f * variance[v] < mean[v] * mean[v]) tight = 1.0f;
+        const float way = mean[v] - before[v];
+        if (64.0f * variance[v] < fmaxf(mean[v] * mean[v], way * way)) tight = 1.0f;
       }
       if (!stores) continue;
       store_four(prepare.s, at, inside, vector, s, Storage::kFloat32);
@@ -301,7 +305,7 @@ std::vector<Tensor> gaussian_routing_reverse(Stack stack) {
   for (int64_t k = memory.total - 1; k >= 0 && !empty; --k) {
     const bool last = k + 1 == memory.total, measures = !last || op.grad_means || op.grad_variances || em;
     const Sharing by(v.parent_size(), last ? 1 : memory.made.parts);
-    memory.take_results(args, k);
+    memory.take_results(args, k), memory.take_state(args, k);
     Grid grid = by.grid(memory.count);
     zeros.add_blocks(grid);
     float* tight = measures ? floats(tights) + k * v.positions() : nullptr;
@@ -311,9 +315,8 @@ std::vector<Tensor> gaussian_routing_reverse(Stack stack) {
                        memory.variances + k * memory.poses, memory.u, memory.s, memory.constant, tight, zeros,
                        memory.step(k)});
     zeros.pieces = 0;
-    memory.take_state(args, k);
     if (measures) gradients.measure(3, memory.u, memory.s, tight);
-    gradients.run(3);
+    gradients.run(3, tight);
   }
   gradients.add_up();
   return {gradients.children, gradients.weight, wants_bias ? of_steps : gradients.bias,
@@ -391,7 +394,7 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     args.duse = duse && !own_use ? duse + k * slots : duse;
     args.dignore = dignore && !own_ignore ? dignore + k * slots : dignore;
     if (measures) gradients.measure(3, u, s, tight);
-    gradients.run(3);
+    gradients.run(3, tight);
     call.kept.resize(kept);
   }
   gradients.add_up();

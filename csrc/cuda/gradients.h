@@ -2,6 +2,7 @@
 // way of shared memory, and over all blocks in global memory.
 #pragma once
 
+#include "child_sums.h"
 #include "tensor_large.h"
 
 namespace fastcaps::gpu {
@@ -48,47 +49,6 @@ FASTCAPS_DEVICE float* gradient_of_weights(const Lane<Pose, R>& lane, int t, int
   return part_of(args, args.dweight, args.dweight_part) + pair * lane.D() * lane.E();
 }
 
-// How a warp's lanes share the columns of dP (rows of the weights): kRows of them are summed together, and every lane
-// ends with a few of the sums. In the first kOrdered exchanges a lane always keeps the lower half; so lanes take blocks
-// of rows in different orders, by their number / 8: the lanes of a quarter warp, which a vector load serves together,
-// agree.
-template <class Pose, int R>
-struct ChildSums {
-  static_assert(Pose::kColumns <= 1 || Pose::kParents == 1 || Pose::kPositions == 1,
-                "the lanes of a sum over columns and parents must be neighbours");
-  static constexpr int kTogether = Pose::kFixed && Pose::kPatchRows == 1 ? R : 1;  // positions
-  static constexpr int kCells = kTogether * Pose::kPatchRows;                      // of a column
-  static constexpr int kRows = Pose::kWeightStride > 0 ? Pose::kD : Pose::kVector, kSums = kRows * kCells;
-  static constexpr int kFirst = Pose::kColumns == 1 ? Pose::kPositions : 1;
-  static constexpr int kLanes = Pose::kFixed ? Pose::kColumns * Pose::kParents : 1;
-  static constexpr int kMost = (kSums - 1) / kLanes + 1;     // sums of a lane
-  static constexpr int kPlaces = kTogether > 1 ? kMost : 1;  // their positions
-  static constexpr int kOrdered = kLanes >= 4 && kFirst * kLanes == kWarp && Pose::kWeightVector == 4 ? 2 : 0;
-  static constexpr int kBlock = kRows >> kOrdered;
-  int begin, count;  // the lane's sums, of [kRows, kTogether, rows of the pose]
-  int order;
-  bool speaks;  // for other lanes with the same sums
-
-  FASTCAPS_DEVICE explicit ChildSums(const Lane<Pose, R>& lane) : order(lane.lane / (kWarp >> kOrdered)) {
-    scattered<kSums, kFirst, kLanes, kOrdered>(lane.lane, begin, count);
-    speaks = Pose::kFixed ? lane.lane / kFirst % lanes_with_the_same(kSums, kLanes) == 0
-                          : lane.column == 0 && lane.parent == 0;
-  }
-  FASTCAPS_DEVICE void add_up(float (&x)[kSums], const Lane<Pose, R>& lane) const {
-    if constexpr (Pose::kFixed) {
-      scatter_sums<kSums, kFirst, kLanes, kOrdered>(x, lane.lane);
-    } else {
-      FASTCAPS_UNROLL
-      for (int n = 0; n < kSums; ++n) x[n] = lane.sum_parents(lane.sum_columns(x[n]));
-    }
-  }
-  FASTCAPS_DEVICE int row(int v) const { return (v / kBlock ^ order) * kBlock + v % kBlock; }  // taken as the v-th
-  // Of the n-th of the lane's sums.
-  FASTCAPS_DEVICE int d(int n) const { return row((begin + n) / kCells); }
-  FASTCAPS_DEVICE int r(int n) const { return (begin + n) / Pose::kPatchRows % kTogether; }
-  FASTCAPS_DEVICE int i(int n) const { return (begin + n) % Pose::kPatchRows; }
-};
-
 // Poses whose gradients tensor cores make, parent by parent: see tensor_gradients.h.
 template <class Pose>
 constexpr bool kByParent = Pose::kProducts > 0 && !kLargeWeights<Pose>;
@@ -126,7 +86,8 @@ struct StageGradients {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; r += Sums::kTogether) {
       FASTCAPS_UNROLL
-      for (int n = 0; n < Sums::kPlaces; ++n) own[r][n] = sums.speaks ? gradient(lane.in_tile(r + sums.r(n))) : nullptr;
+      for (int n = 0; n < Sums::kPlaces; ++n)
+        own[r][n] = sums.speaks && args.dchildren ? gradient(lane.in_tile(r + sums.r(n))) : nullptr;
     }
   }
   FASTCAPS_DEVICE void begin_stage(const ChildRange& range, int t) {
@@ -154,20 +115,20 @@ struct StageGradients {
   FASTCAPS_DEVICE int64_t distance() const { return offset->cell * lane.C() * lane.D(); }
 
   // Rows d .. d + kRows of dP, summed over the parents and columns of the warp, for the lane's positions from r on.
-  template <bool LEAN, Storage S>
-  FASTCAPS_DEVICE void put_children(const Stage<Pose>& stage, int d, int r, const Patches<Pose, R>& dvotes) const {
+  // matrix_row(p, d, to): of the lane's p-th parent. exists(in_tile): whether there is a child.
+  template <class MatrixRow, class Exists>
+  FASTCAPS_DEVICE void put_children(int d, int r, const Patches<Pose, R>& dvotes, MatrixRow&& matrix_row,
+                                    Exists&& exists) const {
     float x[Sums::kSums] = {};
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
-      const Weights<Pose, R, S> weights(lane, stage, p);
       FASTCAPS_UNROLL
       for (int v = 0; v < Sums::kRows; ++v) {
         float w[TE];
-        weights.row(d + sums.row(v), w);
+        matrix_row(p, d + sums.row(v), w);
         FASTCAPS_UNROLL
         for (int b = 0; b < Sums::kTogether; ++b)
-          each_number<Pose>(
-              [&](int i, int j) { x[(v * Sums::kTogether + b) * TC + i] += dvotes[r + b][p][i][j] * w[j]; });
+          each_number<Pose>([&](int i, int j) { x[Sums::number(v, b, i)] += dvotes[r + b][p][i][j] * w[j]; });
       }
     }
     sums.add_up(x, lane);
@@ -178,7 +139,7 @@ struct StageGradients {
       const int in_tile = lane.in_tile(r + sums.r(n)), c = lane.c(sums.i(n)), row = d + sums.d(n);
       if (!adds_directly())
         child(in_tile, k, lane.warp_parent)[c * lane.row_stride() + row] = x[n];
-      else if (LEAN || stage.seen[in_tile].exists != 0.0f)
+      else if (exists(in_tile))
         add(to + distance() + c * Pose::kD + row, x[n], args.alone_with_children);
     }
   }
@@ -232,9 +193,8 @@ struct StageGradients {
     if (seen.exists != 0.0f && (seen.gate != 0.0f || fabsf(gain) < INFINITY))
       add(args.dgate + cell, gain, args.alone_with_children);
   }
-  // The part of the lane's parents, at its r-th position.
+  // The part of the warp's parents, at the lane's r-th position.
   FASTCAPS_DEVICE void put_gate(const Stage<Pose>& stage, int r, float gain) const {
-    gain = lane.sum_parents(gain);
     if (!lane.speaks_for_position()) return;
     const int at = lane.in_tile(r);
     if (adds_directly())
@@ -268,12 +228,10 @@ struct StageGradients {
     return reinterpret_cast<float*>(lane.shared + to + (moved & ~48u));
   }
 
-  // Rows d .. d + V of dW, summed over the rows and positions of the warp.
-  template <class Row, class Then>
-  FASTCAPS_DEVICE void put_weights(const Stage<Pose>& stage, int d, const Patches<Pose, R>& dvotes, Row&& row_of,
-                                   Then&& then) const {
-    constexpr int N = Pose::kEach * V * TE;
-    float x[N] = {};
+  // The lane's part of rows d .. d + V of dW, [kEach, V, TE].
+  static constexpr int kWeightSums = Pose::kEach * V * TE;
+  template <class Row>
+  FASTCAPS_DEVICE static void add_weights(int d, const Patches<Pose, R>& dvotes, Row&& row_of, float* x) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
       FASTCAPS_UNROLL
@@ -281,10 +239,13 @@ struct StageGradients {
         float row[V];
         row_of(r, i, d, row);
         FASTCAPS_UNROLL
-        for (int n = 0; n < N; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
+        for (int n = 0; n < kWeightSums; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
       }
     }
-    then();
+  }
+  // They, summed over the rows and positions of the warp.
+  FASTCAPS_DEVICE void put_weights(const Stage<Pose>& stage, int d, float* x) const {
+    constexpr int N = kWeightSums;
     if constexpr (Pose::kFixed) {
       constexpr int kLanes = Pose::kPositions, kLeft = N / kLanes;
       static_assert(kLeft % WV == 0, "lanes part their sums between vectors");
@@ -308,6 +269,12 @@ struct StageGradients {
     }
   }
 
+  // What a lane has summed up of dW over all children (SHARED, see put_held): as that of a stage's only child.
+  FASTCAPS_DEVICE void put_shared(float (&x)[kWeightSums]) {
+    parity = 0, own_slots = slots(0, 0, lane.warp_position);
+    put_weights(Stage<Pose>(args, lane.shared, 0, 0), 0, x);
+  }
+
   // If weights are large: stores dL/dV itself, from which the block makes dW (flush_large_weights).
   static constexpr int kRow = Pose::kProducts > 0 ? kVoteRow : Pose::kE;  // from row to row
   FASTCAPS_DEVICE void put_votes(const Patches<Pose, R>& dvotes) const {
@@ -327,9 +294,10 @@ struct StageGradients {
     });
   }
 
-  // From dL/dV to dP and dW.
-  template <bool LEAN, class Row, class Then>
-  FASTCAPS_DEVICE void put(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes, Row&& row_of, Then&& then) const {
+  // From dL/dV to dP and dW. row_of(r, i, d, to): values from the d-th on of a row of the child.
+  template <class Row, class Exists>
+  FASTCAPS_DEVICE void put(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes, Row&& row_of,
+                           Exists&& exists) const {
     const int depth = lane.padded_depth();
     if (args.dchildren)
       with_weights<Pose>(args, [&](auto stored) {
@@ -337,21 +305,51 @@ struct StageGradients {
           return differentiate_rows<stored()>(lane, stage, dvotes, [&](int r, int d, const float (&x)[2]) {
             store_vector<2>(child(lane.in_tile(r), k, lane.warp_parent) + d, x);
           });
+        const auto matrix_row = [&](int p, int d, float (&w)[TE]) {
+          Weights<Pose, R, stored()>(lane, stage, p).row(d, w);
+        };
         _Pragma("unroll Sums::kRows == Pose::kD ? 1 : Pose::kDepthUnroll") for (int d = 0; d < depth;
                                                                                 d += Sums::kRows) {
           FASTCAPS_UNROLL
-          for (int r = 0; r < R; r += Sums::kTogether) put_children<LEAN, stored()>(stage, d, r, dvotes);
+          for (int r = 0; r < R; r += Sums::kTogether) put_children(d, r, dvotes, matrix_row, exists);
         }
       });
-    if (!args.dweight) return then();
+    if (!args.dweight) return;
     if constexpr (kLargeWeights<Pose>) {
       put_votes(dvotes);
-      then();
     } else {
-      _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V)
-          put_weights(stage, d, dvotes, row_of, [&] {
-            if (d + V >= depth) then();
-          });
+      _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
+        float x[kWeightSums] = {};
+        add_weights(d, dvotes, row_of, x);
+        put_weights(stage, d, x);
+      }
+    }
+  }
+  // The same of a child that the lane holds; then() may read the next one. SHARED: all children have the same matrices,
+  // so dW stays in the lane's sums. Both gradients, whatever is wanted: that costs less than to ask.
+  template <bool SHARED, class Exists, class Then>
+  FASTCAPS_DEVICE void put_held(const Stage<Pose>& stage, const Rows<Pose>& rows, const Matrices<Pose>& matrices,
+                                const Patches<Pose, R>& dvotes, float (&sums_of_weights)[kWeightSums], Exists&& exists,
+                                Then&& then) const {
+    const auto row_of = [&](int, int i, int d, float (&row)[V]) {
+      FASTCAPS_UNROLL
+      for (int v = 0; v < V; ++v) row[v] = rows[i][d + v];
+    };
+    const auto matrix_row = [&](int p, int d, float (&w)[TE]) {
+      if constexpr (Pose::kTurns) {
+        FASTCAPS_UNROLL
+        for (int j = 0; j < TE; ++j) w[j] = matrices[p][d][j];
+      } else {  // in the lane's order
+        Weights<Pose, R>(lane, stage, p).row(d, w);
+      }
+    };
+    put_children(0, 0, dvotes, matrix_row, exists);
+    FASTCAPS_UNROLL
+    for (int d = 0; d < Pose::kD; d += V) {
+      float x[kWeightSums] = {};
+      add_weights(d, dvotes, row_of, SHARED ? sums_of_weights : x);
+      if (d + V == Pose::kD) then();
+      if constexpr (!SHARED) put_weights(stage, d, x);
     }
   }
 

@@ -23,6 +23,7 @@ struct FixedPose {
   static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
   static constexpr int kWeightStride = STRIDE;
   static constexpr bool kSwaps = SWAPS;
+  static constexpr bool kTurns = false;  // see Turned
   // From a lane's parent to its next one. Lanes that read their first parents and lanes that read their second ones, at
   // the same time, use different banks.
   static constexpr int kGroupStride = PARENTS * STRIDE + (SWAPS && PARENTS * STRIDE % 32 == 0 ? 16 : 0);
@@ -39,10 +40,18 @@ struct FixedPose {
   static_assert(!SWAPS || (EACH == 2 && kPositions > 1));
 };
 
+// Lanes take the four rows of their poses in different orders, by their number / 8: so sums over the parents of a warp
+// are exchanged without choosing between rows (see scatter_sums). For backwards.
+template <class Pose>
+struct Turned : Pose {
+  static_assert(Pose::kC == 4 && Pose::kPatchColumns == Pose::kE && Pose::kParents >= 4);
+  static constexpr bool kTurns = true;
+};
+
 // Any other pose: a lane holds TC x TE of its values, other lanes the rest. Values outside the pose are zero.
 template <int TC, int TE>
 struct FreePose {
-  static constexpr bool kFixed = false, kStored = false, kRounded = false, kSwaps = false;
+  static constexpr bool kFixed = false, kStored = false, kRounded = false, kSwaps = false, kTurns = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kPatchRows = TC, kPatchColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kGroupStride = 0,
@@ -186,7 +195,7 @@ struct Lane : LaneCut<Pose> {
   FASTCAPS_DEVICE bool alive(int r, int p) const { return at(r).exists() && alive(p); }
   // How many parents lie before part `number` of results that are made in parts.
   FASTCAPS_DEVICE int64_t part(int number) const { return number * args.positions * args.M; }
-  FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
+  FASTCAPS_DEVICE int c(int i) const { return Pose::kTurns ? i ^ lane / 8 : row * Pose::kPatchRows + i; }
   FASTCAPS_DEVICE int e(int j) const {
     constexpr int V = Pose::kWeightVector;
     return (j / V * columns + column) * V + j % V;

@@ -77,17 +77,18 @@ FASTCAPS_DEVICE void load_matrices(const Lane<Pose, R>& lane, const float* from,
   }
 }
 
-template <class Pose>
-FASTCAPS_DEVICE void load_rows(const float* from, Rows<Pose>& to) {
+template <class Pose, int R>
+FASTCAPS_DEVICE void load_rows(const Lane<Pose, R>& lane, const float* from, Rows<Pose>& to) {
   constexpr int V = Pose::kVector;
   FASTCAPS_UNROLL
   for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
     for (int d = 0; d < Pose::kD; d += V)
-      load_vector<V>(from + i * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(to[i][d]));
+      load_vector<V>(from + lane.c(i) * Pose::kRowStride + d, reinterpret_cast<float (&)[V]>(to[i][d]));
   }
 }
 
+// ADDS: to what the votes are.
 template <class Pose, bool ADDS = false>
 FASTCAPS_DEVICE void multiply(const Rows<Pose>& rows, const Matrices<Pose>& matrices,
                               Patch<Pose> (&votes)[Pose::kEach]) {

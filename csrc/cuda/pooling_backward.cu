@@ -8,7 +8,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool LEAN>
 struct PoolingBackward : QueryGradients<Pose, R> {
-  static constexpr bool kGates = true, kMeasures = false;
+  static constexpr bool kGates = true, kLean = false;
   using Base = QueryGradients<Pose, R>;
   using Base::lane, Base::args, Base::query, Base::dsums, Base::dquery;
   Numbers<Pose, R> constant, shift;  // shift: the log-sum-exp, in units of log2
@@ -49,14 +49,14 @@ struct PoolingBackward : QueryGradients<Pose, R> {
         else
           each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; });
       }
-      if (args.dgate) gradients.put_gate(stage, r, dgate);
+      if (args.dgate) gradients.put_gate(stage, r, lane.sum_parents(dgate));
     }
     return true;
   }
 };
 
 PassKernels pooling_backward_kernels() {
-  return backward_kernels<PoolingBackward, false, Built<Pose4x4Swapped<4>>, Built<Pose1x8, 2>, Built<SinglePose1x16<2>>,
+  return backward_kernels<PoolingBackward, Built<Pose4x4Swapped<4>>, Built<Pose1x8, 2>, Built<SinglePose1x16<2>>,
                           Built<Pose1x16, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 

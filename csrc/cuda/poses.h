@@ -13,11 +13,14 @@ using Pose4x4x16 = FixedPose    <4,  4,  4,  4, 4,  1,  8, 2,   20>;
 using Pose4x4x12 = FixedPose    <4,  4,  4,  4, 4,  1,  4, 3,   20>;
 using Pose4x4x8 = FixedPose     <4,  4,  4,  4, 4,  1,  4, 2,   20>;
 template <int PARENTS>
-using Pose4x4Swapped = FixedPose<4,  4,  4,  4, 4,  1, PARENTS, 2, 20, true>;
+using Pose4x4Swapped = Turned<FixedPose<4, 4, 4, 4, 4, 1, PARENTS, 2, 20, true>>;
 using Pose4x4x8One = FixedPose  <4,  4,  4,  4, 4,  1,  8, 1,   20>;  // a parent a lane, for passes that keep much of it
 using Pose4x4x16One = FixedPose <4,  4,  4,  4, 4,  1, 16, 1,   20>;
 using Pose4x4x32One = FixedPose <4,  4,  4,  4, 4,  1, 32, 1,   20>;
 using Pose4x4x64 = FixedPose    <4,  4,  4,  4, 4,  1, 32, 2,   20>;
+using Pose4x4x8Turned = Turned<Pose4x4x8One>;
+using Pose4x4x16Turned = Turned<Pose4x4x16One>;
+using Pose4x4x32Turned = Turned<Pose4x4x32One>;
 using Pose6x6 = FixedPose       <6,  6,  6,  3, 1,  2, 16, 2,   38>;
 using Pose8x8 = FixedPose       <8,  8,  8,  4, 4,  2, 16, 1,   72>;
 using Pose1x8x12 = FixedPose    <1,  8, 16,  8, 4,  2,  4, 3,  136>;  // forward only: see ChildSums

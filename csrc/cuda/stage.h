@@ -232,7 +232,7 @@ FASTCAPS_DEVICE void bring(const Lane<Pose, R>& lane, const ChildRange& range, i
   const auto numbers = [&](auto* to) {
     stage_children(lane, count, offsets, to);
     if constexpr (Pose::kWeightStride > 0)
-      if (args.weight) stage_weights(lane, t, count, to + args.shared_weight / int(sizeof(float)));
+      if (args.weight && range.matrices) stage_weights(lane, t, count, to + args.shared_weight / int(sizeof(float)));
   };
   if (args.storage == Storage::kFloat32)
     numbers(reinterpret_cast<float*>(base));

@@ -80,6 +80,7 @@ struct Offset {
 // A block's range of children, and its share of the tiles.
 struct ChildRange {
   int group, chunk, first, last;
+  bool matrices = true;  // whether stages bring them
 
   FASTCAPS_DEVICE explicit ChildRange(const PassArgs& args) {
     group = args.by_chunk.quotient(int(block_x())), chunk = args.by_chunk.remainder(int(block_x()), group);

@@ -13,16 +13,22 @@ namespace fastcaps::gpu {
 template <bool LEAN>
 void no_kernel(const PassArgs) {}
 
-template <template <class, int, bool> class, bool HAS_LEAN, class... B>
-PassKernels only_listed() {
+template <template <class, int, bool> class Policy, bool HAS_LEAN, class... B>
+PassKernels forward_listed() {
   static const PassKernel all[] = {B::kernel(&no_kernel<false>, &no_kernel<(HAS_LEAN && B::Pose::kFixed)>)...};
+  return {all, sizeof...(B)};
+}
+template <template <class, int, bool> class Policy, class... B>
+PassKernels backward_listed() {
+  static const PassKernel all[] = {
+      B::kernel(&no_kernel<false>, &no_kernel<Policy<typename B::Pose, B::kPositions, true>::kLean>)...};
   return {all, sizeof...(B)};
 }
 
 }  // namespace fastcaps::gpu
 
-#define forward_kernels only_listed
-#define backward_kernels only_listed
+#define forward_kernels forward_listed
+#define backward_kernels backward_listed
 #include "cuda/attention_backward.cu"
 #include "cuda/attention_forward.cu"
 #include "cuda/gaussian_backward.cu"
