@@ -49,7 +49,7 @@ struct GaussianSums {
   Numbers<Pose, R> count;  // n of this stage: so few values are added one by one
   uint32_t worst = 0;      // of all totals
   // Many children are added up in parts: one by one, their sums would lose more digits than torch's.
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 6;
   Patches<Pose, R> sums, squares;
   int stages = 0;
 
