@@ -213,7 +213,7 @@ struct GaussianForward {
 
   // Returns false if something was lost: then it is as if nothing had been done.
   FASTCAPS_DEVICE bool walk_lean(const ChildRange& range) {
-    if (asks && !placed) return false;
+    if ((asks && !placed) || (!kMeets && args.warps_parents > 1)) return false;
     bool lost = false;
     move_base(-1.0f);
     if (placed) {
