@@ -195,7 +195,7 @@ def test_variances_of_votes_far_from_zero(start: bool, target: Target) -> None:
 
 @on_every_target
 @pytest.mark.parametrize("parents", [5, 40, 70])
-@pytest.mark.parametrize("fault", ["far", "sharp", "late", "high", "nan"])
+@pytest.mark.parametrize("fault", ["far", "sharp", "late", "high", "low", "nan"])
 def test_gaussians_that_a_lean_walk_loses(fault: str, parents: int, target: Target) -> None:
     """Of one sample the mean is far from all votes, or all votes are alike; or logits are out of range."""
     case = Case("lost", Rule.HEINSEN, batch=5, types=37, parents=parents, pose=(4, 4, 4), gate="some", betas="1M")
@@ -207,8 +207,8 @@ def test_gaussians_that_a_lean_walk_loses(fault: str, parents: int, target: Targ
     if fault == "far":
         call.given["mean"][0] += 1e3
         call.given["variance"][0] = 1e6
-    elif fault in ("high", "nan"):
-        call.given["log_weight"][0] += 1e3 if fault == "high" else torch.nan
+    elif fault in ("high", "low", "nan"):
+        call.given["log_weight"][0] += {"high": 1e3, "low": -84.0, "nan": torch.nan}[fault]
     exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()
     found = target.forward(call)
     for name in ("all_counts", "all_means", "all_variances", "all_scores"):

@@ -47,7 +47,8 @@ PATHS = {
         "fast": "pose-4x4 pose-1x16 primes padded-em sweeps-means one-position one-position-em broken stay-float32 "
                 "primes:f16 pose-4x4:bf16 nobody-no-eps-em shut-no-eps-heinsen few-effective-children lean-em lean-40 "
                 "lean-70 lean-padded lean-ranges lean-broken lean-em:bf16 lean-1x16 lean-1x16-first "
-                "lean-1x16-first:f16 pose-1x8 gated gated-first gated-later gated-padded gated-ranges gated-shared gated-shared:bf16",
+                "lean-1x16-first:f16 pose-1x8 gated gated-first gated-later gated-padded gated-ranges gated-shared "
+                "gated-shared:bf16",
         "ordered": "padded conv sweeps one-position-any gated gated-first gated-padded",
     },
 }  # fmt: skip

@@ -48,9 +48,15 @@ struct GaussianSums {
   State& of;
   Numbers<Pose, R> count;  // n of this stage: so few values are added one by one
   uint32_t worst = 0;      // of all totals
+  // Many children are added up in parts: one by one, their sums would lose more digits than torch's.
+  static constexpr int kStages = 6;
+  Patches<Pose, R> sums, squares;
+  int stages = 0;
 
   FASTCAPS_DEVICE explicit GaussianSums(State& of_) : of(of_) {
     each_patch<Pose, R>([&](int r, int p) { count[r][p] = 0.0f; });
+    set_to_zero<Pose, R>(sums);
+    set_to_zero<Pose, R>(squares);
   }
 
   FASTCAPS_DEVICE void begin(int r, Patch<Pose> (&votes)[Pose::kEach]) const {
@@ -62,12 +68,12 @@ struct GaussianSums {
     one.gate = seen->gate;
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
-      float logit = Pose::kColumns == 1 || of.lane.speaks_for_pose() ? of.log_weight[r][p] : 0.0f;
+      float distance = 0.0f;
       each_number<Pose>([&](int i, int j) {
         one.squares[p][i][j] = one.votes[p][i][j] * one.votes[p][i][j];
-        if constexpr (ASKS) logit -= of.precision[r][p][i][j] * one.squares[p][i][j];
+        if constexpr (ASKS) distance += of.precision[r][p][i][j] * one.squares[p][i][j];
       });
-      if constexpr (ASKS) one.weight[p] = exp2_fast(of.lane.sum_pose(logit));
+      if constexpr (ASKS) one.weight[p] = exp2_fast(of.log_weight[r][p] - of.lane.sum_pose(distance));
     }
   }
   FASTCAPS_DEVICE void add(int r, const Round& one, float total) {
@@ -89,6 +95,23 @@ struct GaussianSums {
   }
   FASTCAPS_DEVICE void flush() {
     each_patch<Pose, R>([&](int r, int p) { of.count[r][p] += count[r][p], count[r][p] = 0.0f; });
+    if (++stages % kStages == 0) collect();
+  }
+  // Adds to the sums of stages before. A loop over the children has no registers for these.
+  FASTCAPS_DEVICE void collect() {
+    each_patch<Pose, R>([&](int r, int p) {
+      each_number<Pose>([&](int i, int j) {
+        sums[r][p][i][j] += of.offset[r][p][i][j], squares[r][p][i][j] += of.spread[r][p][i][j];
+        of.offset[r][p][i][j] = of.spread[r][p][i][j] = 0.0f;
+      });
+    });
+  }
+  FASTCAPS_DEVICE void conclude() {
+    each_patch<Pose, R>([&](int r, int p) {
+      each_number<Pose>([&](int i, int j) {
+        of.offset[r][p][i][j] += sums[r][p][i][j], of.spread[r][p][i][j] += squares[r][p][i][j];
+      });
+    });
   }
 };
 
@@ -190,7 +213,7 @@ struct GaussianForward {
 
   // Returns false if something was lost: then it is as if nothing had been done.
   FASTCAPS_DEVICE bool walk_lean(const ChildRange& range) {
-    if (asks && !placed) return false;
+    if ((asks && !placed) || (!kMeets && args.warps_parents > 1)) return false;
     bool lost = false;
     move_base(-1.0f);
     if (placed) {
@@ -245,6 +268,7 @@ struct GaussianForward {
     GaussianSums<GaussianForward, Pose, R, ASKS> sums(*this);
     begin_walk<false>(lane, range);
     walk_sums<ASKS && kMeets>(range, sums);
+    sums.conclude();
     barrier();  // the ring, and what warps exchange, is read to the end
     bool lost = is_lost(sums.worst);
     float gates[R] = {};
