@@ -45,8 +45,12 @@ struct PlainArgs : ParentArgs {
   int64_t grad_iteration;
   int without_query;
   void *dchildren, *dgate, *dquery;  // in the children's type: [positions, I, K], [positions, I], [positions, M, K]
-  float *children_sums, *gate_sums;  // of the iterations so far, if there are several
-  float *dnorm, *dprior;             // [positions, 2, K], [positions, I, M]
+  bool sums_up;                      // whether several iterations add to them, in the following
+  float *children_sums, *gate_sums;
+  float *dnorm, *dprior;  // [positions, 2, K], [positions, I, M]
+
+  // Backward: whether shared memory has the sums of children's gradients.
+  constexpr bool held() const { return resident && sums_up && dchildren; }
 };
 
 // Values of one parent's pose: four neighbours of every 128 in each lane of a warp.

@@ -35,19 +35,21 @@ struct PlainBackward : PlainBlock<K_, S> {
   static constexpr int kTiles = PARENTS / 8, kSumTiles = PARENTS == 32 ? 2 : 1;  // of Q and dS, and of dQ
   static constexpr int kFactor = kTiles * 2 * 16 * K;
   static constexpr int kTurn = Block::template kTurn<kTiles>;
+  static constexpr int kHeld = K + 8;  // from child to child
 
-  float *factor, *carried, *turn;   // carried: the gradient of the queries behind, [M, K]
-  bool first = true, last = false;  // walk
+  float *factor, *carried, *turn, *held;  // carried: the gradient of the queries behind, [M, K]
+  bool first = true, last = false;        // walk
 
   FASTCAPS_DEVICE explicit PlainBackward(const PlainArgs& given) : Block(given) {
     factor = Block::rest;
     carried = factor + kFactor;
     turn = carried + args.M * K + warp * kUnit * kTurn;
+    held = carried + args.M * K + warps * (kUnit * kTurn + args.M * kPart) + warp * args.slots * kSlot * kHeld;
   }
   static constexpr int kBlocks = K <= 64 && PARENTS == 8 ? 2 : 1;  // of a multiprocessor, at least
   static int64_t shared_bytes(const PlainArgs& args, int warps) {
-    const int64_t parts = args.resident ? warps * args.M * kPart : 0;
-    return Block::shared_bytes(args, warps) + 4 * (kFactor + args.M * K + warps * kUnit * kTurn + parts);
+    const int64_t parts = args.resident ? args.M * kPart : 0, sums = args.held() ? args.slots * kSlot * kHeld : 0;
+    return Block::shared_bytes(args, warps) + 4 * (kFactor + args.M * K + warps * (kUnit * kTurn + parts + sums));
   }
   FASTCAPS_DEVICE float* part(int w) const {
     if (!args.resident) return reinterpret_cast<float*>(Block::ring_of(w));
@@ -167,22 +169,33 @@ struct PlainBackward : PlainBlock<K_, S> {
     else
       args.gate_sums[at] = x;
   }
-  // dx of four values of a child, the k-th and those behind.
-  FASTCAPS_DEVICE void add_child(int child, int k, float (&x)[4]) const {
-    if (child >= args.I) return;
-    const int64_t at = (position * args.I + child) * args.K + k;
+  // Where dx of a slot's child is made: the sum of the walks so far, in shared memory if that holds all children's, and
+  // the result.
+  struct Target {
+    float* sum;
+    int64_t at;
+    bool exists;
+  };
+  FASTCAPS_DEVICE Target target_of(int n, int in_slot) const {
+    const int child = Block::first_child(n) + in_slot;
+    const int64_t at = (position * args.I + child) * args.K;
+    return {args.held() ? held + (Block::place_of(n) + in_slot) * kHeld : args.children_sums + at, at, child < args.I};
+  }
+  // Adds to four values, the k-th and those behind.
+  FASTCAPS_DEVICE void add_to(const Target& to, int k, float (&x)[4]) const {
+    if (!to.exists) return;
     const bool vector = args.K % 4 == 0;
     const int inside = args.K - k;
     if (!first) {
       float before[4];
-      load_four(args.children_sums + at, inside, vector, before);
+      load_four(to.sum + k, inside, vector, before);
       FASTCAPS_UNROLL
       for (int v = 0; v < 4; ++v) x[v] += before[v];
     }
     if (last)
-      store_four(args.dchildren, at, inside, vector, x, S);
+      store_four(args.dchildren, to.at + k, inside, vector, x, S);
     else
-      store_four(args.children_sums, at, inside, vector, x, Storage::kFloat32);
+      store_four(to.sum, k, inside, vector, x, Storage::kFloat32);
   }
   // dx of a unit from its coefficients, in `turn`.
   FASTCAPS_DEVICE void add_children(int u) const {
@@ -192,6 +205,7 @@ struct PlainBackward : PlainBlock<K_, S> {
       FASTCAPS_UNROLL
       for (int x = 0; x < 4; ++x) a[rows].take(x, turn[(g + x % 2 * 8) * kTurn + rows * 8 + t + x / 2 * 4]);
     }
+    const Target targets[2] = {target_of(2 * u, child_of_column(g)), target_of(2 * u + 1, child_of_column(g))};
     FASTCAPS_NO_UNROLL
     for (int k = 0; k < K; k += 16) {
       float dx[2][4] = {}, small[2][4] = {};  // of columns g: values 4 (g / 2) + 2 (g % 2) and, in the second, the next
@@ -225,7 +239,7 @@ struct PlainBackward : PlainBlock<K_, S> {
         float x[4];
         FASTCAPS_UNROLL
         for (int v = 0; v < 4; ++v) x[v] = dx[v % 2][2 * n + v / 2] + small[v % 2][2 * n + v / 2];
-        if (k + 4 * t < args.K) add_child(Block::first_child(2 * u + n) + child_of_column(g), k + 4 * t, x);
+        if (k + 4 * t < args.K) add_to(targets[n], k + 4 * t, x);
       }
     }
   }
@@ -242,7 +256,7 @@ struct PlainBackward : PlainBlock<K_, S> {
           FASTCAPS_UNROLL
           for (int v = 0; v < 4; ++v) x[v] += turn[column * kTurn + row] * value(row, k + v);
         }
-        add_child(Block::first_child(2 * u + column / 8) + child, k, x);
+        add_to(target_of(2 * u + column / 8, child), k, x);
       }
     }
   }
@@ -285,20 +299,19 @@ struct PlainBackward : PlainBlock<K_, S> {
     float* mean = carried;  // nothing is behind
     for (int k = thread_index(); k < K; k += block_threads()) {
       float sum = 0.0f;
-      for (int m = 0; m < args.M; ++m) {
-        const int row = row_of_target(m);
-        sum += factor[Block::template place<2>(row, 0, k)] + factor[Block::template place<2>(row, 1, k)];
-      }
+      for (int m = 0; m < args.M; ++m) sum += value(row_of_target(m), k);
       mean[k] = sum / float(args.M);
     }
     barrier();
     FASTCAPS_NO_UNROLL
-    for (int child = warp; child < args.I; child += warps) {
+    for (int at = 0; at < 2 * units * kSlot; ++at) {
+      const int child = Block::first_child(at / kSlot) + at % kSlot;
+      if (child >= args.I) break;
       const float gate = Block::gate_of(child);
-      float along = 0.0f;
-      for (int k = lane; args.dgate && k < args.K; k += kWarp)
-        along += mean[k] * load_number(Block::poses, Block::offset(child, k), S);
       if (args.dgate) {
+        float along = 0.0f;
+        for (int k = lane; k < args.K; k += kWarp)
+          along += mean[k] * load_number(Block::poses, Block::offset(child, k), S);
         along = join_lanes<1, kWarp>(along, plus);
         if (lane == 0) add_gate(child, gate == 0.0f && !(fabsf(along) <= FLT_MAX) ? 0.0f : along);
       }
@@ -306,7 +319,7 @@ struct PlainBackward : PlainBlock<K_, S> {
         float x[4];
         FASTCAPS_UNROLL
         for (int v = 0; v < 4; ++v) x[v] = gate == 0.0f ? 0.0f : gate * mean[k + v];
-        add_child(child, k, x);
+        add_to(target_of(at / kSlot, at % kSlot), k, x);
       }
     }
   }
