@@ -181,23 +181,24 @@ struct PlainBackward : PlainBlock<K_, S> {
     const int64_t at = (position * args.I + child) * args.K;
     return {args.held() ? held + (Block::place_of(n) + in_slot) * kHeld : args.children_sums + at, at, child < args.I};
   }
-  // Adds to four values, the k-th and those behind.
+  // Adds to four values, the k-th and those behind. VECTOR: all of them exist, and begin at a multiple of their size.
+  template <bool VECTOR>
   FASTCAPS_DEVICE void add_to(const Target& to, int k, float (&x)[4]) const {
-    if (!to.exists) return;
-    const bool vector = args.K % 4 == 0;
-    const int inside = args.K - k;
+    if (!to.exists || k >= args.K) return;
+    const int inside = VECTOR ? 4 : args.K - k;
     if (!first) {
       float before[4];
-      load_four(to.sum + k, inside, vector, before);
+      load_four(to.sum + k, inside, VECTOR, before);
       FASTCAPS_UNROLL
       for (int v = 0; v < 4; ++v) x[v] += before[v];
     }
     if (last)
-      store_four(args.dchildren, to.at + k, inside, vector, x, S);
+      store_four(args.dchildren, to.at + k, inside, VECTOR, x, S);
     else
-      store_four(to.sum, k, inside, vector, x, Storage::kFloat32);
+      store_four(to.sum, k, inside, VECTOR, x, Storage::kFloat32);
   }
   // dx of a unit from its coefficients, in `turn`.
+  template <bool VECTOR>
   FASTCAPS_DEVICE void add_children(int u) const {
     Factor<3, 4> a[2 * kTiles];
     FASTCAPS_UNROLL
@@ -239,7 +240,7 @@ struct PlainBackward : PlainBlock<K_, S> {
         float x[4];
         FASTCAPS_UNROLL
         for (int v = 0; v < 4; ++v) x[v] = dx[v % 2][2 * n + v / 2] + small[v % 2][2 * n + v / 2];
-        if (k + 4 * t < args.K) add_to(targets[n], k + 4 * t, x);
+        add_to<VECTOR>(targets[n], k + 4 * t, x);
       }
     }
   }
@@ -256,7 +257,7 @@ struct PlainBackward : PlainBlock<K_, S> {
           FASTCAPS_UNROLL
           for (int v = 0; v < 4; ++v) x[v] += turn[column * kTurn + row] * value(row, k + v);
         }
-        add_to(target_of(2 * u + column / 8, child), k, x);
+        add_to<false>(target_of(2 * u + column / 8, child), k, x);
       }
     }
   }
@@ -282,7 +283,7 @@ struct PlainBackward : PlainBlock<K_, S> {
         if (args.dchildren) add_children_safely(u);
         if (wants_query) Block::template add_safely<kPacked>(u, turn, kTurn, sums);
       } else if (args.dchildren) {
-        add_children(u);
+        args.K % 4 == 0 ? add_children<true>(u) : add_children<false>(u);
       }
       FASTCAPS_UNROLL
       for (int n = 0; n < 2; ++n) {
@@ -319,7 +320,8 @@ struct PlainBackward : PlainBlock<K_, S> {
         float x[4];
         FASTCAPS_UNROLL
         for (int v = 0; v < 4; ++v) x[v] = gate == 0.0f ? 0.0f : gate * mean[k + v];
-        add_to(target_of(at / kSlot, at % kSlot), k, x);
+        const Target to = target_of(at / kSlot, at % kSlot);
+        args.K % 4 == 0 ? add_to<true>(to, k, x) : add_to<false>(to, k, x);
       }
     }
   }
