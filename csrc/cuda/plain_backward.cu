@@ -181,17 +181,17 @@ struct PlainBackward : PlainBlock<K_, S> {
     const int64_t at = (position * args.I + child) * args.K;
     return {args.held() ? held + (Block::place_of(n) + in_slot) * kHeld : args.children_sums + at, at, child < args.I};
   }
-  // Adds to four values, the k-th and those behind. VECTOR: all of them exist, and begin at a multiple of their size.
+  // Four values of the walks so far, the k-th and those behind; and stores them with this walk's. VECTOR: all four
+  // exist, and begin at a multiple of their size. Loads come long before their use.
   template <bool VECTOR>
-  FASTCAPS_DEVICE void add_to(const Target& to, int k, float (&x)[4]) const {
-    if (!to.exists || k >= args.K) return;
+  FASTCAPS_DEVICE void fetch(const Target& from, int k, float (&before)[4]) const {
+    if (first || !from.exists || k >= args.K) return;
+    load_four(from.sum + k, VECTOR ? 4 : args.K - k, VECTOR, before);
+  }
+  template <bool VECTOR>
+  FASTCAPS_DEVICE void put_sum(const Target& to, int k, const float (&x)[4]) const {
     const int inside = VECTOR ? 4 : args.K - k;
-    if (!first) {
-      float before[4];
-      load_four(to.sum + k, inside, VECTOR, before);
-      FASTCAPS_UNROLL
-      for (int v = 0; v < 4; ++v) x[v] += before[v];
-    }
+    if (!to.exists || k >= args.K) return;
     if (last)
       store_four(args.dchildren, to.at + k, inside, VECTOR, x, S);
     else
@@ -207,8 +207,12 @@ struct PlainBackward : PlainBlock<K_, S> {
       for (int x = 0; x < 4; ++x) a[rows].take(x, turn[(g + x % 2 * 8) * kTurn + rows * 8 + t + x / 2 * 4]);
     }
     const Target targets[2] = {target_of(2 * u, child_of_column(g)), target_of(2 * u + 1, child_of_column(g))};
+    float before[2][4] = {};
+    fetch<VECTOR>(targets[0], 4 * t, before[0]), fetch<VECTOR>(targets[1], 4 * t, before[1]);
     FASTCAPS_NO_UNROLL
     for (int k = 0; k < K; k += 16) {
+      float next[2][4] = {};
+      fetch<VECTOR>(targets[0], k + 16 + 4 * t, next[0]), fetch<VECTOR>(targets[1], k + 16 + 4 * t, next[1]);
       float dx[2][4] = {}, small[2][4] = {};  // of columns g: values 4 (g / 2) + 2 (g % 2) and, in the second, the next
       FASTCAPS_UNROLL
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -239,8 +243,11 @@ struct PlainBackward : PlainBlock<K_, S> {
       for (int n = 0; n < 2; ++n) {
         float x[4];
         FASTCAPS_UNROLL
-        for (int v = 0; v < 4; ++v) x[v] = dx[v % 2][2 * n + v / 2] + small[v % 2][2 * n + v / 2];
-        add_to<VECTOR>(targets[n], k + 4 * t, x);
+        for (int v = 0; v < 4; ++v) {
+          x[v] = before[n][v] + (dx[v % 2][2 * n + v / 2] + small[v % 2][2 * n + v / 2]);
+          before[n][v] = next[n][v];
+        }
+        put_sum<VECTOR>(targets[n], k + 4 * t, x);
       }
     }
   }
@@ -251,13 +258,17 @@ struct PlainBackward : PlainBlock<K_, S> {
       const int child = child_of_column(column % 8);
       const bool open = Block::gate(2 * u + column / 8, child) != 0.0f;
       for (int k = 4 * lane; k < args.K; k += 4 * kWarp) {
-        float x[4] = {};
+        const Target to = target_of(2 * u + column / 8, child);
+        float x[4] = {}, before[4] = {};
+        fetch<false>(to, k, before);
         for (int m = 0; open && m < 2 * args.M; ++m) {
           const int row = m < args.M ? m : row_of_target(m - args.M);
           FASTCAPS_UNROLL
           for (int v = 0; v < 4; ++v) x[v] += turn[column * kTurn + row] * value(row, k + v);
         }
-        add_to<false>(target_of(2 * u + column / 8, child), k, x);
+        FASTCAPS_UNROLL
+        for (int v = 0; v < 4; ++v) x[v] += before[v];
+        put_sum<false>(to, k, x);
       }
     }
   }
@@ -305,23 +316,44 @@ struct PlainBackward : PlainBlock<K_, S> {
     }
     barrier();
     FASTCAPS_NO_UNROLL
-    for (int at = 0; at < 2 * units * kSlot; ++at) {
-      const int child = Block::first_child(at / kSlot) + at % kSlot;
-      if (child >= args.I) break;
-      const float gate = Block::gate_of(child);
-      if (args.dgate) {
-        float along = 0.0f;
-        for (int k = lane; k < args.K; k += kWarp)
-          along += mean[k] * load_number(Block::poses, Block::offset(child, k), S);
-        along = join_lanes<1, kWarp>(along, plus);
-        if (lane == 0) add_gate(child, gate == 0.0f && !(fabsf(along) <= FLT_MAX) ? 0.0f : along);
-      }
-      for (int k = 4 * lane; args.dchildren && k < args.K; k += 4 * kWarp) {
-        float x[4];
+    for (int at = 0; at < 2 * units * kSlot; at += 4) {
+      const int begin = Block::first_child(at / kSlot) + at % kSlot;
+      float gates[4];
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c) gates[c] = Block::gate_of(begin + c);
+      if (args.dgate) differentiate_gates(begin, gates, mean);
+      if (args.dchildren) args.K % 4 == 0 ? add_evenly<true>(at, gates, mean) : add_evenly<false>(at, gates, mean);
+    }
+  }
+  // Of four children, the first of which is `begin`.
+  FASTCAPS_DEVICE void differentiate_gates(int begin, const float (&gates)[4], const float* mean) const {
+    float along[4] = {};
+    for (int k = lane; k < args.K; k += kWarp) {
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c)
+        if (begin + c < args.I) along[c] += mean[k] * load_number(Block::poses, Block::offset(begin + c, k), S);
+    }
+    FASTCAPS_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      along[c] = join_lanes<1, kWarp>(along[c], plus);
+      if (lane == 0 && begin + c < args.I)
+        add_gate(begin + c, gates[c] == 0.0f && !(fabsf(along[c]) <= FLT_MAX) ? 0.0f : along[c]);
+    }
+  }
+  template <bool VECTOR>
+  FASTCAPS_DEVICE void add_evenly(int at, const float (&gates)[4], const float* mean) const {
+    FASTCAPS_UNROLL
+    for (int begin = 0; begin < K; begin += 4 * kWarp) {
+      const int k = begin + 4 * lane;
+      float before[4][4] = {};
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c) fetch<VECTOR>(target_of(at / kSlot, at % kSlot + c), k, before[c]);
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c) {
         FASTCAPS_UNROLL
-        for (int v = 0; v < 4; ++v) x[v] = gate == 0.0f ? 0.0f : gate * mean[k + v];
-        const Target to = target_of(at / kSlot, at % kSlot);
-        args.K % 4 == 0 ? add_to<true>(to, k, x) : add_to<false>(to, k, x);
+        for (int v = 0; v < 4; ++v)
+          if (gates[c] != 0.0f && k < K) before[c][v] += gates[c] * mean[k + v];
+        put_sum<VECTOR>(target_of(at / kSlot, at % kSlot + c), k, before[c]);
       }
     }
   }
