@@ -28,8 +28,8 @@ struct PlainArgs : ParentArgs {
   int I, D, K;  // K: C * D
   Divider by_depth;
   int64_t positions;
-  // Of a warp: slots in shared memory. resident: they hold all its children, in all iterations. part_rows: rows of what
-  // it adds up, where they do not take the slots' place.
+  // Of a warp: slots in shared memory. resident: they hold all its children, in all iterations; else what it adds up
+  // takes their place.
   int slots;
   bool resident;
 

@@ -209,8 +209,7 @@ struct PlainBackward : PlainBlock<K_, S> {
     const Target targets[2] = {target_of(2 * u, child_of_column(g)), target_of(2 * u + 1, child_of_column(g))};
     float before[2][4] = {};
     fetch<VECTOR>(targets[0], 4 * t, before[0]), fetch<VECTOR>(targets[1], 4 * t, before[1]);
-    FASTCAPS_NO_UNROLL
-    for (int k = 0; k < K; k += 16) {
+    _Pragma("unroll VECTOR ? 2 : 1") for (int k = 0; k < K; k += 16) {
       float next[2][4] = {};
       fetch<VECTOR>(targets[0], k + 16 + 4 * t, next[0]), fetch<VECTOR>(targets[1], k + 16 + 4 * t, next[1]);
       float dx[2][4] = {}, small[2][4] = {};  // of columns g: values 4 (g / 2) + 2 (g % 2) and, in the second, the next
