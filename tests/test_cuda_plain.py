@@ -134,14 +134,18 @@ def test_a_gate_of_0_leaves_no_trace(trash: float, target: Target) -> None:
 
 
 @on_every_target
-def test_an_infinite_query_makes_a_coefficient_of_0(target: Target) -> None:
-    """One of -inf, whose parent takes no child."""
-    call = ATTENTION.call(
-        Case("far", Rule.PLAIN, batch=1, types=9, parents=2, pose=(1, 1, 1), groups="none", scale=1.0)
-    )
-    call.given["children"].fill_(1.0)
+def test_an_infinite_logit_stays_with_its_children(target: Target) -> None:
+    """Of the places of a unit, some have no child; of the children, some are closed. A parent at -inf takes none."""
+    case = Case("far", Rule.PLAIN, batch=1, types=9, parents=2, pose=(1, 1, 1), groups="none", gate="some", scale=1.0)
+    call = ATTENTION.call(case)
+    for name in ("children", "gate"):
+        call.given[name].fill_(1.0)
+    call.given["gate"].view(-1)[0] = 0.0
     call.given["query"].view(-1).copy_(torch.tensor([-torch.inf, 1.0]))
-    assert target.forward(call)["parents"].flatten().tolist() == [0.0, 9.0]
+    assert target.forward(call)["parents"].flatten().tolist() == [0.0, 8.0]
+    call.given["query"].view(-1)[0] = torch.nan
+    dchildren = target.reverse(call)["dchildren"].flatten()
+    assert dchildren[0] == 0.0 and dchildren[1:].isnan().all()
 
 
 # ---- dynamic routing with a prior and an eps: ops of their own -------------------------------------------------------

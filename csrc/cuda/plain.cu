@@ -88,7 +88,8 @@ bool launch_plain(const PlainKernel* kernels, int count, PlainArgs args) {
 std::optional<PlainGradients> differentiate_plain(Call& call, PlainArgs args, const MaybeTensor& query, int64_t needs) {
   PlainGradients found;
   const ScalarType type = call.children.scalar_type();
-  const bool sums_up = args.iterations > 1 && !(args.chain && args.detach), narrow = args.storage != Storage::kFloat32;
+  const bool narrow = args.storage != Storage::kFloat32;
+  args.sums_up = args.iterations > 1 && !(args.chain && args.detach);
   float *children_sums, *gate_sums, *dnorm, *dprior, *dprior_sum;
   const auto make = [&](bool wanted, const Shape& shape, ScalarType of) {
     return new_tensor(call.children, wanted ? shape : Shape{0}, of, "a gradient");
@@ -103,8 +104,8 @@ std::optional<PlainGradients> differentiate_plain(Call& call, PlainArgs args, co
   const int64_t rows = args.prior_stride > 0 ? args.I : 1, pairs = int64_t(args.I) * args.M;
   found.prior = make(args.prior && (needs & kPrior), {rows, args.M}, ScalarType::Float);
   const bool wants_prior = found.prior.numel() > 0;
-  const Tensor memory = call.workspace({{&children_sums, narrow && sums_up ? found.children.numel() : 0},
-                                        {&gate_sums, narrow && sums_up ? found.gate.numel() : 0},
+  const Tensor memory = call.workspace({{&children_sums, narrow && args.sums_up ? found.children.numel() : 0},
+                                        {&gate_sums, narrow && args.sums_up ? found.gate.numel() : 0},
                                         {&dnorm, wants_norm ? 2 * args.positions * args.K + 2 * args.K : 0},
                                         {&dprior, wants_prior ? args.positions * pairs : 0},
                                         {&dprior_sum, wants_prior && rows == 1 ? pairs : 0}});

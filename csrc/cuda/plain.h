@@ -28,8 +28,8 @@ struct PlainArgs : ParentArgs {
   int I, D, K;  // K: C * D
   Divider by_depth;
   int64_t positions;
-  // Of a warp: slots in shared memory. resident: they hold all its children, in all iterations. part_rows: rows of what
-  // it adds up, where they do not take the slots' place.
+  // Of a warp: slots in shared memory. resident: they hold all its children, in all iterations; else what it adds up
+  // takes their place.
   int slots;
   bool resident;
 
@@ -45,8 +45,12 @@ struct PlainArgs : ParentArgs {
   int64_t grad_iteration;
   int without_query;
   void *dchildren, *dgate, *dquery;  // in the children's type: [positions, I, K], [positions, I], [positions, M, K]
-  float *children_sums, *gate_sums;  // of the iterations so far, if there are several
-  float *dnorm, *dprior;             // [positions, 2, K], [positions, I, M]
+  bool sums_up;                      // whether several iterations add to them, in the following
+  float *children_sums, *gate_sums;
+  float *dnorm, *dprior;  // [positions, 2, K], [positions, I, M]
+
+  // Backward: whether shared memory has the sums of children's gradients.
+  constexpr bool held() const { return resident && sums_up && dchildren; }
 };
 
 // Values of one parent's pose: four neighbours of every 128 in each lane of a warp.

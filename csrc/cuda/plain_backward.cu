@@ -35,19 +35,21 @@ struct PlainBackward : PlainBlock<K_, S> {
   static constexpr int kTiles = PARENTS / 8, kSumTiles = PARENTS == 32 ? 2 : 1;  // of Q and dS, and of dQ
   static constexpr int kFactor = kTiles * 2 * 16 * K;
   static constexpr int kTurn = Block::template kTurn<kTiles>;
+  static constexpr int kHeld = K + 8;  // from child to child
 
-  float *factor, *carried, *turn;   // carried: the gradient of the queries behind, [M, K]
-  bool first = true, last = false;  // walk
+  float *factor, *carried, *turn, *held;  // carried: the gradient of the queries behind, [M, K]
+  bool first = true, last = false;        // walk
 
   FASTCAPS_DEVICE explicit PlainBackward(const PlainArgs& given) : Block(given) {
     factor = Block::rest;
     carried = factor + kFactor;
     turn = carried + args.M * K + warp * kUnit * kTurn;
+    held = carried + args.M * K + warps * (kUnit * kTurn + args.M * kPart) + warp * args.slots * kSlot * kHeld;
   }
   static constexpr int kBlocks = K <= 64 && PARENTS == 8 ? 2 : 1;  // of a multiprocessor, at least
   static int64_t shared_bytes(const PlainArgs& args, int warps) {
-    const int64_t parts = args.resident ? warps * args.M * kPart : 0;
-    return Block::shared_bytes(args, warps) + 4 * (kFactor + args.M * K + warps * kUnit * kTurn + parts);
+    const int64_t parts = args.resident ? args.M * kPart : 0, sums = args.held() ? args.slots * kSlot * kHeld : 0;
+    return Block::shared_bytes(args, warps) + 4 * (kFactor + args.M * K + warps * (kUnit * kTurn + parts + sums));
   }
   FASTCAPS_DEVICE float* part(int w) const {
     if (!args.resident) return reinterpret_cast<float*>(Block::ring_of(w));
@@ -167,24 +169,36 @@ struct PlainBackward : PlainBlock<K_, S> {
     else
       args.gate_sums[at] = x;
   }
-  // dx of four values of a child, the k-th and those behind.
-  FASTCAPS_DEVICE void add_child(int child, int k, float (&x)[4]) const {
-    if (child >= args.I) return;
-    const int64_t at = (position * args.I + child) * args.K + k;
-    const bool vector = args.K % 4 == 0;
-    const int inside = args.K - k;
-    if (!first) {
-      float before[4];
-      load_four(args.children_sums + at, inside, vector, before);
-      FASTCAPS_UNROLL
-      for (int v = 0; v < 4; ++v) x[v] += before[v];
-    }
+  // Where dx of a slot's child is made: the sum of the walks so far, in shared memory if that holds all children's, and
+  // the result.
+  struct Target {
+    float* sum;
+    int64_t at;
+    bool exists;
+  };
+  FASTCAPS_DEVICE Target target_of(int n, int in_slot) const {
+    const int child = Block::first_child(n) + in_slot;
+    const int64_t at = (position * args.I + child) * args.K;
+    return {args.held() ? held + (Block::place_of(n) + in_slot) * kHeld : args.children_sums + at, at, child < args.I};
+  }
+  // Four values of the walks so far, the k-th and those behind; and stores them with this walk's. VECTOR: all four
+  // exist, and begin at a multiple of their size. Loads come long before their use.
+  template <bool VECTOR>
+  FASTCAPS_DEVICE void fetch(const Target& from, int k, float (&before)[4]) const {
+    if (first || !from.exists || k >= args.K) return;
+    load_four(from.sum + k, VECTOR ? 4 : args.K - k, VECTOR, before);
+  }
+  template <bool VECTOR>
+  FASTCAPS_DEVICE void put_sum(const Target& to, int k, const float (&x)[4]) const {
+    const int inside = VECTOR ? 4 : args.K - k;
+    if (!to.exists || k >= args.K) return;
     if (last)
-      store_four(args.dchildren, at, inside, vector, x, S);
+      store_four(args.dchildren, to.at + k, inside, VECTOR, x, S);
     else
-      store_four(args.children_sums, at, inside, vector, x, Storage::kFloat32);
+      store_four(to.sum, k, inside, VECTOR, x, Storage::kFloat32);
   }
   // dx of a unit from its coefficients, in `turn`.
+  template <bool VECTOR>
   FASTCAPS_DEVICE void add_children(int u) const {
     Factor<3, 4> a[2 * kTiles];
     FASTCAPS_UNROLL
@@ -192,8 +206,12 @@ struct PlainBackward : PlainBlock<K_, S> {
       FASTCAPS_UNROLL
       for (int x = 0; x < 4; ++x) a[rows].take(x, turn[(g + x % 2 * 8) * kTurn + rows * 8 + t + x / 2 * 4]);
     }
-    FASTCAPS_NO_UNROLL
-    for (int k = 0; k < K; k += 16) {
+    const Target targets[2] = {target_of(2 * u, child_of_column(g)), target_of(2 * u + 1, child_of_column(g))};
+    float before[2][4] = {};
+    fetch<VECTOR>(targets[0], 4 * t, before[0]), fetch<VECTOR>(targets[1], 4 * t, before[1]);
+    _Pragma("unroll VECTOR ? 2 : 1") for (int k = 0; k < K; k += 16) {
+      float next[2][4] = {};
+      fetch<VECTOR>(targets[0], k + 16 + 4 * t, next[0]), fetch<VECTOR>(targets[1], k + 16 + 4 * t, next[1]);
       float dx[2][4] = {}, small[2][4] = {};  // of columns g: values 4 (g / 2) + 2 (g % 2) and, in the second, the next
       FASTCAPS_UNROLL
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -224,8 +242,11 @@ struct PlainBackward : PlainBlock<K_, S> {
       for (int n = 0; n < 2; ++n) {
         float x[4];
         FASTCAPS_UNROLL
-        for (int v = 0; v < 4; ++v) x[v] = dx[v % 2][2 * n + v / 2] + small[v % 2][2 * n + v / 2];
-        if (k + 4 * t < args.K) add_child(Block::first_child(2 * u + n) + child_of_column(g), k + 4 * t, x);
+        for (int v = 0; v < 4; ++v) {
+          x[v] = before[n][v] + (dx[v % 2][2 * n + v / 2] + small[v % 2][2 * n + v / 2]);
+          before[n][v] = next[n][v];
+        }
+        put_sum<VECTOR>(targets[n], k + 4 * t, x);
       }
     }
   }
@@ -236,13 +257,17 @@ struct PlainBackward : PlainBlock<K_, S> {
       const int child = child_of_column(column % 8);
       const bool open = Block::gate(2 * u + column / 8, child) != 0.0f;
       for (int k = 4 * lane; k < args.K; k += 4 * kWarp) {
-        float x[4] = {};
+        const Target to = target_of(2 * u + column / 8, child);
+        float x[4] = {}, before[4] = {};
+        fetch<false>(to, k, before);
         for (int m = 0; open && m < 2 * args.M; ++m) {
           const int row = m < args.M ? m : row_of_target(m - args.M);
           FASTCAPS_UNROLL
           for (int v = 0; v < 4; ++v) x[v] += turn[column * kTurn + row] * value(row, k + v);
         }
-        add_child(Block::first_child(2 * u + column / 8) + child, k, x);
+        FASTCAPS_UNROLL
+        for (int v = 0; v < 4; ++v) x[v] += before[v];
+        put_sum<false>(to, k, x);
       }
     }
   }
@@ -268,7 +293,7 @@ struct PlainBackward : PlainBlock<K_, S> {
         if (args.dchildren) add_children_safely(u);
         if (wants_query) Block::template add_safely<kPacked>(u, turn, kTurn, sums);
       } else if (args.dchildren) {
-        add_children(u);
+        args.K % 4 == 0 ? add_children<true>(u) : add_children<false>(u);
       }
       FASTCAPS_UNROLL
       for (int n = 0; n < 2; ++n) {
@@ -285,28 +310,49 @@ struct PlainBackward : PlainBlock<K_, S> {
     float* mean = carried;  // nothing is behind
     for (int k = thread_index(); k < K; k += block_threads()) {
       float sum = 0.0f;
-      for (int m = 0; m < args.M; ++m) {
-        const int row = row_of_target(m);
-        sum += factor[Block::template place<2>(row, 0, k)] + factor[Block::template place<2>(row, 1, k)];
-      }
+      for (int m = 0; m < args.M; ++m) sum += value(row_of_target(m), k);
       mean[k] = sum / float(args.M);
     }
     barrier();
     FASTCAPS_NO_UNROLL
-    for (int child = warp; child < args.I; child += warps) {
-      const float gate = Block::gate_of(child);
-      float along = 0.0f;
-      for (int k = lane; args.dgate && k < args.K; k += kWarp)
-        along += mean[k] * load_number(Block::poses, Block::offset(child, k), S);
-      if (args.dgate) {
-        along = join_lanes<1, kWarp>(along, plus);
-        if (lane == 0) add_gate(child, gate == 0.0f && !(fabsf(along) <= FLT_MAX) ? 0.0f : along);
-      }
-      for (int k = 4 * lane; args.dchildren && k < args.K; k += 4 * kWarp) {
-        float x[4];
+    for (int at = 0; at < 2 * units * kSlot; at += 4) {
+      const int begin = Block::first_child(at / kSlot) + at % kSlot;
+      float gates[4];
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c) gates[c] = Block::gate_of(begin + c);
+      if (args.dgate) differentiate_gates(begin, gates, mean);
+      if (args.dchildren) args.K % 4 == 0 ? add_evenly<true>(at, gates, mean) : add_evenly<false>(at, gates, mean);
+    }
+  }
+  // Of four children, the first of which is `begin`.
+  FASTCAPS_DEVICE void differentiate_gates(int begin, const float (&gates)[4], const float* mean) const {
+    float along[4] = {};
+    for (int k = lane; k < args.K; k += kWarp) {
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c)
+        if (begin + c < args.I) along[c] += mean[k] * load_number(Block::poses, Block::offset(begin + c, k), S);
+    }
+    FASTCAPS_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      along[c] = join_lanes<1, kWarp>(along[c], plus);
+      if (lane == 0 && begin + c < args.I)
+        add_gate(begin + c, gates[c] == 0.0f && !(fabsf(along[c]) <= FLT_MAX) ? 0.0f : along[c]);
+    }
+  }
+  template <bool VECTOR>
+  FASTCAPS_DEVICE void add_evenly(int at, const float (&gates)[4], const float* mean) const {
+    FASTCAPS_UNROLL
+    for (int begin = 0; begin < K; begin += 4 * kWarp) {
+      const int k = begin + 4 * lane;
+      float before[4][4] = {};
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c) fetch<VECTOR>(target_of(at / kSlot, at % kSlot + c), k, before[c]);
+      FASTCAPS_UNROLL
+      for (int c = 0; c < 4; ++c) {
         FASTCAPS_UNROLL
-        for (int v = 0; v < 4; ++v) x[v] = gate == 0.0f ? 0.0f : gate * mean[k + v];
-        add_child(child, k, x);
+        for (int v = 0; v < 4; ++v)
+          if (gates[c] != 0.0f && k < K) before[c][v] += gates[c] * mean[k + v];
+        put_sum<VECTOR>(target_of(at / kSlot, at % kSlot + c), k, before[c]);
       }
     }
   }
@@ -377,9 +423,9 @@ template <int K, int PARENTS>
 constexpr PlainKernel Built = plain_kernel_of<PlainBackward, K, PARENTS>;
 
 // clang-format off
-constexpr PlainKernel kKernels[] = {
-    Built<32, 8>, Built<32, 16>, Built<32, 32>, Built<64, 8>, Built<64, 16>, Built<64, 32>, Built<128, 8>,
-    Built<128, 16>, Built<128, 32>, Built<256, 8>, Built<256, 16>,
+constexpr PlainKernel kKernels[] = {  // the smallest first
+    Built<32, 8>, Built<64, 8>, Built<64, 16>, Built<64, 32>, Built<128, 8>, Built<128, 16>, Built<128, 32>,
+    Built<256, 8>, Built<256, 16>,
 };
 // clang-format on
 

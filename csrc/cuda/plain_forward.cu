@@ -203,9 +203,9 @@ template <int K, int PARENTS>
 constexpr PlainKernel Built = plain_kernel_of<PlainForward, K, PARENTS>;
 
 // clang-format off
-constexpr PlainKernel kKernels[] = {
-    Built<32, 8>, Built<32, 16>, Built<32, 32>, Built<64, 8>, Built<64, 16>, Built<64, 32>, Built<128, 8>,
-    Built<128, 16>, Built<128, 32>, Built<256, 8>, Built<256, 16>,
+constexpr PlainKernel kKernels[] = {  // the smallest first
+    Built<32, 8>, Built<64, 8>, Built<64, 16>, Built<64, 32>, Built<128, 8>, Built<128, 16>, Built<128, 32>,
+    Built<256, 8>, Built<256, 16>,
 };
 // clang-format on
 
