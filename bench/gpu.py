@@ -182,14 +182,15 @@ def builds(given: dict[str, str], device: str, scratch: Path) -> dict[str, dict[
     """Return how the process of each build is started: with a library, or with a checkout's package."""
     found: dict[str, dict[str, Any]] = {}
     for name, path in given.items():
-        place = Path(path).resolve()
-        if place.is_dir():  # its package, and our benchmark
+        place, variable = Path(path).resolve(), f"FASTCAPS_{'CPU' if device == 'cpu' else 'CUDA'}_LIBRARY"
+        if place.is_dir():  # its package, with its library, and our benchmark
             (scratch / name).mkdir()
             (scratch / name / "bench").symlink_to(record.ROOT / "bench")
             (scratch / name / "fastcaps").symlink_to(place / "fastcaps")
-            found[name] = {"folder": scratch / name}
+            library = place / "fastcaps" / "lib" / f"libfastcaps_{device}.so"
+            found[name] = {"folder": scratch / name, "environment": {variable: str(library)}}
         else:
-            found[name] = {"environment": {f"FASTCAPS_{'CPU' if device == 'cpu' else 'CUDA'}_LIBRARY": str(place)}}
+            found[name] = {"environment": {variable: str(place)}}
     return found or {OURS: {}}
 
 

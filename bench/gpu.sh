@@ -2,7 +2,7 @@
 # A quarter of an hour on a GPU.
 #
 #   bench/gpu.sh pack                       # before, without a GPU: compile everything for sm_90 into .device/
-#   bench/gpu.sh build:COMMIT...            # before: the CUDA library of a commit, for `compare`, into .device/builds/
+#   bench/gpu.sh build:COMMIT...            # before: the package of a commit, for `compare`, into .device/builds/
 #   bench/gpu.sh rehearse                   # before: the stages in a clean folder without compilers
 #   bench/gpu.sh [--dry-run] [stage...]     # on the GPU: these stages, or those that are next; or what would run
 #   bench/gpu.sh map -- --precision bf16    # what follows -- goes to `python -m bench.gpu`
@@ -105,14 +105,15 @@ stage_pack() {
   travels
 }
 
-# The library of a commit; its switches come from the environment, as NVCC_APPEND_FLAGS.
+# The package of a commit with its library; the switches of that come from the environment, as NVCC_APPEND_FLAGS.
 stage_build() {
   local tree status
   git rev-parse --verify "$1^{commit}" || return 1
   [ "$DRY_RUN" = 0 ] || return 0
   tree=$(mktemp -d) && git worktree add -q --detach "$tree" "$1" || return 1
   (cd "$tree" && FASTCAPS_LEVELS=default FASTCAPS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 PYTHONPATH=$tree build_ext) &&
-    mkdir -p "$DEVICE/builds" && cp "$tree/fastcaps/lib/libfastcaps_cuda.so" "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}.so"
+    rm -f "$tree/fastcaps/lib/libfastcaps_cpu.so" && mkdir -p "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}" &&
+    cp -r "$tree/fastcaps" "$DEVICE/builds/$1${NVCC_APPEND_FLAGS:+-switched}"
   status=$?
   git worktree remove --force "$tree"
   travels && return "$status"
@@ -191,7 +192,7 @@ stage_sweep() {
 }
 stage_compare() {
   local build builds=()
-  for build in "$DEVICE"/builds/*.so; do [ ! -f "$build" ] || builds+=(--library "$(basename "$build" .so)=$build"); done
+  for build in "$DEVICE"/builds/*; do [ ! -d "$build" ] || builds+=(--library "$(basename "$build")=$build"); done
   measured 110 compare.txt map --batch 128 --precision fp32 --library "packed=$DEVICE/lib/libfastcaps_cuda.so" "${builds[@]}" \
     --workload tsai-c10-conv1 --workload sabour-mnist --workload tsai-c100-conv1 --workload hinton-conv --workload tsai-dmm-vector-conv
 }

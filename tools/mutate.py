@@ -49,7 +49,8 @@ TESTS = {
             "tests/test_functional_extremes.py", "tests/test_explain.py", "tests/test_verbs_cpu.py",
             # sums of 512 numbers err by 4 % more than may be without FMA, beside an eager torch that has it
             "-k", "not (has_a_case or 32_bits or largest-pose or cuda or triton or reference)"),
-    "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "-k", "on-cpu and not random"),
+    "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/test_cuda_plain.py",
+             "tests/test_cuda_folded.py", "-k", "on-cpu and not random"),
     "native": ("tests/native",),
     "triton": ("tests/test_triton.py", "tests/test_verbs_triton.py", "-k",
                "ways or served or only_the_gradients or one_iteration or variances or schedules or workspace "
