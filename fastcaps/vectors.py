@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastcaps.checks import require_tensor
+from fastcaps.checks import check_finite, require_tensor
 
 __all__ = ["length", "squash", "unit"]
 
@@ -110,6 +110,7 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
             [0.0000, 0.0000]])
     """
     require_tensor(vectors, "vectors")
+    check_finite("eps", eps, 0.0)
     largest = vectors.detach().abs().amax(dim, keepdim=True)
     if largest.dtype in (torch.float16, torch.bfloat16):
         largest = largest.float()

@@ -44,6 +44,21 @@ def test_what_is_not_finite_comes_out(routing: Routing, argument: str, value: fl
             assert torch.equal(one[1:], samples(clean[result])[1:]), result
 
 
+@on_every_target
+@pytest.mark.parametrize("rule", [Rule.EM, Rule.HEINSEN], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(("types", "iterations"), [(130, 1), (600, 3)])
+def test_a_range_of_children_that_are_all_closed(types: int, iterations: int, rule: Rule, target: Target) -> None:
+    """As the end of a sequence is: even if they are NaN, they leave no trace."""
+    case = Case("closed", rule, batch=1, types=types, pose=(4, 4, 4), gate="some", betas="1M", start=False,
+                iterations=iterations)  # fmt: skip
+    call = GAUSSIAN.call(case)
+    call.given["gate"].view(-1)[types // 2 :] = 0.0
+    wanted = target.forward(call)
+    call.given["children"].view(types, -1)[types // 2 :] = torch.nan
+    for name, value in target.forward(call).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 LONELY = (  # parents that one child makes, or two: variances are nothing beside the means
     Case("one-child", Rule.EM, types=1, pose=(4, 4, 4), bias="IM", gate="some"),
     Case("one-child-any", Rule.EM, types=1, parents=5, pose=(5, 3, 7), gate="some"),

@@ -15,6 +15,7 @@ import torch
 from cases import Case, on_device
 from cuda_target import Target, mixed_order, on_every_target
 from registry import ATTENTION
+from suite import hold_each_gradient_alone
 from torch import Tensor
 
 from bench.judge import Bar
@@ -87,6 +88,13 @@ def test_gradients_of_iterations(case: Case, target: Target) -> None:
     with target.guarded():
         found = target.backward(ATTENTION.backward_call(case))
     ATTENTION.backward_bar(case).hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("name", ["layer-norm", "primes-gated"])
+def test_only_the_gradients_asked_for(name: str, target: Target) -> None:
+    case = next(case for case in CASES if case.name == name)
+    hold_each_gradient_alone(target.backward, ATTENTION, replace(case, iterations=1), most=100)
 
 
 @on_every_target

@@ -315,9 +315,11 @@ def test_products_run_attention_of_shared_matrices_where_they_are_faster(
 @pytest.mark.parametrize(
     ("sizes", "taken"),
     [
-        ((2, 50, 1, 128, 32), True),
-        ((2, 50, 4, 64, 16), True),
-        ((2, 50, 1, 129, 17), False),
+        ((2, 50, 1, 64, 32), True),
+        ((2, 50, 1, 128, 24), True),
+        ((2, 50, 4, 64, 15), True),
+        ((2, 50, 1, 65, 25), False),
+        ((2, 50, 1, 129, 16), False),
         ((2, 50, 1, 64, 33), False),
         ((2, 50, 1, 257, 4), False),
         ((2, 1, 1, 50, 1, 64, 4), False),

@@ -290,6 +290,7 @@ FIRST_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
                       "capsules must be torch.float32, the dtype of the layer's parameters, got torch.float64"),
     "class layer": (lambda: built(torch.nn.ReLU(), class_dim=4), "no argument class_dim; classes=CapsuleSpec"),
     "vectors": (lambda: fastcaps.functional.squash(1.5), "vectors must be a tensor, got float"),
+    "squash": (lambda: fastcaps.functional.squash(torch.ones(2), eps=-1), "eps must be a finite number >= 0, got -1"),
     "number": (lambda: fastcaps.DynamicRouting(3, 7, 4, 4)(torch.randn(2, 3, 4), 3), "^activations must be a tensor,"),
     "spec": (lambda: built(torch.nn.ReLU(), hidden=[fastcaps.nn.CapsuleSpec(8, 15)]), "^layer 0 .*, got 15"),
     "routing": (lambda: built(torch.nn.ReLU(), routing="dynamic"), r"'dynamic' \(the class of the layers is layer="),

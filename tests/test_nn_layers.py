@@ -136,6 +136,8 @@ def test_arguments_are_shown_and_explained() -> None:
     window = {"kernel_size": (np.int32(3), 2), "stride": np.int64(2), "iterations": np.int64(2)}
     layer = fastcaps.DynamicRouting(np.int64(2), 3, 4, 4, pose="vector", share=True, matrices=False, **window)
     shown = "2, 3, 4, 4, pose='vector', kernel_size=(3, 2), stride=(2, 2), share=True, iterations=2, matrices=False"
+    for prior, text in (("random", "prior='random'"), ("learned", "prior=True"), (True, "prior=True")):
+        assert text in repr(fastcaps.DynamicRouting(2, 3, 4, 4, pose="vector", prior=prior))
     assert {*repr(layer)[15:-1].split(", ")} == {*shown.split(", ")} and type(layer.in_capsules) is int
     for row in LAYERS:
         for form in ("set", "grid", "all"):

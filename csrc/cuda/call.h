@@ -58,7 +58,7 @@ struct Call : OpCall {
   bool fuses(int64_t iterations) const;
   void take(const Schedule& c);
 
-  // Whether a launch may walk lean (see PassKernel).
+  // Whether a launch may walk lean (see LeanCall).
   bool is_lean(const Schedule& c) const;
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,

@@ -72,7 +72,7 @@ FASTCAPS_DEVICE void walk(const Lane<Pose, R>& lane, const ChildRange& range, Bo
   }
 }
 
-// A lean walk (see PassKernel) has no branch in its loop: totals that are out of range are only noted, and then the
+// A lean walk (see LeanCall) has no branch in its loop: totals that are out of range are only noted, and then the
 // tile is walked over again, with all options, and so are all later tiles of the block. It takes absent children for
 // zeros; if these make a NaN, with weights that are not finite, the total is lost, too. What a lean policy has, for one
 // of the lane's positions:

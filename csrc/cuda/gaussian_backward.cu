@@ -5,7 +5,8 @@
 // u holds -2 s rest / N with rest_m = sum_i w_im d_im. On paper the rest is eps means_m. But means are rounded, and if
 // a parent's variance is tiny beside its squared mean, that rounding is large beside d and must cancel in u + 2 s d.
 // Weights computed again also differ slightly from those that were counted. So for positions with such a parent
-// (`tight`) a launch before the others measures the rest and n, and corrects u and s.
+// (`tight`) a launch before the others measures the rest and n, and corrects u and s. Tight, too, is a variance that is
+// small beside the square of the way from the old mean, about which lean walks compute.
 #include "backward.h"
 #include "gaussian.h"
 #include "poses.h"
@@ -159,7 +160,7 @@ struct GaussianBackward {
   }
 };
 
-// The lean walk (see PassKernel), of one parent and one position a lane: betas are the same for all children, and tight
+// The lean walk (see LeanCall), of one parent and one position a lane: betas are the same for all children, and tight
 // positions are left to the walk above. MOVES: parents have a mean; else, as in a first iteration, all coefficients are
 // 1 / M. Votes are made relative to one base, the mean or else the new mean, from which a bias is subtracted
 // beforehand. There t is another parabola: with `apart` = mean - means

@@ -25,8 +25,7 @@ struct Compensated {
 constexpr float kMostLoss = 16.0f;
 
 // What a lean walk adds up: n = sum w, S1 = sum w d, S2 = sum w d^2, d = V - base. ASKS: w = g r, and parents have
-// means, which are the bases; else w = g. What votes begin with takes the base away from them, so that this costs
-// nothing.
+// means, which are the bases; else w = g. Votes start at -base, so that subtracting it costs nothing.
 template <class State, class Pose, int R, bool ASKS>
 struct GaussianSums {
   static constexpr bool kBegins = true, kCompetes = ASKS, kGates = true, kLoadsAhead = !ASKS;
@@ -124,8 +123,9 @@ struct GaussianForward {
   static constexpr bool kCompensated = !Pose::kFixed;
   const Lane<Pose, R>& lane;
   const PassArgs& args = lane.args;
-  Patches<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p log2 e
-  Patches<Pose, R> offset, spread;   // of the votes so far: their mean relative to the base, and the squares about it
+  Patches<Pose, R> base,
+      precision;  // base: the mean; without one, about the mean of the votes so far; precision: p log2 e
+  Patches<Pose, R> offset, spread;  // of the votes so far: their mean relative to the base, and the squares about it
   Patches<Pose, kCompensated ? R : 1> lost_offset;
   Numbers<Pose, R> log_weight, count, lost, evidence;
   LaneBetas<Pose, R> betas;
@@ -234,7 +234,11 @@ struct GaussianForward {
     move_base(1.0f);
     lost = any_thread(args, lane.shared, lost);
     barrier();
-    if (lost) each_patch<Pose, R>([&](int r, int p) { clear(r, p); });
+    if (lost)
+      each_patch<Pose, R>([&](int r, int p) {
+        clear(r, p);
+        if (!placed) each_number<Pose>([&](int i, int j) { base[r][p][i][j] = 0.0f; });
+      });
     return !lost;
   }
 

@@ -6,8 +6,8 @@
 namespace fastcaps::gpu {
 namespace {
 
-// The step between iterations, backwards: where a call goes through all of them, from the last one's results. What the
-// launch behind has left, of the state that it started from, has a part for each range of children.
+// The step between iterations, backwards. The next iteration's launch made the gradients of its state, a part for each
+// range of children; this kernel adds them up.
 struct StepArgs {
   const float* scores;  // [count], of this iteration; null where every iteration has its own gradients
   const float* dscore;  // the last iteration's, or null
@@ -18,7 +18,7 @@ struct StepArgs {
   float *dcost, *dactivation;
   // The gradient of a bias that children share, see fastcaps/ops/gaussian.py: [count, C * E]; or null
   float* dbias;
-  // the state that this iteration started from, if it is not the first: made again, of what the one before found
+  // the state this iteration started from, if not the first, made again from the results before it
   const float *earlier_variances, *earlier_scores;
   float *variance, *log_weight;
 };
@@ -31,9 +31,7 @@ struct PrepareArgs {
   PosesView dmeans, dvariances;
   const float* variances;
   float *u, *s, *constant;
-  // [positions], zeros: counts parents whose variance is small beside the square of their mean, or of the way to it; or
-  // null
-  float* tight;
+  float* tight;  // [positions], zeros: not 0 where a parent is tight (gaussian_backward.cu); or null
   Zeros zeros;
   StepArgs step;
 };
@@ -205,7 +203,7 @@ struct ReverseMemory {
   float *variance = nullptr, *log_weight = nullptr;                        // of the state
   float *dmeans = nullptr, *dvariances = nullptr, *dlog_weight = nullptr;  // parts
   float *duse = nullptr, *dignore = nullptr,
-        *dbias = nullptr;  // made by the kernel, or, EM's and a shared bias, by steps
+        *dbias = nullptr;  // by the kernel; EM's, and of a shared bias, by gaussian_prepare_kernel
 
   ReverseMemory(const GaussianReverse& op_, Call& call, const Schedule& schedule)
       : op(op_),

@@ -331,6 +331,7 @@ struct StageGradients {
   FASTCAPS_DEVICE void put_held(const Stage<Pose>& stage, const Rows<Pose>& rows, const Matrices<Pose>& matrices,
                                 const Patches<Pose, R>& dvotes, float (&sums_of_weights)[kWeightSums], Exists&& exists,
                                 Then&& then) const {
+    static_assert(!SHARED || Pose::kTurns, "stages bring no matrices");
     const auto row_of = [&](int, int i, int d, float (&row)[V]) {
       FASTCAPS_UNROLL
       for (int v = 0; v < V; ++v) row[v] = rows[i][d + v];

@@ -126,7 +126,7 @@ FASTCAPS_DEVICE void take_children(const Lane<Pose, R>& lane, const Stage<Pose>&
   }
 }
 
-// LEAN: see PassKernel.
+// LEAN: see LeanCall.
 template <bool LEAN, bool ADDS = false, class Pose, int R>
 FASTCAPS_DEVICE void make_votes(const Lane<Pose, R>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes) {
   const PassArgs& args = lane.args;

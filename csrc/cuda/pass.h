@@ -115,7 +115,7 @@ struct PassArgs : Cut, ParentArgs {
   // All iterations in this launch: results (sums or history, log-sum-exp; counts, means, variances, evidence) lie one
   // after the other. See iterations.h and gaussian_forward.cu.
   int iterations;                             // 0: one, which other kernels finish
-  bool lean;                                  // forward: see PassKernel
+  bool lean;                                  // this launch may walk lean: see LeanCall
   int zero;                                   // 0: see unknown_zero
   void* history;                              // pooling: the sums, in the children's type
   void* result;                               // attention, pooling: the last parents, in the children's type
@@ -130,7 +130,8 @@ struct PassArgs : Cut, ParentArgs {
   const float* devidence;  // Gaussian: [..]
   // Gaussian: dsums and dsquares, in a launch that only corrects them (gaussian_backward.cu); or null
   float *measured, *measured_squares;
-  const float* tight;     // [positions]: tiles where all are 0 are skipped; or null
+  // [positions], not 0 where a parent is tight: only those tiles are measured, and they are not walked lean; or null
+  const float* tight;
   float* dquery;          // [.., C, E]; Gaussian: of the mean
   float* dvariance;       // [.., C, E]
   float* dlog_weight;     // [..]
@@ -143,8 +144,9 @@ struct PassArgs : Cut, ParentArgs {
   bool alone_with_children, alone_with_weights;  // no other block adds to the same values meanwhile: no atomics
 };
 
-// Whether a call may be walked lean depends on this. One group: all children share their matrices; own: every child has
-// its own.
+// A lean walk leaves out what most calls do not have, so that its loop has no branch. What that is depends on the
+// policy: attention has neither bias nor gates, and one iteration; Gaussians have gates, a bias that all children
+// share, and any number of iterations. One group: all children share their matrices; own: every child has its own.
 struct LeanCall {
   bool weights, one_group, bias, own_bias, own_betas, gates, padded, query;
   int iterations, parent_blocks;

@@ -50,7 +50,9 @@ std::optional<PlainArgs> plain_args(Call& call, bool must) {
   const Window& w = v.window;
   const int64_t* stride = v.children.stride;
   const bool whole = v.Ho == 1 && v.Wo == 1 && w.kh == v.H && w.kw == v.W;  // one position sees all children
-  if (call.given.weight || call.given.bias || v.M > kPlainParents || v.child_size() > kPlainValues) return {};
+  const int most_parents = 2 * v.child_size() > kPlainValues ? kPlainParents / 2 : kPlainParents;
+  if (call.given.weight || call.given.bias || v.M > most_parents || v.child_size() > kPlainValues) return {};
+  if (v.positions() >= int64_t(1) << 31) return {};
   if (!w.is_of_set() && !(whole && w.ph == 0 && w.pw == 0 && w.dh == 1 && w.dw == 1)) return {};
   PlainArgs args{};
   static_cast<ParentArgs&>(args) = call.args;
@@ -62,7 +64,7 @@ std::optional<PlainArgs> plain_args(Call& call, bool must) {
   }
   args.I = int(v.I), args.D = int(v.D), args.K = int(v.child_size());
   args.by_depth = Divider(v.D);
-  args.positions = v.positions();
+  args.positions = args.launched = v.positions();
   // a block has a sample: a few of them leave most of the chip alone
   if (!must && 4 * args.positions < multiprocessors() && args.I > 256) return {};
   const int64_t bytes = bytes_of(v.storage);
@@ -79,7 +81,7 @@ bool launch_plain(const PlainKernel* kernels, int count, PlainArgs args) {
     if (kernel->K < args.K || kernel->parents < args.M) continue;
     const int warps = cut_plain(args, kernel->slots[s], kernel->shared_bytes[s]);
     if (warps > 0)
-      launch(kernel->run[s], Grid{args.positions, 1, warps * kWarp, kernel->shared_bytes[s](args, warps)}, args);
+      launch(kernel->run[s], Grid{args.launched, 1, warps * kWarp, kernel->shared_bytes[s](args, warps)}, args);
     return warps > 0;
   }
   return false;
@@ -90,7 +92,7 @@ std::optional<PlainGradients> differentiate_plain(Call& call, PlainArgs args, co
   const ScalarType type = call.children.scalar_type();
   const bool narrow = args.storage != Storage::kFloat32;
   args.sums_up = args.iterations > 1 && !(args.chain && args.detach);
-  float *children_sums, *gate_sums, *dnorm, *dprior, *dprior_sum;
+  float *children_sums, *gate_sums, *dnorm, *dprior;
   const auto make = [&](bool wanted, const Shape& shape, ScalarType of) {
     return new_tensor(call.children, wanted ? shape : Shape{0}, of, "a gradient");
   };
@@ -104,31 +106,37 @@ std::optional<PlainGradients> differentiate_plain(Call& call, PlainArgs args, co
   const int64_t rows = args.prior_stride > 0 ? args.I : 1, pairs = int64_t(args.I) * args.M;
   found.prior = make(args.prior && (needs & kPrior), {rows, args.M}, ScalarType::Float);
   const bool wants_prior = found.prior.numel() > 0;
-  const Tensor memory = call.workspace({{&children_sums, narrow && args.sums_up ? found.children.numel() : 0},
-                                        {&gate_sums, narrow && args.sums_up ? found.gate.numel() : 0},
-                                        {&dnorm, wants_norm ? 2 * args.positions * args.K + 2 * args.K : 0},
-                                        {&dprior, wants_prior ? args.positions * pairs : 0},
-                                        {&dprior_sum, wants_prior && rows == 1 ? pairs : 0}});
+  // a part for each position of a launch, behind the sum of those before
+  const int64_t most = std::max<int64_t>(1, parts_bytes() / (4 * pairs + 1));
+  const int64_t at_once = wants_prior ? std::min(most, args.positions) : args.positions;
+  const Tensor memory = call.workspace({
+      {&children_sums, narrow && args.sums_up ? found.children.numel() : 0},
+      {&gate_sums, narrow && args.sums_up ? found.gate.numel() : 0},
+      {&dnorm, wants_norm ? 2 * args.positions * args.K + 2 * args.K : 0},
+      {&dprior, wants_prior ? (at_once + 1) * pairs : 0},
+  });
   const auto place = [](const Tensor& x) { return x.numel() ? data_of(x) : nullptr; };
   args.dchildren = place(found.children), args.dgate = place(found.gate), args.dquery = place(found.query);
   args.children_sums = narrow ? children_sums : static_cast<float*>(args.dchildren);
   args.gate_sums = narrow ? gate_sums : static_cast<float*>(args.dgate);
-  args.dnorm = dnorm, args.dprior = dprior;
+  args.dnorm = dnorm, args.dprior = wants_prior ? dprior + pairs : nullptr;
   if (args.positions == 0) {
     for (Tensor* x : {&found.norm_weight, &found.norm_bias, &found.prior}) torch::stable::zero_(*x);
     return found;
   }
-  if (!run_plain_backward(args)) return {};
+  for (; args.first < args.positions; args.first += at_once) {
+    args.launched = std::min(at_once, args.positions - args.first);
+    if (!run_plain_backward(args)) return {};
+    const bool alone = args.first == 0;
+    if (wants_prior) sum_parts(alone ? args.dprior : dprior, dprior, args.launched + !alone, pairs, Storage::kFloat32);
+  }
   if (wants_norm) {
     float* both = dnorm + 2 * args.positions * args.K;
     sum_parts(dnorm, both, args.positions, 2 * args.K, Storage::kFloat32);
-    sum_parts(both, place(found.norm_weight), found.norm_weight.numel() > 0, args.K, args.storage);
-    sum_parts(both + args.K, place(found.norm_bias), found.norm_bias.numel() > 0, args.K, args.storage);
+    if (needs & kNormWeight) sum_parts(both, data_of(found.norm_weight), 1, args.K, args.storage);
+    if (needs & kNormBias) sum_parts(both + args.K, data_of(found.norm_bias), 1, args.K, args.storage);
   }
-  if (wants_prior) {
-    sum_parts(dprior, rows == 1 ? dprior_sum : place(found.prior), args.positions, pairs, Storage::kFloat32);
-    if (rows == 1) sum_parts(dprior_sum, place(found.prior), args.I, args.M, Storage::kFloat32);
-  }
+  if (wants_prior) sum_parts(dprior, place(found.prior), rows == 1 ? args.I : 1, rows * args.M, Storage::kFloat32);
   return found;
 }
 

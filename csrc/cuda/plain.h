@@ -27,7 +27,7 @@ struct PlainArgs : ParentArgs {
   bool vector;  // whether poses are copied 16 bytes at a time
   int I, D, K;  // K: C * D
   Divider by_depth;
-  int64_t positions;
+  int64_t positions, first, launched;  // of the call; of this launch the first, and how many
   // Of a warp: slots in shared memory. resident: they hold all its children, in all iterations; else what it adds up
   // takes their place.
   int slots;
@@ -47,7 +47,7 @@ struct PlainArgs : ParentArgs {
   void *dchildren, *dgate, *dquery;  // in the children's type: [positions, I, K], [positions, I], [positions, M, K]
   bool sums_up;                      // whether several iterations add to them, in the following
   float *children_sums, *gate_sums;
-  float *dnorm, *dprior;  // [positions, 2, K], [positions, I, M]
+  float *dnorm, *dprior;  // [positions, 2, K], [launched, I, M]
 
   // Backward: whether shared memory has the sums of children's gradients.
   constexpr bool held() const { return resident && sums_up && dchildren; }
@@ -119,7 +119,7 @@ struct PlainBlock {
   const int lane = thread_index() % kWarp, g = lane / 4, t = lane % 4, warp = thread_index() / kWarp;
   const int warps = block_threads() / kWarp;
   const int units = ((args.I + kUnit - 1) / kUnit - warp + warps - 1) / warps;  // of the warp
-  const int64_t position = block_x();
+  const int64_t position = args.first + block_x();
   const X* poses;  // of the position's children
   float *gates, *rest;
   X* ring;

@@ -51,6 +51,7 @@ struct PlainBackward : PlainBlock<K_, S> {
     const int64_t parts = args.resident ? args.M * kPart : 0, sums = args.held() ? args.slots * kSlot * kHeld : 0;
     return Block::shared_bytes(args, warps) + 4 * (kFactor + args.M * K + warps * (kUnit * kTurn + parts + sums));
   }
+  static_assert(Block::kSlots * kSlot * Block::kRow * sizeof(typename Block::X) >= PARENTS * kPart * sizeof(float));
   FASTCAPS_DEVICE float* part(int w) const {
     if (!args.resident) return reinterpret_cast<float*>(Block::ring_of(w));
     return carried + args.M * K + warps * kUnit * kTurn + w * args.M * kPart;
@@ -154,7 +155,7 @@ struct PlainBackward : PlainBlock<K_, S> {
           const float r = open ? x * one * gate : 0.0f, dl = open && flows ? r * (gain - mean) : 0.0f;
           x = dl * args.scale, gain = r;
           if (args.dprior && Block::alive(m) && child < args.I) {
-            float& sum = args.dprior[(position * args.I + child) * args.M + m];
+            float& sum = args.dprior[(block_x() * args.I + child) * args.M + m];
             sum = first ? dl : sum + dl;
           }
         });

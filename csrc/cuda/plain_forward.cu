@@ -30,6 +30,7 @@ struct PlainForward : PlainBlock<K_, S> {
     const int64_t own = kFactor + args.M * K + warps * kTurns + (args.resident ? warps * args.M * kPart : 0);
     return Block::shared_bytes(args, warps) + 4 * own;
   }
+  static_assert(Block::kSlots * kSlot * Block::kRow * sizeof(typename Block::X) >= PARENTS * kPart * sizeof(float));
   FASTCAPS_DEVICE float* part(int w) const {
     return args.resident ? parts + w * args.M * kPart : reinterpret_cast<float*>(Block::ring_of(w));
   }

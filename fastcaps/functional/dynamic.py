@@ -76,8 +76,8 @@ def dynamic_routing(
         Not with ``leaky``.
     eps : float
         Added under the root in squash, as many published implementations do: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
-        eps)``. With a prior or an eps every iteration is a separate op, but for plain calls without matrices: on a CPU,
-        or on a GPU for up to 32 parents of up to 128 values, 16 of up to 256.
+        eps)``. With a prior or an eps every iteration is a separate op, except in eager calls without matrices: on a
+        CPU, and of sets on a GPU (32 parents of up to 64 values, 24 of up to 128, 15 of up to 256).
     return_coefficients : bool
         Also return the r of the last iteration.
 

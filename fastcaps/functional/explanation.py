@@ -154,11 +154,11 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fastcaps":
-            self.add(func.name().removeprefix("fastcaps::"), VoteInputs(*args[:COUNT]))
+            self.add(func.name().removeprefix("fastcaps::"), VoteInputs(*args[:COUNT]), own=args[COUNT:])
         return func(*args, **(kwargs or {}))
 
-    def add(self, op: str, votes: VoteInputs, runs: tuple[str, str] | None = None) -> None:
-        """Explain a call; ``runs`` is what runs it, and why, if it is a formula."""
+    def add(self, op: str, votes: VoteInputs, runs: tuple[str, str] | None = None, own: Sequence[Any] = ()) -> None:
+        """Explain a call; ``runs`` is what runs it, and why, if it is a formula, ``own`` what an op takes besides."""
         routing = next((one for one in ROUTINGS if one.name == op), None)
         stem, reverse = "verbs", None
         if routing is not None:
@@ -184,11 +184,8 @@ class _Calls(TorchDispatchMode):
             room = {"triton": f"fastcaps.triton_kernels.{stem}.", "reference": f"fastcaps.reference.{stem}."}
             forward = room.get(name, f"fastcaps_{name}::") + op
             if routing is not None:
-                backward = (
-                    f"{forward}_{'reverse' if name == 'cuda' else 'backward'}"
-                    if reverse is None
-                    else ": ".join(reverse)
-                )
+                whole = name == "cuda" and routing.reverse_arguments(routing.Own(*own), ()) is not None
+                backward = f"{forward}_{'reverse' if whole else 'backward'}" if reverse is None else ": ".join(reverse)
         self.found.append(Explanation(name, how, reasons, forward, backward, f"{_describe(votes, call)}, {op}"))
 
 

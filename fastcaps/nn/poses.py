@@ -29,7 +29,8 @@ def arguments(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
 def arguments_repr(module: nn.Module) -> str:
     """Return a module's arguments as text: the positional ones, and the keyword ones that differ from their defaults.
 
-    An argument is read from the attribute of its name. A bool may be stored as a parameter or submodule, or None.
+    An argument is read from the attribute of its name. A bool may be stored as a parameter or submodule, or None, and
+    "random" as a buffer.
     """
     shown = []
     for name, argument in arguments(type(module)).items():
@@ -38,7 +39,8 @@ def arguments_repr(module: nn.Module) -> str:
         value = getattr(module, name, missing)
         by_name = argument.kind is argument.KEYWORD_ONLY
         if isinstance(default, bool):
-            value = value is not None and value is not False
+            drawn = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            value = "random" if drawn else value is not None and value is not False
         if isinstance(value, nn.Module) or (by_name and value in (default, (default, default))):
             continue
         text = getattr(value, "__name__", repr(value))

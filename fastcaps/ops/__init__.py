@@ -28,12 +28,13 @@ also has the gradients of children and weight in float32, and 2 P.
 
 CUDA, forward: 1 P for each range of at least 8 children, if there are too few positions to fill the device; if the
 parents do not fit into one block, 2 * B * L * I values for each block of them, in parts of at most 64 MiB; a copy of
-weights that are rounded to TF32; 1 P for several iterations of dynamic routing. Backward: 1 P, with 1 or 2 M for
-pooling and Gaussians, also for each of the ranges of children, which attention keeps for all its iterations, with 1 P
-more for each but the first; in half precision the gradients in float32; for blocks of parents as in the forward, with 3
+weights that are rounded to TF32; for several iterations 1 P for dynamic routing and pooling, 1 M for Gaussians.
+Backward: 1 P, with 1 or 2 M for pooling and Gaussians, also for each of the ranges of children, which attention and
+pooling keep for all their iterations, with 1 P more for each but the first, and Gaussians for one, with 3 P and 2 M
+more; in half precision the gradients in float32; for blocks of parents as in the forward, with 3
 values instead of 2; up to 32 ``dbias`` of a shared bias; in the deterministic mode about 64 MiB of parts of ``dweight``
 and ``dbias``, or four of each if larger, and as much of ``dchildren`` if the parents do not fit into one block. A
-routing in one launch uses no workspace.
+routing in one launch uses no workspace; the gradient of a prior about 64 MiB of parts.
 """
 
 from __future__ import annotations

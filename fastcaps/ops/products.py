@@ -61,7 +61,7 @@ plain_routing_reverse = declare(
     ),
 )
 """Its backward; ``needs``: a bit for each result, and DETACH. ``grad``, of the last parents, and dprior: float32."""
-_POSE, _PARENTS = 256, 32  # values and parents that they take at most; half as many parents of more than 128 values
+_MOST_PARENTS = ((64, 32), (128, 24), (256, 15))  # of so many values at most: what 99 KB of shared memory hold
 
 
 def serves(votes: VoteInputs, backward: bool) -> bool:
@@ -428,7 +428,7 @@ def _takes_on_gpu(votes: VoteInputs) -> bool:
     values = prod(votes.children.shape[-2:])
     if votes.weight is not None or votes.bias is not None or not (_is_on_gpu(votes.children) and votes.is_set):
         return False
-    fits = values <= _POSE and votes.parents <= (_PARENTS if 2 * values <= _POSE else _PARENTS // 2)
+    fits = any(values <= most and votes.parents <= parents for most, parents in _MOST_PARENTS)
     return fits and backends.choose("attention", votes)[0] == "cuda"
 
 
