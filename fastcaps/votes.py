@@ -7,7 +7,6 @@ kernel a set is a grid of one position with ``N = I`` types and a 1 x 1 window.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -259,10 +258,6 @@ class VoteInputs(NamedTuple):
             *(batch, *(where or (1, 1)), *self.children.shape[-3:]),
             *(*self.grid, self.parents, self.pose[2], groups, *self.window),
         )
-
-    def sizes_in_c(self) -> Any:
-        """Return :attr:`sizes` as an array for the native libraries."""
-        return (ctypes.c_int64 * len(self.sizes))(*self.sizes)
 
     @property
     def autocasts(self) -> bool:

@@ -59,6 +59,19 @@ def test_a_range_of_children_that_are_all_closed(types: int, iterations: int, ru
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@on_every_target
+@pytest.mark.parametrize("start", [False, True])
+def test_an_infinite_bias_stays_with_its_parent(start: bool, target: Target) -> None:
+    """Of all children: a lean walk, which takes it away from the base and adds it again, leaves it to another."""
+    case = Case("inf", Rule.HEINSEN, types=40, parents=20, pose=(4, 4, 4), bias="1M", betas="1M", start=start)
+    call = GAUSSIAN.call(case)
+    call.given["bias"].view(-1)[20] = -torch.inf
+    found = target.forward(call)
+    for name, value in call.by_loop().items():
+        whole = value.isfinite()
+        torch.testing.assert_close(found[name][whole], value[whole], rtol=1e-3, atol=1e-4, msg=name)
+
+
 LONELY = (  # parents that one child makes, or two: variances are nothing beside the means
     Case("one-child", Rule.EM, types=1, pose=(4, 4, 4), bias="IM", gate="some"),
     Case("one-child-any", Rule.EM, types=1, parents=5, pose=(5, 3, 7), gate="some"),

@@ -255,6 +255,17 @@ def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: 
 
 @on_every_target
 @every_routing
+@pytest.mark.parametrize("parents", [5, 20, 40])
+def test_poses_that_are_their_own_votes(routing: Routing, parents: int, target: Target) -> None:
+    """Their gradient is a sum over all parents, whose lanes have the rows of 4 x 4 poses in other orders."""
+    case = routing.make(
+        "same", batch=2, types=3, parents=parents, pose=(4, 4, 4), groups="none", bias="IM", gate="some"
+    )
+    target.check(routing, case)
+
+
+@on_every_target
+@every_routing
 @pytest.mark.parametrize(
     "sizes", [{"iterations": 17, "types": 5}, {"types": 600}, {"parents": 1100, "types": 2}], ids=str
 )

@@ -361,7 +361,8 @@ def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, dict[str, 
     ask, found = libraries.library("cpu").ask, []
     elements = (torch.float32, torch.float64, torch.bfloat16)
     for case in routing.cases:
-        sizes = votes_of(routing.call(case).given).sizes_in_c()
+        given = votes_of(routing.call(case).given).sizes
+        sizes = (ctypes.c_int64 * len(given))(*given)
         bias = 0 if case.bias is None else 1 if case.bias[0] == "1" else 2
         for backward in (False, True):
             facts = (backward, elements.index(case.dtype), bias, case.start, case.iterations)

@@ -52,4 +52,19 @@ struct ChildSums {
   FASTCAPS_DEVICE int i(int n) const { return kByRow ? (begin + n) / kRows : (begin + n) % Pose::kPatchRows; }
 };
 
+// Sums over the warp's parents. Lanes that have rows in other orders give the one that the lane has.
+template <class Pose, int R>
+FASTCAPS_DEVICE void sum_parents(const Lane<Pose, R>& lane, Patch<Pose>& x) {
+  if constexpr (Pose::kTurns) {
+    FASTCAPS_UNROLL
+    for (int mask = Pose::kPositions; mask < kWarp; mask *= 2) {
+      Patch<Pose> other;
+      each_number<Pose>([&](int i, int j) { other[i][j] = shuffle_xor(x[i ^ mask / 8][j], mask); });
+      each_number<Pose>([&](int i, int j) { x[i][j] += other[i][j]; });
+    }
+  } else {
+    each_number<Pose>([&](int i, int j) { x[i][j] = lane.sum_parents(x[i][j]); });
+  }
+}
+
 }  // namespace fastcaps::gpu

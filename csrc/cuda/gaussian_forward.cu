@@ -221,17 +221,14 @@ struct GaussianForward {
     } else {
       ChildRange few = range;
       few.last = range.first + args.stage < range.last ? range.first + args.stage : range.last;
-      FASTCAPS_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        lost = add_all<false>(k == 0 ? few : range);
-        if (k == 0)
-          each_patch<Pose, R>([&](int r, int p) {
-            each_number<Pose>([&](int i, int j) { base[r][p][i][j] += offset[r][p][i][j]; });
-            clear(r, p);
-          });
-      }
+      add_all<false>(few);
+      each_patch<Pose, R>([&](int r, int p) {
+        each_number<Pose>([&](int i, int j) { base[r][p][i][j] += offset[r][p][i][j]; });
+        clear(r, p);
+      });
+      lost = add_all<false>(range);
     }
-    move_base(1.0f);
+    lost = !move_base(1.0f) || lost;
     lost = any_thread(args, lane.shared, lost);
     barrier();
     if (lost)
@@ -242,18 +239,23 @@ struct GaussianForward {
     return !lost;
   }
 
-  // A bias that all children share moves all votes: the base is one of votes without it.
-  FASTCAPS_DEVICE void move_base(float sign) {
-    if (!args.bias) return;
+  // A bias that all children share moves all votes: the base is one of votes without it. Without a mean the base is 0
+  // at first. Returns false for an infinite bias, which could not be taken away and added again.
+  FASTCAPS_DEVICE bool move_base(float sign) {
+    bool finite = true;
+    if (!args.bias) return finite;
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
       if (!lane.alive(p)) continue;
       each_number<Pose>([&](int i, int j) {
         const float number = args.bias[lane.m(p) * args.bias_stride_m + lane.number(i, j)];
+        finite = finite && fabsf(number) <= FLT_MAX;
+        if (!(fabsf(number) <= FLT_MAX) || (!placed && sign < 0.0f)) return;
         FASTCAPS_UNROLL
-        for (int r = 0; r < R; ++r) base[r][p][i][j] = placed || sign > 0.0f ? base[r][p][i][j] + sign * number : 0.0f;
+        for (int r = 0; r < R; ++r) base[r][p][i][j] += sign * number;
       });
     }
+    return finite;
   }
 
   template <bool MEETS, class Sums>

@@ -169,15 +169,17 @@ struct StageGradients {
   FASTCAPS_DEVICE void put_identity(const Stage<Pose>& stage, const Patches<Pose, R>& dvotes) const {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
+      Patch<Pose> sums;
+      each_number<Pose>([&](int i, int j) {
+        sums[i][j] = dvotes[r][0][i][j];
+        FASTCAPS_UNROLL
+        for (int p = 1; p < Pose::kEach; ++p) sums[i][j] += dvotes[r][p][i][j];
+      });
+      sum_parents(lane, sums);
       each_vector<Pose>([&](int i, int j) {
         float x[WV];
         FASTCAPS_UNROLL
-        for (int v = 0; v < WV; ++v) {
-          float sum = dvotes[r][0][i][j + v];
-          FASTCAPS_UNROLL
-          for (int p = 1; p < Pose::kEach; ++p) sum += dvotes[r][p][i][j + v];
-          x[v] = lane.sum_parents(sum);
-        }
+        for (int v = 0; v < WV; ++v) x[v] = sums[i][j + v];
         if (lane.parent != 0 || !lane.inside(i, j)) return;
         if (!adds_directly())
           store_vector<WV>(child(lane.in_tile(r), k, lane.warp_parent) + lane.c(i) * lane.row_stride() + lane.e(j), x);

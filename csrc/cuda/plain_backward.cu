@@ -360,11 +360,10 @@ struct PlainBackward : PlainBlock<K_, S> {
 
   // Adds up the warps' parts of dQ, to the gradient of the queries so far or in its place.
   FASTCAPS_DEVICE void carry(int iteration) {
-    const int active = (args.I + kUnit - 1) / kUnit < warps ? (args.I + kUnit - 1) / kUnit : warps;
     const bool adds = args.chain && args.rule == Rule::kSquash && iteration + 1 < args.iterations;
     for (int at = thread_index(); at < args.M * K; at += block_threads()) {
       float sum = 0.0f;
-      for (int w = 0; w < active; ++w) sum += part(w)[at / K * kPart + at % K];
+      for (int w = 0; w < warps; ++w) sum += part(w)[at / K * kPart + at % K];
       carried[at] = adds ? carried[at] + sum : sum;
     }
     barrier();

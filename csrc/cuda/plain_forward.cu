@@ -147,11 +147,10 @@ struct PlainForward : PlainBlock<K_, S> {
 
   // Adds up the warps' parts in part 0.
   FASTCAPS_DEVICE void add_parts(int rows) {
-    const int active = (args.I + kUnit - 1) / kUnit < warps ? (args.I + kUnit - 1) / kUnit : warps;
     for (int at = thread_index(); at < rows * K; at += block_threads()) {
       const int place = at / K * kPart + at % K;
       float sum = part(0)[place];
-      for (int w = 1; w < active; ++w) sum += part(w)[place];
+      for (int w = 1; w < warps; ++w) sum += part(w)[place];
       part(0)[place] = sum;
     }
     barrier();
