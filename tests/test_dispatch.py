@@ -337,6 +337,19 @@ def test_dynamic_routing_of_poses_is_one_launch_where_a_kernel_takes_it(
         assert not products._takes_on_gpu(votes)
 
 
+@needs_fake_gpu_tensors
+@pytest.mark.parametrize(("start", "ways"), [("uniform", ["reverse"]), ("ones", ["reverse", "backward"])])
+def test_an_explanation_names_the_backward_that_runs(gpu: object, start: str, ways: list[str]) -> None:
+    """Of Gaussians with a first state, as all iterations behind one of ones have, each iteration is a call."""
+    sizes = {"children": (2, 9, 4, 4), "activations": (2, 9), "weight": (9, 3, 4, 4)}
+    with FakeTensorMode():
+        given = {name: torch.empty(size, device=GPU) for name, size in sizes.items()}
+        betas = {name: torch.empty(3, device=GPU) for name in ("beta_u", "beta_a")}
+        found: Any = fastcaps.explain(functional.em_routing, **given, **betas, first_coefficients=start)
+    found = [found] if start == "uniform" else found
+    assert [one.backward for one in found] == [f"fastcaps_cuda::gaussian_routing_{way}" for way in ways]
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.ops import folded, products, uniform
-from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.shared import EVEN, FUSED, LIBRARY
@@ -53,14 +52,10 @@ class AttentionRouting(QueryRouting):
     Own, Rest = Attention, Backward
     history = ("sums",)
     constant = frozenset(("query",))
-
-    def __init__(self) -> None:
-        """Define both ops, and the CUDA library's backward through all iterations."""
-        super().__init__()
-        tensors = "Tensor? query, Tensor? norm_weight, Tensor? norm_bias, Tensor sums"
-        taken = f"Tensor grad, {written(VoteInputs.__annotations__)}, {tensors}, float scale, float eps, int rule"
-        schema = f"{taken}, int needs, int options", self.native_backward_schema[1]
-        self.native_reverse = declare("cuda", f"{self.name}_reverse", schema)
+    reversed = (
+        "Tensor grad",
+        "Tensor? query, Tensor? norm_weight, Tensor? norm_bias, Tensor sums, float scale, float eps, int rule",
+    )
 
     def __call__(self, votes: VoteInputs, own: Attention) -> tuple[Any, ...]:
         """Run the op, except a first iteration that torch's convolution or matmul computes."""

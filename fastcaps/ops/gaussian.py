@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Routing
@@ -63,15 +62,11 @@ class GaussianRouting(Routing):
     heads = dict.fromkeys(("grad_counts", "grad_means", "grad_variances", "grad_evidence"), "Tensor | None")
     moments = 2
     wide = True
-
-    def __init__(self) -> None:
-        """Define both ops, and the CUDA library's backward through all iterations of a call without a first state."""
-        super().__init__()
-        grads = "Tensor? grad_scores, Tensor? grad_means, Tensor? grad_variances"
-        tensors = "Tensor? beta_use, Tensor? beta_ignore, Tensor counts, Tensor means, Tensor variances, Tensor scores"
-        taken = f"{grads}, {written(VoteInputs.__annotations__)}, {tensors}, float[] temperatures, int rule, float eps"
-        schema = f"{taken}, int needs, int options", self.native_backward_schema[1]
-        self.native_reverse = declare("cuda", f"{self.name}_reverse", schema)
+    reversed = (
+        "Tensor? grad_scores, Tensor? grad_means, Tensor? grad_variances",
+        "Tensor? beta_use, Tensor? beta_ignore, Tensor counts, Tensor means, Tensor variances, Tensor scores, "
+        "float[] temperatures, int rule, float eps",
+    )
 
     def reverse_arguments(self, own: Any, history: Results) -> tuple[Any, ...] | None:
         begins = any(getattr(own, name) is not None for name in STATE)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.define import declare, written
 from fastcaps.ops.query import QueryRouting, check_like
 from fastcaps.ops.signature import Results
 from fastcaps.rules import Rule
@@ -47,13 +46,10 @@ class PoolingRouting(QueryRouting):
     history = ("sums", "logsumexp")
     constant = frozenset(("gate", "query"))
     competing = False
-
-    def __init__(self) -> None:
-        """Define both ops, and the CUDA library's backward through all iterations."""
-        super().__init__()
-        taken = f"Tensor grad, {written(VoteInputs.__annotations__)}, Tensor? query, Tensor sums, Tensor logsumexp"
-        schema = f"{taken}, float scale, bool normalize, int rule, int needs, int options"
-        self.native_reverse = declare("cuda", f"{self.name}_reverse", (schema, self.native_backward_schema[1]))
+    reversed = (
+        "Tensor grad",
+        "Tensor? query, Tensor sums, Tensor logsumexp, float scale, bool normalize, int rule",
+    )
 
     def reverse_arguments(self, own: Any, history: Results) -> tuple[Any, ...]:
         return own.query, *history, own.scale, own.normalize, own.rule

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype, check_tensor
 from fastcaps.made import MADE, MadeVotes
-from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable
+from fastcaps.ops.define import LIBRARY, NATIVE, declare, define, let_inductor_call, make_differentiable
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.signature import Gradients, Results, Signature, State, gradient_strides
 from fastcaps.rules import DETACH
@@ -96,13 +96,14 @@ class Routing(Signature, ABC):
     # ---- the ops -----------------------------------------------------------------------------------------------------
 
     def __init__(self) -> None:
-        """Define both ops."""
+        """Define both ops, and the CUDA library's backward through all iterations."""
         super().__init__()
         self.op, self.native = define(self.name, *self.schema, self.run, self.fake, self.flops, self.native_schema)
         name, schema, native = f"{self.name}_backward", self.backward_schema, self.native_backward_schema
         self.backward_op, self.native_backward = define(
             name, *schema, self.run_backward, self.fake_backward, self.backward_flops, native
         )
+        self.native_reverse = declare("cuda", f"{self.name}_reverse", self.native_reverse_schema)
         make_differentiable(self.op, self._differentiate_op, self.save, self.by_reference, self.fake)
         for key in ("AutocastCPU", "AutocastCUDA"):
             LIBRARY.impl(self.name, self._autocast_kernel(key), key)

@@ -40,7 +40,7 @@ class Signature:
     wide = False  # whether the tensors of Own have the children's accumulation dtype
     constant: frozenset[str] = frozenset()  # the tensors that have no gradient with detached coefficients
     competing = True  # parents for a child, or else children for a parent
-    native_reverse: Any  # the CUDA library's backward through all iterations
+    reversed: tuple[str, str]  # what the CUDA library's backward through all iterations takes around the votes
 
     def __init__(self) -> None:
         self.name = f"{self.stem}_routing"
@@ -63,6 +63,9 @@ class Signature:
         self.native_schema = f"{plain}, int options", f"({made})"
         self.backward_schema = f"{written(given)}, int needs", f"({gradients})"
         self.native_backward_schema = f"{written(given)}, int needs, int options", f"({gradients})"
+        before, behind = self.reversed
+        votes = written(VoteInputs.__annotations__)
+        self.native_reverse_schema = f"{before}, {votes}, {behind}, int needs, int options", f"({gradients})"
 
     def iterations(self, own: Any) -> int:
         """Return the number of iterations of a call."""
